@@ -152,18 +152,6 @@ def test_every_model_is_built_as_planned(planned: Planned, megatron: Any, name: 
     assert held == [{names.get(part, part) for part in stage.holds} for stage in plan.stages]
 
 
-@pytest.mark.filterwarnings("ignore")
-def test_any_split_is_built_as_planned(planned: Planned, megatron: Any) -> None:
-    rng = random.Random(1)
-    for _ in range(40):
-        pp, vpp = rng.choice([2, 4, 8]), rng.choice([1, 2, 3])
-        cuts = sorted(rng.randint(0, 80) for _ in range(pp * vpp - 1))
-        counts = tuple(b - a for a, b in zip([0, *cuts], [*cuts, 80], strict=True))
-        plan = planned("llama-3.1-70b", 64, tp=4, pp=pp, vpp=vpp, layers_per_stage=counts)
-        config = config_of(megatron_arguments(plan), megatron)
-        assert layers_built(config, megatron) == [list(stage.chunks) for stage in plan.stages], counts
-
-
 def stages_of(counts: Sequence[int], pp: int, mtp: int | None) -> list[VirtualStage]:
     first, stages = 0, []
     for j, count in enumerate(counts):

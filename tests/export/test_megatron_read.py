@@ -9,12 +9,9 @@ import pytest
 from samples import BASE, SCRIPT, layout_of
 
 from planner.answer import Plan
-from planner.export.export import bundle_of
 from planner.export.import_run import read_configuration
 from planner.export.imported_run import ImportedRun
 from planner.export.megatron.option_rows import options_of
-from planner.layout.evaluate import evaluate
-from planner.layout.runs import parse_run
 from planner.specs.model import ModelSpec
 from planner.specs.registry import load_model
 
@@ -176,49 +173,6 @@ def test_a_batch_size_left_out_is_one_micro_batch_a_rank() -> None:
     imported = read_configuration(f"torchrun --nproc-per-node 8 pretrain_gpt.py {text} --tensor-model-parallel-size 2")
     assert imported.complete(hardware="h100")["global_batch_size"] == 8
     assert imported.complete(hardware="h100", num_gpus=16)["global_batch_size"] == 16
-
-
-@pytest.mark.thorough(3)
-@pytest.mark.parametrize("form", ["megatron.yaml", "launch.sh", "launch.sbatch"])
-@pytest.mark.parametrize(
-    ("model", "gpus", "options"),
-    [
-        ("llama-3.1-405b", 2048, {"tp": 8, "pp": 16, "vpp": 4, "layers_per_stage": (1, *[2] * 62, 1)}),
-        ("gpt3-175b", 64, {"tp": 8, "pp": 8, "recompute": "full", "recompute_num_layers": 4}),
-        ("qwen3-30b-a3b", 64, {"tp": 2, "pp": 2, "ep": 8, "cp": 2, "recompute": "selective"}),
-        ("deepseek-v3", 1024, {"pp": 16, "vpp": 2, "ep": 64, "layout": "Et*3|(tt|)*29m|L"}),
-        ("llama-3.1-8b", 16, {"zero_stage": 3}),
-        ("llama-3.1-8b", 16, {"tp": 2, "dtype": "fp8"}),
-        ("gpt-oss-20b", 16, {"ep": 8, "pp": 2}),
-        ("llama-3.1-8b", 64, {"tp": 2, "fsdp": 8}),
-        ("llama-3.1-8b", 16, {"features": {"flash_attention": False}}),
-    ],
-)
-def test_our_own_exports_come_back(planned: Planned, form: str, model: str, gpus: int, options: dict[str, Any]) -> None:
-    """Export, import, price again: the same layout, parameters and seconds."""
-    features = {"ep_overlap": options.get("vpp", 1) > 1, **options.get("features", {})}
-    plan = planned(model, gpus, **{**options, "features": features})
-    text = next(file.text for file in bundle_of(plan, ["megatron"]).files if file.name == form)
-    imported = read_configuration(text)
-    assert imported.unknown == {}
-    run = parse_run({"run": imported.complete(hardware="h100", num_gpus=gpus)})
-    again = evaluate(run.model, run.cluster, run.training, run.parallelism, runtime=run.runtime)
-    assert [stage.chunks for stage in again.stages] == [stage.chunks for stage in plan.stages]
-    assert [stage.num_parameters for stage in again.stages] == [stage.num_parameters for stage in plan.stages]
-    assert again.step.step_s == pytest.approx(plan.step.step_s, rel=1e-9)
-    for axis in (
-        "tp",
-        "cp",
-        "ep",
-        "pp",
-        "vpp",
-        "dp",
-        "micro_batch_size",
-        "num_microbatches",
-        "zero_stage",
-        "shard_size",
-    ):
-        assert getattr(again.parallelism, axis) == getattr(plan.parallelism, axis), axis
 
 
 def test_a_hybrids_pattern_says_layers_stages_and_predictions() -> None:

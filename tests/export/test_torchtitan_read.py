@@ -11,32 +11,9 @@ from samples import TEXTS, layout_of
 from planner.answer import Plan
 from planner.export.export import bundle_of
 from planner.export.import_run import read, read_configuration
-from planner.layout.evaluate import evaluate
-from planner.layout.runs import parse_run
 from planner.specs.model import ModelSpec
 
 Planned = Callable[..., Plan]
-
-
-def test_our_own_recipe_comes_back(planned: Planned) -> None:
-    counts = (1, 5, 4, 4, 4, 5, 5, 4)
-    plan = planned("llama-3.1-8b", 64, runtime="torchtitan", tp=2, pp=4, vpp=2, layers_per_stage=counts)
-    imported = read_configuration(bundle_of(plan, ["torchtitan"]).files[0].text)
-    layout = layout_of(imported)
-    assert imported.unknown == {}
-    assert layout["layers_per_stage"] == list(counts)
-    assert (layout["tp"], layout["pp"], layout["vpp"], layout["dp"]) == (2, 4, 2, 8)
-    assert imported.run["global_batch_size"] == plan.training.global_batch_size
-    assert imported.run["num_gpus"] == 64
-    run = parse_run({"run": imported.complete(hardware="h100")})
-    again = evaluate(run.model, run.cluster, run.training, run.parallelism, runtime=run.runtime)
-    assert again.step.step_s == pytest.approx(plan.step.step_s, rel=1e-9)
-
-
-@pytest.mark.parametrize(("zero_stage", "expected"), [(0, 0), (2, 2), (3, 3)])
-def test_sharding_of_our_own_recipes_comes_back(planned: Planned, zero_stage: int, expected: int) -> None:
-    plan = planned("llama-3.1-8b", 64, runtime="torchtitan", zero_stage=zero_stage)
-    assert layout_of(read_configuration(bundle_of(plan, ["torchtitan"]).files[0].text))["zero_stage"] == expected
 
 
 def test_what_a_recipe_compiles(planned: Planned) -> None:
