@@ -261,7 +261,7 @@ PLANS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.thorough(4)
-@pytest.mark.parametrize("tools", [(0, 0), (0, 1), (1, 0)])
+@pytest.mark.parametrize("tools", [(0, 0), (0, 1), (1, 1)])
 @pytest.mark.parametrize(("launcher", "name"), [("torchrun", "launch.sh"), ("slurm", "launch.sbatch")])
 @pytest.mark.parametrize("target", PLANS)
 def test_environment_and_binding_reach_the_ranks(
