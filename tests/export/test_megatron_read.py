@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from samples import BASE, SCRIPT, layout_of
 
 from planner.answer import Plan
@@ -14,6 +16,8 @@ from planner.export.imported_run import ImportedRun
 from planner.export.megatron.option_rows import options_of
 from planner.specs.model import ModelSpec
 from planner.specs.registry import load_model
+
+TABLES = yaml.safe_load((Path(__file__).parent / "tables.yaml").read_text())
 
 Planned = Callable[..., Plan]
 
@@ -44,58 +48,13 @@ def read(options: str, gpus: int = 32) -> ImportedRun:
     )
 
 
-@pytest.mark.parametrize(
-    ("options", "expected"),
-    [
-        ("--pipeline-model-parallel-size 4 --num-layers-per-virtual-pipeline-stage 2", {"vpp": 4}),
-        ("--pipeline-model-parallel-size 4 --num-virtual-stages-per-pipeline-rank 2", {"vpp": 2}),
-        (
-            "--pipeline-model-parallel-size 4 --decoder-first-pipeline-num-layers 7 "
-            "--decoder-last-pipeline-num-layers 5",
-            {"layers_per_stage": [7, 10, 10, 5]},
-        ),
-        (
-            "--pipeline-model-parallel-size 2 --account-for-embedding-in-pipeline-split "
-            "--account-for-loss-in-pipeline-split",
-            {"layers_per_stage": [16, 16]},
-        ),
-        ("--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params", {"zero_stage": 3}),
-        ("--use-megatron-fsdp", {"zero_stage": 3}),
-        ("--use-megatron-fsdp --data-parallel-sharding-strategy optim", {"zero_stage": 1}),
-        ("--use-custom-fsdp", {"zero_stage": 0}),
-        ("--use-torch-fsdp2", {"zero_stage": 3}),
-        ("", {"zero_stage": 0, "vpp": 1, "sequence_parallel": False}),
-        ("--sequence-parallel", {"sequence_parallel": False}),
-        ("--tensor-model-parallel-size 2 --sequence-parallel", {"sequence_parallel": True, "tp": 2}),
-        ("--recompute-activations", {"recompute": "selective"}),
-        (
-            "--recompute-granularity selective --recompute-modules [moe_act mlp]",
-            {"recompute_modules": ["moe_act", "mlp"]},
-        ),
-        ("--num-experts 8 --tensor-model-parallel-size 4", {"etp": 4}),
-    ],
-)
+@pytest.mark.parametrize(("options", "expected"), TABLES["layouts_of_options"])
 def test_parallelism(options: str, expected: dict[str, Any]) -> None:
     layout = layout_of(read(options))
     assert {key: layout.get(key) for key in expected} == expected
 
 
-@pytest.mark.parametrize(
-    ("options", "expected"),
-    [
-        ("", {"intermediate_size": 16384, "norm": "layernorm", "activation": "gelu_tanh", "tie_word_embeddings": True}),
-        ("--swiglu", {"intermediate_size": 10880, "gated_mlp": True, "activation": "silu"}),
-        ("--squared-relu --disable-bias-linear --add-qkv-bias", {"activation": "relu2", "attention_bias": "qkv"}),
-        ("--use-rotary-position-embeddings --no-position-embedding", {"position_embedding": "rope"}),
-        ("--position-embedding-type rope", {"rope_theta": 10000}),
-        ("--position-embedding-type rope --rotary-base 500000", {"rope_theta": 500000}),
-        ("--position-embedding-type rope --rotary-base $UNSET", {"rope_theta": None}),
-        ("--position-embedding-type rope --rotary-percent 0.5", {"partial_rotary_factor": 0.5}),
-        ("--position-embedding-type none", {"position_embedding": "none"}),
-        ("--window-size 127,0 --window-attn-skip-freq 2", {"sliding_window": 128, "sliding_window_pattern": 2}),
-        ("--num-experts 8 --moe-ffn-hidden-size 1024", {"intermediate_size": None}),
-    ],
-)
+@pytest.mark.parametrize(("options", "expected"), TABLES["models_of_options"])
 def test_models(options: str, expected: dict[str, Any]) -> None:
     model = read(options).run["model"]
     assert {key: model.get(key) for key in expected} == expected

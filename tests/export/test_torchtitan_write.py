@@ -164,10 +164,6 @@ def test_layers_whose_backward_is_split_are_not_compiled(
     assert not any("uncompiled" in words for words in (*plan.warnings, *export_torchtitan(plan).notes))
 
 
-def test_heads_that_are_rotated_in_part_are_refused(planned: Planned) -> None:
-    assert "partial_rotary_factor" in refused(planned("gpt-neox-20b", 16, runtime="torchtitan"))
-
-
 def test_attention_whose_backward_comes_apart(planned: Planned) -> None:
     """FlexAttention is compiled always; VarlenAttention has neither context parallelism nor sinks."""
     whole, split = (titan(planned, gpus=16, pp=4, num_microbatches=8, schedule=name) for name in ("1f1b", "zb-h1"))

@@ -66,27 +66,22 @@ def settings(arguments: dict[str, Any], num_layers: int) -> dict[str, Any]:
     return {option: plain(option, value, num_layers) for option, value in known.items() if option not in OLDER}
 
 
-@pytest.mark.parametrize("recipe", OWN["recipes"], ids=lambda recipe: f"{recipe['model']}-{recipe['path'][-30:]}")
-def test_arguments_are_those_of_the_recipe(recipe: dict[str, Any]) -> None:
+def differing(recipe: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Options of the recipe whose value is another one in ours."""
     model = load_model(recipe["model"])
     words = options_of(argv(model_arguments(model, 4096, 128)))
-    layers = model.num_hidden_layers
-    ours = settings({option: " ".join(values) or True for option, values in words.items()}, layers)
-    theirs = settings(recipe["arguments"], layers)
-    differing = {option for option in ours if option in theirs and ours[option] != theirs[option]}
-    unexplained = {
-        option: (ours[option], theirs[option]) for option in differing if (model.name, option) not in DIFFERENCES
-    }
-    assert unexplained == {}
+    ours = settings({option: " ".join(values) or True for option, values in words.items()}, model.num_hidden_layers)
+    theirs = settings(recipe["arguments"], model.num_hidden_layers)
+    return {name: (ours[name], theirs[name]) for name in ours.keys() & theirs.keys() if ours[name] != theirs[name]}
+
+
+@pytest.mark.parametrize("recipe", OWN["recipes"], ids=lambda recipe: f"{recipe['model']}-{recipe['path'][-30:]}")
+def test_arguments_are_those_of_the_recipe(recipe: dict[str, Any]) -> None:
+    found = differing(recipe)
+    assert {name: pair for name, pair in found.items() if (recipe["model"], name) not in DIFFERENCES} == {}
 
 
 def test_every_difference_is_one() -> None:
     """No reason stands for a difference that is gone."""
-    differing = set()
-    for recipe in OWN["recipes"]:
-        model = load_model(recipe["model"])
-        words = options_of(argv(model_arguments(model, 4096, 128)))
-        ours = settings({option: " ".join(v) or True for option, v in words.items()}, model.num_hidden_layers)
-        theirs = settings(recipe["arguments"], model.num_hidden_layers)
-        differing |= {(model.name, option) for option in ours if ours[option] != theirs.get(option)}
-    assert DIFFERENCES.keys() - differing == set()
+    found = {(recipe["model"], name) for recipe in OWN["recipes"] for name in differing(recipe)}
+    assert DIFFERENCES.keys() - found == set()
