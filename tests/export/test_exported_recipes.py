@@ -78,7 +78,7 @@ def read_back(plan: Plan, target: str) -> Plan:
     return evaluate(run.model, run.cluster, run.training, run.parallelism, runtime=run.runtime)
 
 
-@pytest.mark.thorough(7)
+@pytest.mark.thorough(3)
 @pytest.mark.parametrize("seed", range(1))
 @pytest.mark.parametrize("job", JOBS)
 @pytest.mark.parametrize("target", ["megatron", "bridge"])

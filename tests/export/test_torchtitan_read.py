@@ -16,6 +16,13 @@ from planner.specs.model import ModelSpec
 Planned = Callable[..., Plan]
 
 
+def test_stages_of_our_own_recipe_come_back(planned: Planned) -> None:
+    counts = (1, 5, 4, 4, 4, 5, 5, 4)
+    plan = planned("llama-3.1-8b", 64, runtime="torchtitan", tp=2, pp=4, vpp=2, layers_per_stage=counts)
+    layout = layout_of(read_configuration(bundle_of(plan, ["torchtitan"]).files[0].text))
+    assert (layout["vpp"], layout["layers_per_stage"]) == (2, list(counts))
+
+
 def test_what_a_recipe_compiles(planned: Planned) -> None:
     features = {}
     for schedule in ("1f1b", "zb-h1"):
