@@ -20,9 +20,9 @@ from planner.layout.given import given_layout
 from planner.layout.price import price_layout
 from planner.layout.step import Examples, run_of_examples
 from planner.layout.variation import settled, told_assumptions, with_unsaid
-from planner.physics.host_memory import fits_host, host_shortage
 from planner.physics.layers import ModelTotals
 from planner.physics.pricing import Pricing
+from planner.physics.stage_memory import fits_host, host_shortage
 from planner.schedule.orders import SCHEDULES
 from planner.shape import Shape
 from planner.specs.cluster import ClusterSpec

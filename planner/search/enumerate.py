@@ -14,8 +14,8 @@ import numpy as np
 
 from planner.errors import SpecError
 from planner.layout.seconds import MOST_ACTIONS, MOST_STAGES, groups_pay, replayed_actions
-from planner.physics.host_memory import host_rule
 from planner.physics.pricing import Pricing
+from planner.physics.stage_memory import host_rule
 from planner.schedule.orders import SCHEDULES, violation
 from planner.search.case import Case
 from planner.search.chunks import chunk_lengths

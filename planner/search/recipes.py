@@ -18,8 +18,8 @@ from planner.answer import Offer, PricedLayout, RecipeGain, RecipeRefusal
 from planner.errors import SpecError
 from planner.layout.candidate import Candidate
 from planner.layout.variation import recipe_of, setting_of, settled, under
-from planner.physics.host_memory import fits_host
 from planner.physics.kernels import is_narrow
+from planner.physics.stage_memory import fits_host
 from planner.search.case import Case, Deadline
 from planner.trainers.load import has_dtype, switches_of
 from planner.trainers.rules.recipe import Setting, broken_recipe_rules, has_effect

@@ -134,11 +134,6 @@ def test_a_position_table_is_as_long_as_the_sequences(planned: Planned) -> None:
     assert bridge_overrides(planned("gpt3-175b", 64, tp=8, pp=8, seq_length=2048))["model.seq_length"] == 2048
 
 
-def test_what_megatron_refuses_is_refused(planned: Planned) -> None:
-    with pytest.raises(Inexpressible, match="ALiBi"):
-        bridge_overrides(planned("bloom-176b", 64, tp=8, pp=8))
-
-
 def test_the_older_name_of_graphed_modules_gives_way(planned: Planned) -> None:
     """DeepSeek-V3's recipe sets `cuda_graph_scope`, which Megatron core refuses beside `cuda_graph_modules`."""
     layout = {"pp": 4, "ep": 64, "hardware": "gb200", "layers_per_stage": (16, 16, 16, 13)}

@@ -141,29 +141,6 @@ def test_without_a_pipeline_a_program_trains(planned: Planned) -> None:
     assert json.loads(files[CONFIG_FILE])["tensor_parallel"] == {"autotp_size": 2}
 
 
-@pytest.mark.parametrize(
-    ("options", "reason"),
-    [
-        ({"model": "mixtral-8x7b"}, "moe"),
-        ({"cp": 2}, "cp"),
-        ({"pp": 4, "vpp": 2}, "vpp"),
-        ({"pp": 4, "schedule": "gpipe"}, "schedule"),
-        ({"pp": 4, "zero_stage": 3}, "zero_stage"),
-        ({"tp": 2, "sequence_parallel": True}, "sequence_parallel"),
-        ({"dtype": "fp8"}, "dtype"),
-        ({"recompute": "selective"}, "recompute_selective"),
-        ({"recompute": "full", "recompute_num_layers": 2}, "recompute_some_layers"),
-        ({"pp": 4, "layers_per_stage": (16, 0, 8, 8)}, "empty_stage"),
-        ({"zero_stage": 3, "fsdp": 8}, "shard_size"),
-    ],
-)
-def test_refusals(planned: Planned, options: dict[str, Any], reason: str) -> None:
-    plan = planned(**{"model": "llama-3.1-8b", "gpus": 64, "sequence_parallel": False, **options})
-    with pytest.raises(Inexpressible) as caught:
-        export_deepspeed(plan)
-    assert reason in [objection.name for objection in caught.value.reasons]
-
-
 def test_without_zero_nothing_sums_in_fp32(planned: Planned) -> None:
     """DeepSpeed 0.19.8 ends with `unsupported mix of model_dtype and grad_accum_dtype`."""
     with pytest.raises(Inexpressible, match="--zero-stage 1 sums them in fp32"):

@@ -46,14 +46,6 @@ def test_function_and_command_write_the_same(planned: Planned, tmp_path: Path, m
     assert all(path.read_bytes() == Path("by-command", path.name).read_bytes() for path in paths)
 
 
-def test_without_a_folder_it_is_named_after_model_and_trainer(
-    planned: Planned, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    paths = export(planned("llama-3.1-8b", 16, tp=2, pp=2), to="slurm")
-    assert {str(path.parent) for path in paths} == {"llama-3-1-8b-megatron"}
-
-
 def test_the_function_refuses_as_the_command_does(planned: Planned, tmp_path: Path) -> None:
     plan = planned("llama-3.1-8b", 16, tp=2, pp=2)
     with pytest.raises(Inexpressible, match="zero_stage"):

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import yaml
+from samples import TEXTS
 
 from planner.answer import Plan
 from planner.errors import SpecError
@@ -164,57 +165,14 @@ def test_one_gpu_needs_no_launcher_of_ranks_and_several_nodes_one_address() -> N
     assert (config["num_machines"], config["num_processes"]) == (2, 16)
 
 
-ALIGNMENT_HANDBOOK = """
-model_name_or_path: Qwen/Qwen3-8B
-use_peft: true
-load_in_4bit: true
-lora_r: 32
-lora_alpha: 16
-lora_dropout: 0.05
-lora_target_modules: [q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj]
-bf16: true
-packing: true
-gradient_checkpointing: true
-max_length: 4096
-per_device_train_batch_size: 4
-gradient_accumulation_steps: 2
-learning_rate: 2.0e-4
-"""
-AXOLOTL = """
-base_model: meta-llama/Llama-3.1-8B
-adapter: qlora
-lora_r: 64
-lora_target_linear: true
-sequence_len: 2048
-sample_packing: true
-micro_batch_size: 2
-gradient_accumulation_steps: 4
-bf16: auto
-flash_attention: true
-gradient_checkpointing: true
-"""
-LLAMA_FACTORY = """
-model_name_or_path: meta-llama/Meta-Llama-3-8B-Instruct
-stage: sft
-finetuning_type: lora
-lora_rank: 8
-lora_target: all
-quantization_bit: 4
-cutoff_len: 2048
-packing: true
-per_device_train_batch_size: 1
-gradient_accumulation_steps: 8
-bf16: true
-"""
+ALIGNMENT_HANDBOOK = TEXTS["alignment handbook"]
+AXOLOTL = TEXTS["axolotl"]
+LLAMA_FACTORY = TEXTS["llama factory"]
 
 
 @pytest.mark.parametrize(
     ("text", "model", "rank", "targets"),
-    [
-        (ALIGNMENT_HANDBOOK, "qwen3-8b", 32, 7),
-        (AXOLOTL, "llama-3.1-8b", 64, 1),
-        (LLAMA_FACTORY, "llama-3.1-8b", 8, 1),
-    ],
+    [(ALIGNMENT_HANDBOOK, "qwen3-8b", 32, 7), (AXOLOTL, "llama-3.1-8b", 64, 1), (LLAMA_FACTORY, "llama-3.1-8b", 8, 1)],
 )
 def test_recipes_of_others_are_priced_with_their_adapters(text: str, model: str, rank: int, targets: int) -> None:
     imported = read_configuration(text)
@@ -247,32 +205,7 @@ def test_packed_weights_that_are_trained_whole_are_not_understood() -> None:
     assert "priced as if each were 512 tokens long" in " ".join(imported.notes)
 
 
-TORCHTUNE = """
-# tune run --nproc_per_node 2 lora_finetune_distributed --config llama3_1/8B_lora
-tokenizer:
-  _component_: torchtune.models.llama3.llama3_tokenizer
-  max_seq_len: 4096
-model:
-  _component_: torchtune.models.llama3_1.lora_llama3_1_8b
-  lora_attn_modules: ['q_proj', 'v_proj', 'output_proj']
-  apply_lora_to_mlp: True
-  lora_rank: 8
-  lora_dropout: 0.0
-dataset:
-  _component_: torchtune.datasets.alpaca_cleaned_dataset
-  packed: True
-optimizer:
-  _component_: torch.optim.AdamW
-  fused: True
-loss:
-  _component_: torchtune.modules.loss.LinearCrossEntropyLoss
-batch_size: 2
-gradient_accumulation_steps: 8
-compile: True
-dtype: bf16
-enable_activation_checkpointing: True
-enable_activation_offloading: True
-"""
+TORCHTUNE = TEXTS["torchtune"]
 
 
 def test_recipes_of_torchtune_are_read() -> None:

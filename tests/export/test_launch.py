@@ -101,13 +101,7 @@ def test_torchrun_passes_every_argument(planned: Planned, run: Callable[..., Any
     assert call["argv"][-len(arguments) - 2 :] == [*arguments, "--save", "a b"]
     launcher = call["argv"][1 : -len(arguments) - 2]
     assert launcher[:6] == ["--nnodes", "256", "--nproc-per-node", "8", "--node-rank", "3"]
-    assert launcher[6:] == [
-        "--master-addr",
-        "node-0",
-        "--master-port",
-        "29500",
-        "/m/pretrain_gpt.py",
-    ]
+    assert launcher[6:] == ["--master-addr", "node-0", "--master-port", "29500", "/m/pretrain_gpt.py"]
     assert call["env"]["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
 
 
@@ -192,19 +186,6 @@ def test_fsdp_overrides_what_the_shell_has(planned: Planned, run: Callable[..., 
     assert call["env"]["CUDA_DEVICE_MAX_CONNECTIONS"] == "32"
 
 
-@pytest.mark.parametrize(("torch_is_new", "binds"), [(True, True), (False, False)])
-@pytest.mark.parametrize("name", ["launch.sh", "launch.sbatch"])
-def test_ranks_are_bound_to_cpus_where_that_is_possible(
-    planned: Planned, run: Callable[..., Any], tmp_path: Path, name: str, torch_is_new: bool, binds: bool
-) -> None:
-    for tool, status in (("numactl", 0), ("python3", 0 if torch_is_new else 1)):
-        (tmp_path / "tools" / tool).write_text(f"#!/usr/bin/env bash\nexit {status}\n")
-        (tmp_path / "tools" / tool).chmod(0o755)
-    call = run(file_of(planned("llama-3.1-8b", 16), "megatron", name=name))
-    assert (call["argv"][1:3] == ["--numa-binding", "node"]) == binds
-    assert call["env"].get("NCCL_IGNORE_CPU_AFFINITY") == ("1" if binds else None)
-
-
 @pytest.mark.parametrize("target", ["megatron", "bridge", "torchtitan", "torch"])
 def test_scripts_are_bash(planned: Planned, target: str, hostile_name: str, tmp_path: Path) -> None:
     runtime = {"torchtitan": "torchtitan", "torch": "torch-eager"}.get(target, "megatron")
@@ -279,14 +260,14 @@ PLANS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.thorough(3)
-@pytest.mark.parametrize("binds", [True, False])
+@pytest.mark.thorough(4)
+@pytest.mark.parametrize("tools", [(0, 0), (0, 1), (1, 1)])
 @pytest.mark.parametrize(("launcher", "name"), [("torchrun", "launch.sh"), ("slurm", "launch.sbatch")])
 @pytest.mark.parametrize("target", PLANS)
 def test_environment_and_binding_reach_the_ranks(
-    planned: Planned, run: Callable[..., Any], tmp_path: Path, target: str, launcher: str, name: str, binds: bool
+    planned: Planned, run: Callable[..., Any], tmp_path: Path, target: str, launcher: str, name: str, tools: Any
 ) -> None:
-    for tool, status in (("numactl", 0 if binds else 1), ("python3", 0 if binds else 1)):
+    for tool, status in zip(("numactl", "python3"), tools, strict=True):
         (tmp_path / "tools" / tool).write_text(f"#!/usr/bin/env bash\nexit {status}\n")
         (tmp_path / "tools" / tool).chmod(0o755)
     plan = planned(gpus=16, **PLANS[target])
@@ -294,6 +275,7 @@ def test_environment_and_binding_reach_the_ranks(
     expected = TRAINERS[target].write(plan).command
     assert expected is not None
     assert {key: call["env"].get(key) for key in expected.environment} == expected.environment
+    binds = not any(tools)
     assert (call["argv"][1:3] == ["--numa-binding", "node"]) == binds
     assert call["env"].get("NCCL_IGNORE_CPU_AFFINITY") == ("1" if binds else None)
     assert target == "torch" or expected.environment, "the target has an environment of its own"

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import yaml
-from layouts import SIZES, expressible, some_layout
 
 from planner.answer import Plan
 from planner.export.environment import connections
@@ -17,55 +16,13 @@ from planner.export.megatron.plan_options import precision
 from planner.export.refusal import Inexpressible, priced_for
 from planner.export.targets import TRAINERS
 from planner.export.trainer_files import ShellText, argv
-from planner.layout.candidate import parse_layout
 from planner.layout.evaluate import evaluate
 from planner.search.search import plan as search
 from planner.specs.cluster import ClusterSpec
-from planner.specs.model import ModelSpec
 from planner.specs.registry import load_hardware, load_model
 from planner.specs.training import Parallelism, TrainingSpec
-from planner.trainers.rules.rule_rows import rules_of
 
 Planned = Callable[..., Plan]
-
-
-MODELS = expressible(rules_of("export megatron"))
-
-
-def layers_built(arguments: dict[str, Any], model: ModelSpec) -> list[list[tuple[int, int]]]:
-    """[first, last) of each chunk of each rank, as Megatron would build them from the arguments."""
-    pp, layout = arguments["--pipeline-model-parallel-size"], arguments.get("--pipeline-model-parallel-layout")
-    if layout is None:
-        vpp = arguments.get("--num-virtual-stages-per-pipeline-rank", 1)
-        each, rest = divmod(model.num_hidden_layers, pp * vpp)
-        assert rest == 0
-        bounds = [(each * j, each * (j + 1)) for j in range(pp * vpp)]
-    else:
-        num_stages = len(parse_stages(layout))
-        bounds = list(parse_layout(layout, model, num_stages).chunks)
-    return [bounds[rank::pp] for rank in range(pp)]
-
-
-def parse_stages(layout: str) -> list[str]:
-    from planner.trainers.layout_string import expanded
-
-    return expanded(layout).split("|")
-
-
-@pytest.mark.thorough(6)
-@pytest.mark.parametrize("gpus", SIZES[::2])
-@pytest.mark.parametrize("name", MODELS)
-def test_exported_stages_are_the_planned_ones(planned: Planned, name: str, gpus: int) -> None:
-    model = load_model(name)
-    layout = some_layout(model, gpus, f"{name} {gpus}")
-    seq_length = min(2048, model.max_position_embeddings or 2048)
-    plan = planned(name, gpus, seq_length=seq_length, **layout)
-    arguments = megatron_arguments(plan)
-    assert layers_built(arguments, model) == [list(stage.chunks) for stage in plan.stages]
-    sizes = [arguments[f"--{axis}-model-parallel-size"] for axis in ("tensor", "pipeline")]
-    assert sizes == [plan.parallelism.tp, plan.parallelism.pp]
-    batch = arguments["--micro-batch-size"] * plan.parallelism.dp * plan.parallelism.num_microbatches
-    assert arguments["--global-batch-size"] == batch
 
 
 def test_dense_model(planned: Planned) -> None:
@@ -247,23 +204,6 @@ def refused(plan: Plan) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("model", "reasons"),
-    [
-        ("bloom-176b", ["position_embedding", "embedding_norm"]),
-        (
-            "gemma-3-27b",
-            ["post_norms", "activation", "attention_multiplier", "embedding_multiplier", "rope_local_base_freq"],
-        ),
-        ("gpt-neox-20b", ["parallel_residual"]),
-        ("opt-175b", ["activation"]),
-        ("deepseek-v2-lite", ["q_lora_rank"]),
-    ],
-)
-def test_models_it_cannot_say(planned: Planned, model: str, reasons: list[str]) -> None:
-    assert refused(planned(model, 64)) == reasons
-
-
-@pytest.mark.parametrize(
     ("model", "options", "hint"),
     [
         ("bloom-176b", {}, "leave out of the model's spec what is named here"),
@@ -313,24 +253,6 @@ def test_a_norm_of_queries_that_core_adds_is_a_note(planned: Planned) -> None:
 def test_norms_of_queries_are_like_those_of_layers(planned: Planned) -> None:
     model = load_model("qwen3-8b").model_copy(update={"norm": "layernorm", "norm_bias": True})
     assert refused(planned(model, 64)) == ["qk_norm"]
-
-
-@pytest.mark.parametrize(
-    ("options", "reason"),
-    [
-        ({"pp": 4, "vpp": 2, "schedule": "zb-v", "runtime": "torch-eager"}, "schedule"),
-        ({"pp": 4, "schedule": "zb-h1", "runtime": "torch-eager"}, "schedule"),
-        ({"pp": 2, "zero_stage": 3}, "zero_stage"),
-        ({"pp": 2, "vpp": 2, "features": {"p2p_overlap": False}}, "p2p_overlap"),
-        ({"cp": 16, "features": {"cp_comm_type": "a2a"}}, "kv_heads_not_divisible_by_tp_cp"),
-        ({"model": "mixtral-8x7b", "pp": 2, "ep": 8, "features": {"ep_overlap": True}}, "ep_overlap"),
-        ({"recompute": "selective", "runtime": "torchtitan"}, "recompute_modules"),
-        ({"recompute": "selective", "recompute_modules": ("layernorm", "mla_up_proj")}, "recompute_modules"),
-        ({"recompute": "selective", "recompute_modules": ("moe_act",)}, "recompute_modules"),
-    ],
-)
-def test_layouts_it_cannot_say(planned: Planned, options: dict[str, Any], reason: str) -> None:
-    assert reason in refused(planned(**{"model": "llama-3.1-8b", "gpus": 64, **options}))
 
 
 def test_a_plan_that_recomputes_by_stage_is_refused(planned: Planned) -> None:

@@ -6,9 +6,11 @@ import random
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from layouts import SIZES, expressible, some_layout
 
 from planner.answer import Plan
@@ -20,6 +22,8 @@ from planner.layout.candidate import parse_layout
 from planner.specs.model import ModelSpec
 from planner.specs.registry import load_model
 from planner.trainers.rules.rule_rows import rules_of
+
+TABLES = yaml.safe_load((Path(__file__).parent / "tables.yaml").read_text())
 
 Planned = Callable[..., Plan]
 
@@ -152,18 +156,6 @@ def test_every_model_is_built_as_planned(planned: Planned, megatron: Any, name: 
     assert held == [{names.get(part, part) for part in stage.holds} for stage in plan.stages]
 
 
-@pytest.mark.filterwarnings("ignore")
-def test_any_split_is_built_as_planned(planned: Planned, megatron: Any) -> None:
-    rng = random.Random(1)
-    for _ in range(40):
-        pp, vpp = rng.choice([2, 4, 8]), rng.choice([1, 2, 3])
-        cuts = sorted(rng.randint(0, 80) for _ in range(pp * vpp - 1))
-        counts = tuple(b - a for a, b in zip([0, *cuts], [*cuts, 80], strict=True))
-        plan = planned("llama-3.1-70b", 64, tp=4, pp=pp, vpp=vpp, layers_per_stage=counts)
-        config = config_of(megatron_arguments(plan), megatron)
-        assert layers_built(config, megatron) == [list(stage.chunks) for stage in plan.stages], counts
-
-
 def stages_of(counts: Sequence[int], pp: int, mtp: int | None) -> list[VirtualStage]:
     first, stages = 0, []
     for j, count in enumerate(counts):
@@ -237,53 +229,14 @@ def test_fold_joins_runs_only() -> None:
     assert fold(["EttL"]) == "EttL"
 
 
-BUILT: list[tuple[str, int, dict[str, Any], tuple[int, ...]]] = [
-    (
-        "llama-3.1-405b",
-        2048,
-        {"tp": 8, "pp": 16, "vpp": 4, "layers_per_stage": (1, *[2] * 62, 1)},
-        (3_053_682_688, *[3_187_933_184] * 14, 3_053_699_072),
-    ),
-    # 8 key-value heads over 16 ranks: the projection is cut further
-    ("llama-3.1-70b", 256, {"tp": 16, "pp": 4}, (1_135_935_488, *[1_069_875_200] * 2, 1_135_943_680)),
-    ("qwen3-235b-a22b", 512, {"tp": 8, "pp": 2, "ep": 8, "etp": 1}, (14_715_588_352, 14_715_592_448)),
-    ("gpt3-175b", 64, {"tp": 8, "pp": 8}, (2_822_731_776, *[2_718_922_752] * 6, 2_797_590_528)),
-    ("nemotron-4-340b", 512, {"tp": 8, "pp": 8}, (5_771_722_752, *[5_181_898_752] * 6, 5_771_759_616)),
-    ("mixtral-8x22b", 64, {"tp": 2, "pp": 4, "ep": 8}, (4_943_585_280, *[4_845_281_280] * 2, 4_943_591_424)),
-    ("qwen2.5-72b", 64, {"tp": 4, "pp": 4}, (4_700_096_512, *[4_388_669_440] * 2, 4_700_104_704)),
-    (
-        "kimi-k2",
-        512,
-        {"pp": 8, "ep": 32, "layers_per_stage": (7, *[8] * 6, 6)},
-        (5_730_385_920, *[5_411_307_520] * 6, 5_232_892_928),
-    ),
-    # multi-token prediction embeds its tokens itself
-    (
-        "deepseek-v3",
-        512,
-        {"pp": 8, "ep": 64, "layout": "Et*7|(t*8|)*6t*6mL"},
-        (4_313_759_744, *[3_273_261_056] * 6, 4_820_250_624),
-    ),
-    # on a rank of its own it leaves the final norm with the last decoder layer
-    (
-        "deepseek-v3",
-        1024,
-        {"pp": 16, "vpp": 2, "ep": 64, "layout": "Et*3|(tt|)*29m|L"},
-        (3_495_444_480, *[1_636_630_528] * 12, 1_636_637_696, 2_256_933_888, 1_744_994_304),
-    ),
-    # tied: the last stage has a copy of the embedding
-    ("llama-3.2-1b", 8, {"pp": 2}, (749_240_320, 749_242_368)),
-]
-"""Model, GPUs, layout, and parameters by pipeline rank as core 0.20.0 builds them."""
-
-
 @pytest.mark.thorough(2)
-@pytest.mark.parametrize(("model", "gpus", "layout", "parameters"), BUILT)
+@pytest.mark.parametrize(("model", "gpus", "layout", "runs"), TABLES["built"])
 def test_ranks_hold_what_megatron_builds(
-    planned: Planned, model: str, gpus: int, layout: dict[str, Any], parameters: tuple[int, ...]
+    planned: Planned, model: str, gpus: int, layout: dict[str, Any], runs: list[tuple[int, int]]
 ) -> None:
     plan = planned(model, gpus, **layout)
-    assert tuple(stage.num_parameters for stage in plan.stages) == parameters
+    parameters = [parameters for parameters, ranks in runs for _ in range(ranks)]
+    assert [stage.num_parameters for stage in plan.stages] == parameters
     # also of models whose rotary frequencies it cannot stretch, which no size depends on
     assert megatron_arguments(plan, of_model=())
 

@@ -6,44 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from samples import BASE, layout_of
+from samples import BASE, TEXTS, layout_of
 
 from planner.errors import SpecError
 from planner.export.import_run import read, read_configuration
 from planner.export.imported_run import ImportedRun
 from planner.layout.runs import parse_run
 
-BLOOM = r"""
-#!/bin/bash
-#SBATCH --nodes=48
-#SBATCH --ntasks-per-node=1          # one task a node
-#SBATCH --gres=gpu:8
-GPUS_PER_NODE=8
-NNODES=$SLURM_NNODES
-TP=4; PP=12
-LAYERS=70
-ZERO=0
-GPT_ARGS=" \
-    --pp-partition-method 'type:transformer|embedding' \
-    --num-layers $LAYERS --hidden-size 14336 --num-attention-heads 112 \
-    --seq-length 2048 --max-position-embeddings 2048 \
-    --micro-batch-size 2 --rampup-batch-size 192 16 9_765_625 --global-batch-size 2048 \
-    --tokenizer-type PretrainedFromHF --tokenizer-name-or-path bigscience/tokenizer \
-    --embed-layernorm --bf16 --position-embedding-type alibi --checkpoint-activations --pad-vocab-size-to 250880 \
-    "
-config_json="./ds_config.$SLURM_JOB_ID.json"
-cat <<EOT > $config_json
-{"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": $ZERO}, "bf16": {"enabled": true}}
-EOT
-export LAUNCHER="python -u -m torch.distributed.run --nproc_per_node $GPUS_PER_NODE --nnodes $NNODES \
-    --rdzv_endpoint $(scontrol show hostnames | head -n 1):6000 --max_restarts 0 --tee 3"
-export CMD=" \
-    `pwd`/pretrain_gpt.py --tensor-model-parallel-size $TP --pipeline-model-parallel-size $PP $GPT_ARGS \
-    --deepspeed --deepspeed_config ${config_json} --zero-stage ${ZERO} --deepspeed-activation-checkpointing"
-echo $CMD
-echo "--tensor-model-parallel-size 1"
-clear; srun --wait=60 bash -c "$LAUNCHER --node_rank \$SLURM_PROCID $CMD" 2>&1 | tee -a log.txt
-"""
+BLOOM = TEXTS["megatron-deepspeed bloom"]
 
 
 def test_blooms_script() -> None:

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from samples import BASE, SCRIPT, layout_of
 
 from planner.answer import Plan
-from planner.export.export import bundle_of
 from planner.export.import_run import read_configuration
 from planner.export.imported_run import ImportedRun
 from planner.export.megatron.option_rows import options_of
-from planner.layout.evaluate import evaluate
-from planner.layout.runs import parse_run
 from planner.specs.model import ModelSpec
 from planner.specs.registry import load_model
+
+TABLES = yaml.safe_load((Path(__file__).parent / "tables.yaml").read_text())
 
 Planned = Callable[..., Plan]
 
@@ -47,58 +48,13 @@ def read(options: str, gpus: int = 32) -> ImportedRun:
     )
 
 
-@pytest.mark.parametrize(
-    ("options", "expected"),
-    [
-        ("--pipeline-model-parallel-size 4 --num-layers-per-virtual-pipeline-stage 2", {"vpp": 4}),
-        ("--pipeline-model-parallel-size 4 --num-virtual-stages-per-pipeline-rank 2", {"vpp": 2}),
-        (
-            "--pipeline-model-parallel-size 4 --decoder-first-pipeline-num-layers 7 "
-            "--decoder-last-pipeline-num-layers 5",
-            {"layers_per_stage": [7, 10, 10, 5]},
-        ),
-        (
-            "--pipeline-model-parallel-size 2 --account-for-embedding-in-pipeline-split "
-            "--account-for-loss-in-pipeline-split",
-            {"layers_per_stage": [16, 16]},
-        ),
-        ("--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params", {"zero_stage": 3}),
-        ("--use-megatron-fsdp", {"zero_stage": 3}),
-        ("--use-megatron-fsdp --data-parallel-sharding-strategy optim", {"zero_stage": 1}),
-        ("--use-custom-fsdp", {"zero_stage": 0}),
-        ("--use-torch-fsdp2", {"zero_stage": 3}),
-        ("", {"zero_stage": 0, "vpp": 1, "sequence_parallel": False}),
-        ("--sequence-parallel", {"sequence_parallel": False}),
-        ("--tensor-model-parallel-size 2 --sequence-parallel", {"sequence_parallel": True, "tp": 2}),
-        ("--recompute-activations", {"recompute": "selective"}),
-        (
-            "--recompute-granularity selective --recompute-modules [moe_act mlp]",
-            {"recompute_modules": ["moe_act", "mlp"]},
-        ),
-        ("--num-experts 8 --tensor-model-parallel-size 4", {"etp": 4}),
-    ],
-)
+@pytest.mark.parametrize(("options", "expected"), TABLES["layouts_of_options"])
 def test_parallelism(options: str, expected: dict[str, Any]) -> None:
     layout = layout_of(read(options))
     assert {key: layout.get(key) for key in expected} == expected
 
 
-@pytest.mark.parametrize(
-    ("options", "expected"),
-    [
-        ("", {"intermediate_size": 16384, "norm": "layernorm", "activation": "gelu_tanh", "tie_word_embeddings": True}),
-        ("--swiglu", {"intermediate_size": 10880, "gated_mlp": True, "activation": "silu"}),
-        ("--squared-relu --disable-bias-linear --add-qkv-bias", {"activation": "relu2", "attention_bias": "qkv"}),
-        ("--use-rotary-position-embeddings --no-position-embedding", {"position_embedding": "rope"}),
-        ("--position-embedding-type rope", {"rope_theta": 10000}),
-        ("--position-embedding-type rope --rotary-base 500000", {"rope_theta": 500000}),
-        ("--position-embedding-type rope --rotary-base $UNSET", {"rope_theta": None}),
-        ("--position-embedding-type rope --rotary-percent 0.5", {"partial_rotary_factor": 0.5}),
-        ("--position-embedding-type none", {"position_embedding": "none"}),
-        ("--window-size 127,0 --window-attn-skip-freq 2", {"sliding_window": 128, "sliding_window_pattern": 2}),
-        ("--num-experts 8 --moe-ffn-hidden-size 1024", {"intermediate_size": None}),
-    ],
-)
+@pytest.mark.parametrize(("options", "expected"), TABLES["models_of_options"])
 def test_models(options: str, expected: dict[str, Any]) -> None:
     model = read(options).run["model"]
     assert {key: model.get(key) for key in expected} == expected
@@ -176,49 +132,6 @@ def test_a_batch_size_left_out_is_one_micro_batch_a_rank() -> None:
     imported = read_configuration(f"torchrun --nproc-per-node 8 pretrain_gpt.py {text} --tensor-model-parallel-size 2")
     assert imported.complete(hardware="h100")["global_batch_size"] == 8
     assert imported.complete(hardware="h100", num_gpus=16)["global_batch_size"] == 16
-
-
-@pytest.mark.thorough(3)
-@pytest.mark.parametrize("form", ["megatron.yaml", "launch.sh", "launch.sbatch"])
-@pytest.mark.parametrize(
-    ("model", "gpus", "options"),
-    [
-        ("llama-3.1-405b", 2048, {"tp": 8, "pp": 16, "vpp": 4, "layers_per_stage": (1, *[2] * 62, 1)}),
-        ("gpt3-175b", 64, {"tp": 8, "pp": 8, "recompute": "full", "recompute_num_layers": 4}),
-        ("qwen3-30b-a3b", 64, {"tp": 2, "pp": 2, "ep": 8, "cp": 2, "recompute": "selective"}),
-        ("deepseek-v3", 1024, {"pp": 16, "vpp": 2, "ep": 64, "layout": "Et*3|(tt|)*29m|L"}),
-        ("llama-3.1-8b", 16, {"zero_stage": 3}),
-        ("llama-3.1-8b", 16, {"tp": 2, "dtype": "fp8"}),
-        ("gpt-oss-20b", 16, {"ep": 8, "pp": 2}),
-        ("llama-3.1-8b", 64, {"tp": 2, "fsdp": 8}),
-        ("llama-3.1-8b", 16, {"features": {"flash_attention": False}}),
-    ],
-)
-def test_our_own_exports_come_back(planned: Planned, form: str, model: str, gpus: int, options: dict[str, Any]) -> None:
-    """Export, import, price again: the same layout, parameters and seconds."""
-    features = {"ep_overlap": options.get("vpp", 1) > 1, **options.get("features", {})}
-    plan = planned(model, gpus, **{**options, "features": features})
-    text = next(file.text for file in bundle_of(plan, ["megatron"]).files if file.name == form)
-    imported = read_configuration(text)
-    assert imported.unknown == {}
-    run = parse_run({"run": imported.complete(hardware="h100", num_gpus=gpus)})
-    again = evaluate(run.model, run.cluster, run.training, run.parallelism, runtime=run.runtime)
-    assert [stage.chunks for stage in again.stages] == [stage.chunks for stage in plan.stages]
-    assert [stage.num_parameters for stage in again.stages] == [stage.num_parameters for stage in plan.stages]
-    assert again.step.step_s == pytest.approx(plan.step.step_s, rel=1e-9)
-    for axis in (
-        "tp",
-        "cp",
-        "ep",
-        "pp",
-        "vpp",
-        "dp",
-        "micro_batch_size",
-        "num_microbatches",
-        "zero_stage",
-        "shard_size",
-    ):
-        assert getattr(again.parallelism, axis) == getattr(plan.parallelism, axis), axis
 
 
 def test_a_hybrids_pattern_says_layers_stages_and_predictions() -> None:

@@ -6,26 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from samples import layout_of
+from samples import TEXTS, layout_of
 
 from planner.errors import SpecError
 from planner.export.import_run import read, read_configuration
 from planner.export.imported_run import ImportedRun
 from planner.layout.runs import Run, parse_run
 
-EXPERIMENT = """
-work_group: amd
-user_name: root
-exp_name: run
-workspace: ./output
-modules:
-  pre_trainer:
-    framework: {framework}
-    config: {config}
-    model: {model}
-    overrides:
-{overrides}
-"""
+EXPERIMENT = TEXTS["primus experiment"]
 
 
 def experiment(model: str, overrides: str, framework: str = "megatron", config: str = "pre_trainer.yaml") -> str:
@@ -42,66 +30,10 @@ def run_of(imported: ImportedRun, **given: Any) -> Run:
 
 
 # Facts of experiments that Primus ships (examples/, commit fd1eeab, MIT licence).
-QWEN3_30B = """
-micro_batch_size: 6
-global_batch_size: 48
-seq_length: ${PRIMUS_SEQ_LENGTH:4096}
-recompute_granularity: full
-recompute_method: block
-recompute_num_layers: 5
-tensor_model_parallel_size: ${PRIMUS_TP:1}
-expert_model_parallel_size: ${PRIMUS_EP:8}
-overlap_grad_reduce: true
-overlap_param_gather: true
-use_precision_aware_optimizer: true
-main_grads_dtype: bf16
-exp_avg_dtype: bf16
-exp_avg_sq_dtype: bf16
-enable_primus_turbo: true
-use_turbo_deepep: true
-turbo_sync_free_moe_stage: 1
-cross_entropy_fusion_impl: "te"
-cross_entropy_loss_fusion: true
-fp8: hybrid
-moe_use_legacy_grouped_gemm: true
-mock_data: true
-"""
-DEEPSEEK_V3 = """
-micro_batch_size: 2
-global_batch_size: 4096
-seq_length: 4096
-pipeline_model_parallel_size: 16
-pipeline_model_parallel_layout: "Et|t|(t*2|)*29t,L"
-expert_model_parallel_size: 8
-recompute_granularity: full
-recompute_layer_ids: "0,3,4,61"
-enable_primus_turbo: true
-use_turbo_deepep: true
-"""
-DESCRIBED = """
-num_layers: 61
-hidden_size: 1024
-num_attention_heads: 16
-vocab_size: 32000
-multi_latent_attention: true
-q_lora_rank: 1536
-num_experts: 8
-mtp_num_layers: 1
-position_embedding_type: rope
-"""
-LLAMA_70B = """
-micro_batch_size: 3
-global_batch_size: 24
-seq_length: 8192
-use_torch_fsdp2: true
-use_distributed_optimizer: false
-gradient_accumulation_fusion: false
-sequence_parallel: 1
-recompute_granularity: full
-recompute_method: block
-recompute_num_layers: 80
-fp8: hybrid
-"""
+QWEN3_30B = TEXTS["primus qwen3 30b"]
+DEEPSEEK_V3 = TEXTS["primus deepseek v3"]
+DESCRIBED = TEXTS["primus described"]
+LLAMA_70B = TEXTS["primus llama 70b"]
 
 BOMB = "".join(f"{new}: &{new} [*{',*'.join(old * 9)}]\n" for old, new in zip("abcdef", "bcdefg", strict=True))
 

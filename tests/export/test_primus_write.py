@@ -102,11 +102,7 @@ def test_sliding_windows_are_lists_as_the_parser_leaves_them(planned: Planned) -
 
 @pytest.mark.parametrize(
     ("schedule", "vpp", "algorithm", "held"),
-    [
-        ("zb-h1", 1, "zero-bubble", None),
-        ("zb-v", 2, "zbv-formatted", None),
-        ("v-half", 2, "v-half", None),
-    ],
+    [("zb-h1", 1, "zero-bubble", None), ("zb-v", 2, "zbv-formatted", None), ("v-half", 2, "v-half", None)],
 )
 def test_split_backwards_run_by_primus_tables(
     planned: Planned, schedule: str, vpp: int, algorithm: str, held: int | None

@@ -10,7 +10,6 @@ import pytest
 from planner.answer import Plan
 from planner.export.export import bundle_of
 from planner.export.import_run import read_configuration
-from planner.export.refusal import Inexpressible
 from planner.layout.evaluate import evaluate
 from planner.layout.runs import parse_run
 from planner.shape import RANK_ORDERS
@@ -50,18 +49,6 @@ def test_dense_models_are_given_as_many_replicas_of_experts(planned: Planned) ->
     assert "--expert-tensor-parallel-size: 4" in text
     alone = bundle_of(planned("llama-3.1-8b", 16, pp=2, tp=2, rank_order=DP_OUTERMOST), "megatron").files[0].text
     assert "--expert-tensor-parallel-size" not in alone
-
-
-@pytest.mark.parametrize(
-    ("job", "reason"),
-    [
-        ({"model": "mixtral-8x7b", "gpus": 64, "pp": 4, "ep": 8}, "rank_order_with_experts"),
-        ({"model": "llama-3.1-8b", "gpus": 16, "zero_stage": 3}, "rank_order_with_fsdp"),
-    ],
-)
-def test_layouts_that_do_not_go_with_the_order_are_refused(planned: Planned, job: dict[str, Any], reason: str) -> None:
-    with pytest.raises(Inexpressible, match=reason):
-        bundle_of(planned(**job, rank_order=DP_OUTERMOST), "megatron")
 
 
 def test_another_trainer_is_priced_in_its_own_order(planned: Planned) -> None:

@@ -5,44 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from samples import layout_of
+from samples import TEXTS, layout_of
 
 from planner.errors import SpecError
 from planner.export.import_run import read, read_configuration
 
-COMMON = """
-from megatron.bridge.training.config import ConfigContainer
-
-def common() -> ConfigContainer:
-    return ConfigContainer(
-        model=AutoBridge.from_hf_pretrained("meta-llama/Meta-Llama-3-70B").to_megatron_provider(load_weights=False),
-        train=TrainingConfig(train_iters=100, global_batch_size=32, micro_batch_size=1),
-        ddp=DistributedDataParallelConfig(use_distributed_optimizer=True, overlap_grad_reduce=True),
-        mixed_precision="bf16_mixed",
-    )
-"""
-BRIDGE = """
-from .common import common
-
-def llama3_70b_pretrain_64gpu_h100_fp8_config():
-    cfg = common()
-    cfg.mixed_precision = "bf16_with_fp8_current_scaling_mixed"
-    cfg.model.tensor_model_parallel_size = 4
-    cfg.model.pipeline_model_parallel_size = 2 * 2
-    cfg.model.virtual_pipeline_model_parallel_size = 5 if cfg.ddp is not None else None
-    cfg.model.sequence_parallel = True
-    cfg.model.seq_length = 8192
-    for name in ("global_batch_size",):
-        setattr(cfg.train, name, 256)
-    cfg.model.recompute_granularity, cfg.model.recompute_modules = "selective", ["mlp"]
-    cfg.model.cpu_offloading = True
-    return cfg
-
-def llama3_70b_sft_config():
-    cfg = common()
-    cfg.model.seq_length = 4096
-    return cfg
-"""
+COMMON = TEXTS["bridge common"]
+BRIDGE = TEXTS["bridge recipes"]
 
 
 def test_a_recipe_of_bridge(tmp_path: Path) -> None:
@@ -65,24 +34,7 @@ def test_a_recipe_of_bridge(tmp_path: Path) -> None:
         read(tmp_path / "llama3.py", recipe="llama3_7b_sft_config")
 
 
-TITAN = """
-from torchtitan.config import ParallelismConfig, TrainingConfig
-from torchtitan.models.llama3 import model_registry
-from torchtitan.trainer import Trainer
-
-def base() -> Trainer.Config:
-    return Trainer.Config(
-        model_spec=model_registry("405B", converters=[Float8LinearConverter.Config(recipe_name="rowwise")]),
-        training=TrainingConfig(num_tokens_per_microbatch_per_dp_rank=2 * 8192, max_context_length=8192),
-        parallelism=ParallelismConfig(tensor_parallel_degree=8),
-        activation_checkpoint=FullAC.Config(),
-    )
-
-def llama3_405b() -> Trainer.Config:
-    config = base()
-    config.parallelism.pipeline_parallel_degree = 4
-    return config
-"""
+TITAN = TEXTS["torchtitan registry"]
 
 
 def test_a_registry_of_torchtitan() -> None:
@@ -108,27 +60,7 @@ def test_an_older_toml() -> None:
     assert (imported.run["dtype"], layout["recompute"], layout["recompute_layers"][:2]) == ("fp8", "full", [1, 3])
 
 
-NEMO = """
-import nemo_run as run
-from nemo import lightning as nl
-
-def trainer(tensor_parallelism: int = 2, num_nodes: int = 1, num_gpus_per_node: int = 8):
-    strategy = run.Config(nl.MegatronStrategy,
-                          tensor_model_parallel_size=tensor_parallelism, context_parallel_size=2,
-                          sequence_parallel=True, ddp=run.Config(DDP, overlap_grad_reduce=True))
-    return run.Config(nl.Trainer, devices=num_gpus_per_node, num_nodes=num_nodes, plugins=bf16_mixed(),
-                      strategy=strategy,
-                      callbacks=[run.Config(MegatronCommOverlapCallback, tp_comm_overlap=True)])
-
-def pretrain_recipe(num_nodes: int = 4):
-    return run.Partial(pretrain, model=run.Config(LlamaModel, config=run.Config(Llama31Config70B)),
-                       trainer=trainer(4, num_nodes=num_nodes),
-                       data=run.Config(Mock, seq_length=8192, global_batch_size=512, micro_batch_size=1),
-                       optim=distributed_fused_adam_with_cosine_annealing(max_lr=3e-4))
-
-def finetune_recipe():
-    return pretrain_recipe(1)
-"""
+NEMO = TEXTS["nemo recipe"]
 
 
 def test_a_recipe_of_nemo() -> None:
@@ -142,31 +74,7 @@ def test_a_recipe_of_nemo() -> None:
 
 
 def test_nemos_first_version() -> None:
-    text = """
-name: megatron_gpt
-trainer:
-  devices: 8
-  num_nodes: 2
-  precision: bf16
-model:
-  micro_batch_size: 2
-  global_batch_size: ${multiply:${.micro_batch_size}, 64}
-  tensor_model_parallel_size: 4
-  sequence_parallel: True
-  encoder_seq_length: 4096
-  max_position_embeddings: ${.encoder_seq_length}
-  num_layers: 40
-  hidden_size: 5120
-  ffn_hidden_size: ${multiply:4, ${.hidden_size}}
-  num_attention_heads: 40
-  activation: fast-swiglu
-  normalization: rmsnorm
-  bias: False
-  activations_checkpoint_granularity: full
-  activations_checkpoint_method: uniform
-  tokenizer: {library: megatron, type: GPT2BPETokenizer}
-  optim: {name: distributed_fused_adam, overlap_grad_sync: True}
-"""
+    text = TEXTS["nemo first version"]
     imported = read_configuration(text)
     run, layout, model = imported.run, layout_of(imported), imported.run["model"]
     assert (run["num_gpus"], run["seq_length"], run["global_batch_size"], run["dtype"]) == (16, 4096, 128, "bf16")

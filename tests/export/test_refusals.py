@@ -1,18 +1,29 @@
-"""Megatron-LM's own refusals: a condition of its checks, the options that meet it, and the rule that tells."""
+"""What trainers refuse by their own checks is told, and what an export cannot express is refused, by name."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 
+from planner.answer import Plan
 from planner.errors import SpecError
 from planner.export.import_run import read_configuration
 from planner.export.keyed_settings import table as dialects
 from planner.export.megatron.option_rows import broken_rows, options_of, table
 from planner.export.megatron.script_reading import named_refusals, refusals
+from planner.export.refusal import Inexpressible
+from planner.export.targets import TRAINERS
 
+PLANS = [
+    (target, *row)
+    for target, rows in yaml.safe_load(Path(__file__).with_name("refused_plans.yaml").read_text()).items()
+    for row in rows
+]
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 _MODEL = "--num-layers 24 --hidden-size 2048 --num-attention-heads 16"
 CASES: dict[str, str] = {
@@ -142,3 +153,13 @@ def test_what_the_parser_alone_refuses_is_none_of_bridges() -> None:
 def test_files_of_other_trainers_are_held_against_their_tables(text: str, says: str) -> None:
     source = "bridge" if text.startswith("model.") else None
     assert any(says in reason for reason in read_configuration(text, source).refused)
+
+
+@pytest.mark.parametrize(("target", "options", "reasons"), PLANS)
+def test_a_plan_that_a_target_cannot_express_is_refused_by_name(
+    planned: Callable[..., Plan], target: str, options: dict[str, Any], reasons: list[str]
+) -> None:
+    with pytest.raises(Inexpressible) as caught:
+        TRAINERS[target].write(planned(**options))
+    assert caught.value.exit_code == 2
+    assert set(reasons) <= {reason.name for reason in caught.value.reasons}

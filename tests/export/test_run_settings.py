@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from planner.answer import Plan
 from planner.export.export import bundle_of
@@ -84,96 +86,7 @@ JOBS: dict[str, dict[str, Any]] = {
 }
 PROOF = "random tokens and saves nothing"
 """The torch runner trains nothing that is kept: it shows that a layout runs."""
-NEEDS: dict[str, dict[str, str]] = {
-    "number of steps": {
-        "megatron": r"--train-iters \d", "bridge": r"train\.train_iters=\d", "torchtitan": r"STEPS = .*\d",
-        "deepspeed": r'STEPS = .* \d',
-    },
-    "learning rate": {
-        "megatron": r"--lr 0", "bridge": r"optimizer\.lr=", "torchtitan": r"\blr=0", "deepspeed": r'"lr": ',
-    },
-    "lowest rate": {
-        "megatron": r"--min-lr", "bridge": r"optimizer\.min_lr", "torchtitan": "min_lr_factor",
-        "deepspeed": "cos_min_ratio",
-    },
-    "warm-up": {
-        "megatron": r"--lr-warmup-iters", "bridge": r"scheduler\.lr_warmup_iters", "torchtitan": r"warmup_steps=\d",
-        "deepspeed": "warmup_num_steps",
-    },
-    "decay": {
-        "megatron": r"--lr-decay-style cosine", "bridge": r"scheduler\.lr_decay_style=.cosine",
-        "torchtitan": r'decay_type="cosine"', "deepspeed": "WarmupCosineLR",
-    },
-    "optimizer": {
-        "megatron": r"--adam-beta2 0\.95", "bridge": r"optimizer\.adam_beta2=0\.95",
-        "torchtitan": r"betas=\(0\.9, 0\.95\)", "deepspeed": r'"betas"',
-    },
-    "weight decay": {
-        "megatron": r"--weight-decay 0\.1", "bridge": r"optimizer\.weight_decay=0\.1",
-        "torchtitan": r"weight_decay=0\.1", "deepspeed": r'"weight_decay": 0\.1',
-    },
-    "clipping": {
-        "megatron": r"--clip-grad 1", "bridge": r"optimizer\.clip_grad=1", "torchtitan": r"max_norm=1",
-        "deepspeed": r'"gradient_clipping": 1',
-    },
-    "initial weights": {
-        "megatron": r"--init-method-std 0\.02", "bridge": r"model\.init_method_std=0\.02", "torchtitan": r"std=0\.02",
-        "deepspeed": r'with random weights',
-    },
-    "data": {
-        "megatron": r"--data-path \$\{DATA_PATH\}", "bridge": r"dataset\.data_path=.*DATA_PATH",
-        "torchtitan": r'environ\.get\("DATA_PATH"\)', "deepspeed": r'environ\["DATA_PATH"\]',
-    },
-    "tokenizer": {
-        "megatron": r'--tokenizer-model "\$\{TOKENIZER\}"', "bridge": r"tokenizer\.tokenizer_model=.*TOKENIZER",
-        "torchtitan": r'environ\.get\("HF_ASSETS_PATH"\)', "deepspeed": r'DATA_PATH.*file of token ids',
-    },
-    "saving": {
-        "megatron": r'--save "\$\{CHECKPOINTS\}"', "bridge": r"checkpoint\.save=.*CHECKPOINTS",
-        "torchtitan": r"checkpoint\.enable = not FIRST_RUN", "deepspeed": r'engine\.save_checkpoint\(folder',
-    },
-    "loading": {
-        "megatron": r'--load "\$\{CHECKPOINTS\}"', "bridge": r"checkpoint\.load=.*CHECKPOINTS",
-        "torchtitan": r"the latest in it is loaded", "deepspeed": r'engine\.load_checkpoint\(folder',
-    },
-    "interval of saving": {
-        "megatron": r"--save-interval \d", "bridge": r"checkpoint\.save_interval=\d",
-        "torchtitan": r"checkpoint\.interval = \d", "deepspeed": r'SAVE_EVERY = \d',
-    },
-    "saving beside training": {
-        "megatron": r"--async-save", "bridge": r"checkpoint\.async_save=true", "torchtitan": r"async_mode = ",
-        "deepspeed": r'saves while training waits',
-    },
-    "evaluation": {
-        "megatron": r"--eval-interval \d+\n.*--eval-iters \d", "bridge": r"validation\.eval_interval=\d",
-        "torchtitan": r"validator\.enable = False", "deepspeed": r'evaluates nothing',
-    },
-    "logs": {
-        "megatron": r"--log-interval 1\n.*--log-throughput", "bridge": r"logger\.log_interval=1",
-        "torchtitan": r"metrics\.log_freq = 1", "deepspeed": r"step .* of \{STEPS\}",
-    },
-    "timeout of the start": {
-        "megatron": r"--distributed-timeout-minutes \d", "bridge": r"dist\.distributed_timeout_minutes=\d",
-        "torchtitan": r"comm\.init_timeout_seconds = \d", "deepspeed": r"DEEPSPEED_TIMEOUT=\d",
-    },
-    "timeout later": {
-        "megatron": r"--distributed-timeout-seconds-after-init \d",
-        "bridge": r"dist\.distributed_timeout_seconds_after_init=\d",
-        "torchtitan": r"comm\.train_timeout_seconds = \d", "deepspeed": r"DEEPSPEED_TIMEOUT=\d",
-    },
-    "end before the job's": {
-        "megatron": r"--exit-duration-in-mins", "bridge": r"train\.exit_duration_in_mins",
-        "torchtitan": r"checkpoint\.interval = \d", "deepspeed": r"SAVE_EVERY = \d",
-    },
-    "first run": {
-        "megatron": r"--mock-data", "bridge": r"--dataset mock", "torchtitan": r"FIRST_RUN = ",
-        "deepspeed": r'FIRST_RUN = ',
-    },
-    "balanced experts in it": {
-        "megatron": r"--moe-router-force-load-balancing", "bridge": r"model\.moe_router_force_load_balancing=true",
-        "torchtitan": r"moe_force_load_balance = FIRST_RUN", "deepspeed": r'FIRST_RUN = ',
-    },
-}  # fmt: skip
+NEEDS: dict[str, dict[str, str]] = yaml.safe_load(Path(__file__).with_name("run_needs.yaml").read_text())
 
 
 @pytest.mark.parametrize("need", NEEDS)

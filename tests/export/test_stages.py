@@ -52,10 +52,7 @@ def test_stages_that_leave_layers_out_are_refused(planned: Planned) -> None:
 
 @pytest.mark.parametrize(
     ("saved", "expected"),
-    [
-        (((1,), (3,), (0,), (0,)), [1, 0, 3, 0, 0, 0, 0, 0]),
-        ((), [4, 0, 0, 0, 0, 0, 0, 0]),
-    ],
+    [(((1,), (3,), (0,), (0,)), [1, 0, 3, 0, 0, 0, 0, 0]), ((), [4, 0, 0, 0, 0, 0, 0, 0])],
     ids=["of each chunk", "of the rank"],
 )
 def test_chunks_recompute_as_planned(planned: Planned, saved: tuple[tuple[int, ...], ...], expected: list[int]) -> None:

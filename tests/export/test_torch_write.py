@@ -15,7 +15,6 @@ import pytest
 from planner.answer import Plan
 from planner.errors import SpecError
 from planner.export.export import bundle_of, write_bundle
-from planner.export.refusal import Inexpressible
 from planner.export.stages import ORDER_FILE
 from planner.export.torch_runner import PIPELINING_FILE, PLAN_FILE, export_torch
 from planner.schedule.orders import build_schedule
@@ -121,28 +120,6 @@ def test_what_torch_s_pipelining_needs(planned: Planned, tmp_path: Path) -> None
 def test_a_class_that_would_refuse_the_plan_is_not_named(planned: Planned, tmp_path: Path) -> None:
     written(eager(planned, pp=4, num_microbatches=2), tmp_path)
     assert "schedule" not in json.loads((tmp_path / PIPELINING_FILE).read_text()), "1F1B wants a micro-batch a stage"
-
-
-@pytest.mark.parametrize(
-    ("options", "reason"),
-    [
-        ({"cp": 2, "seq_length": 2046}, "seq_length_not_divisible_by_tp_cp"),
-        ({"model": "gpt-oss-20b", "cp": 2}, "attention_sinks_with_cp"),
-        ({"zero_stage": 3}, "zero_stage_not_expressible"),
-        ({"pp": 2, "layers_per_stage": (16, 16), "dtype": "fp8"}, "dtype"),
-        ({"model": "mixtral-8x7b", "tp": 2, "etp": 2}, "etp_not_expressible"),
-        ({"tp": 16, "runtime": "megatron"}, "kv_heads_not_divisible_by_tp"),
-    ],
-)
-def test_refusals(planned: Planned, options: dict[str, Any], reason: str) -> None:
-    with pytest.raises(Inexpressible) as caught:
-        export_torch(planned(**{"model": "llama-3.1-8b", "gpus": 16, "runtime": "torch-eager", **options}))
-    assert reason in [objection.name for objection in caught.value.reasons]
-
-
-def test_a_stage_with_nothing_in_it_is_refused(planned: Planned) -> None:
-    with pytest.raises(Inexpressible, match="empty_stage"):
-        export_torch(eager(planned, pp=4, layers_per_stage=(16, 0, 8, 8)))
 
 
 def test_long_sequences_are_planned_over_cp_and_exported(tmp_path: Path) -> None:

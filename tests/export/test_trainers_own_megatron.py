@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from samples import differences
 
 from planner.export.megatron.model_options import MODEL_OPTIONS, model_arguments
 from planner.export.megatron.option_rows import layer_flags, options_of
@@ -28,53 +29,7 @@ DEFAULTS: dict[str, Any] = {
 }  # fmt: skip
 """Megatron-LM's values of options that are left out (core 0.20.0)."""
 
-_CHECKPOINT = "the recipe loads a checkpoint and computes with Megatron-LM's epsilon, config.json says 1e-6"
-_SIGMOID = "scores of a sigmoid are the same before and after the choice"
-_MTP = "the recipe leaves out the blocks that predict further tokens"
-_CI = "a test of Megatron-LM rotates by numbers that are not those of config.json"
-_HELPER = "its --enable-gpt-oss builds yarn, clamps and biases in Python; the options say the same"
-DIFFERENCES: dict[tuple[str, str], str] = {
-    **{(f"qwen3-{size}", "--norm-epsilon"): _CHECKPOINT for size in ("8b", "30b-a3b", "235b-a22b")},
-    **{(model, "--norm-epsilon"): _CHECKPOINT for model in ("deepseek-v3", "kimi-k2")},
-    **{(model, "--moe-router-pre-softmax"): _SIGMOID for model in ("deepseek-v3", "kimi-k2")},
-    ("deepseek-v3", "--mtp-num-layers"): _MTP,
-    ("deepseek-v3", "--mtp-loss-scaling-factor"): _MTP,
-    ("deepseek-v2-lite", "--kv-channels"): "latent attention does not read it",
-    ("kimi-k2", "--moe-aux-loss-coeff"): "config.json has aux_loss_alpha 0.001",
-    ("llama-3.2-1b", "--rope-scaling-factor"): "it has 8 where config.json has 32, and Megatron-LM builds 8 always",
-    **{
-        (model, "--moe-apply-probs-on-input"): "Llama 4 scales what goes into an expert, the recipe what comes out"
-        for model in ("llama-4-scout", "llama-4-maverick")
-    },
-    ("llama-4-scout", "--qk-layernorm"): "Llama 4 norms queries and keys without weights",
-    ("llama-4-scout", "--rope-scaling-factor"): "config.json has 16, and Megatron-LM builds 8 always",
-    ("llama-4-scout", "--no-rope-freq"): "every fourth layer is unrotated (no_rope_layer_interval of config.json)",
-    ("llama-4-scout", "--ffn-hidden-size"): "no layer is dense",
-    **{
-        (model, "--moe-router-load-balancing-type"): "config.json has a loss of the batch, not of sequences"
-        for model in ("llama-4-scout", "llama-4-maverick")
-    },
-    **{
-        (f"qwen3-{size}", "--ffn-hidden-size"): "no layer is dense, and the width of dense layers not read"
-        for size in ("30b-a3b", "235b-a22b")
-    },
-    ("mixtral-8x7b", "--moe-aux-loss-coeff"): "config.json has router_aux_loss_coef 0.02",
-    ("mixtral-8x22b", "--moe-aux-loss-coeff"): "config.json has router_aux_loss_coef 0.001",
-    **{(f"mixtral-{size}", "--rotary-base"): _CI for size in ("8x7b", "8x22b")},
-    ("mixtral-8x7b", "--rotary-percent"): _CI,
-    **{
-        (f"gpt-oss-{size}", option): _HELPER
-        for size in ("20b", "120b")
-        for option in (
-            "--position-embedding-type", "--rotary-scaling-factor", "--yarn-original-max-position-embeddings",
-            "--yarn-beta-fast", "--yarn-beta-slow", "--no-yarn-correction-range-round-to-int",
-        )
-    },
-    **{
-        (f"gpt-oss-{size}", "--moe-aux-loss-coeff"): "without a loss nothing balances a training from scratch"
-        for size in ("20b", "120b")
-    },
-}  # fmt: skip
+DIFFERENCES = differences("megatron")
 """Model and option to the reason why its value is not the recipe's."""
 
 
@@ -111,27 +66,22 @@ def settings(arguments: dict[str, Any], num_layers: int) -> dict[str, Any]:
     return {option: plain(option, value, num_layers) for option, value in known.items() if option not in OLDER}
 
 
-@pytest.mark.parametrize("recipe", OWN["recipes"], ids=lambda recipe: f"{recipe['model']}-{recipe['path'][-30:]}")
-def test_arguments_are_those_of_the_recipe(recipe: dict[str, Any]) -> None:
+def differing(recipe: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Options of the recipe whose value is another one in ours."""
     model = load_model(recipe["model"])
     words = options_of(argv(model_arguments(model, 4096, 128)))
-    layers = model.num_hidden_layers
-    ours = settings({option: " ".join(values) or True for option, values in words.items()}, layers)
-    theirs = settings(recipe["arguments"], layers)
-    differing = {option for option in ours if option in theirs and ours[option] != theirs[option]}
-    unexplained = {
-        option: (ours[option], theirs[option]) for option in differing if (model.name, option) not in DIFFERENCES
-    }
-    assert unexplained == {}
+    ours = settings({option: " ".join(values) or True for option, values in words.items()}, model.num_hidden_layers)
+    theirs = settings(recipe["arguments"], model.num_hidden_layers)
+    return {name: (ours[name], theirs[name]) for name in ours.keys() & theirs.keys() if ours[name] != theirs[name]}
+
+
+@pytest.mark.parametrize("recipe", OWN["recipes"], ids=lambda recipe: f"{recipe['model']}-{recipe['path'][-30:]}")
+def test_arguments_are_those_of_the_recipe(recipe: dict[str, Any]) -> None:
+    found = differing(recipe)
+    assert {name: pair for name, pair in found.items() if (recipe["model"], name) not in DIFFERENCES} == {}
 
 
 def test_every_difference_is_one() -> None:
     """No reason stands for a difference that is gone."""
-    differing = set()
-    for recipe in OWN["recipes"]:
-        model = load_model(recipe["model"])
-        words = options_of(argv(model_arguments(model, 4096, 128)))
-        ours = settings({option: " ".join(v) or True for option, v in words.items()}, model.num_hidden_layers)
-        theirs = settings(recipe["arguments"], model.num_hidden_layers)
-        differing |= {(model.name, option) for option in ours if ours[option] != theirs.get(option)}
-    assert DIFFERENCES.keys() - differing == set()
+    found = {(recipe["model"], name) for recipe in OWN["recipes"] for name in differing(recipe)}
+    assert DIFFERENCES.keys() - found == set()

@@ -10,22 +10,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from samples import differences
 
 from planner.export.torchtitan_files import model_source
 from planner.specs.registry import load_model
 from planner.trainers.rules.facts import is_gpt_oss
 
 OWN = json.loads((Path(__file__).parent / "trainers_own" / "torchtitan.json").read_text())
-_EPSILON = "the registry has torch's epsilon, config.json says 1e-6"
-DIFFERENCES: dict[tuple[str, str], str] = {
-    ("llama-3.2-1b", "attention.rope.scaling_factor"): "config.json has 32, the registry that of Llama 3.1",
-    ("deepseek-v2-lite", "norm_eps"): _EPSILON,
-    ("deepseek-v2", "norm_eps"): _EPSILON,
-    ("deepseek-v3", "norm_eps"): _EPSILON,
-    ("deepseek-v2-lite", "attention.mscale"): "config.json has 0.707",
-    ("deepseek-v2", "attention.mscale"): "config.json has 0.707",
-    ("qwen3-235b-a22b", "attention.rope.theta"): "config.json of Qwen3-235B-A22B has a million",
-}
+DIFFERENCES = differences("torchtitan")
 """Model and field to the reason why its value is not the registry's."""
 ROPE = {"scaling": "none"}
 LLAMA = {

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+
+import yaml
 
 from planner.layout.evaluate import priced_as_given
 from planner.specs.architectures import from_config
@@ -12,40 +15,8 @@ from planner.specs.registry import load_hardware
 from planner.specs.training import AdapterSpec, Parallelism, TrainingSpec
 from planner.trainers.load import load_runtime
 
-LLAMA = {
-    "model_type": "llama", "max_position_embeddings": 131072, "rope_theta": 500000.0, "rms_norm_eps": 1e-5,
-    "vocab_size": 128256, "hidden_act": "silu",
-}  # fmt: skip
-CONFIGS: dict[str, dict[str, Any]] = {
-    "Llama 3.1 8B": LLAMA | {
-        "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
-        "num_key_value_heads": 8, "head_dim": 128, "tie_word_embeddings": False,
-    },
-    "Llama 3.2 1B": LLAMA | {
-        "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32,
-        "num_key_value_heads": 8, "head_dim": 64, "tie_word_embeddings": True,
-    },
-    "Qwen2.5 7B": {
-        "model_type": "qwen2", "vocab_size": 152064, "hidden_size": 3584, "intermediate_size": 18944,
-        "num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4, "hidden_act": "silu",
-        "max_position_embeddings": 32768, "rope_theta": 1000000.0, "rms_norm_eps": 1e-6, "tie_word_embeddings": False,
-        "use_sliding_window": False,
-    },
-    "Qwen3 8B": {
-        "model_type": "qwen3", "vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 12288,
-        "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
-        "hidden_act": "silu", "max_position_embeddings": 40960, "rope_theta": 1000000.0, "rms_norm_eps": 1e-6,
-        "tie_word_embeddings": False, "attention_bias": False, "use_sliding_window": False,
-    },
-    "Mistral 7B": {
-        "model_type": "mistral", "vocab_size": 32768, "hidden_size": 4096, "intermediate_size": 14336,
-        "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
-        "hidden_act": "silu", "max_position_embeddings": 32768, "rope_theta": 1000000.0, "rms_norm_eps": 1e-5,
-        "sliding_window": None, "tie_word_embeddings": False,
-    },
-}  # fmt: skip
-"""Published configs (huggingface.co: meta-llama/Llama-3.1-8B, meta-llama/Llama-3.2-1B, Qwen/Qwen2.5-7B, Qwen/Qwen3-8B,
-mistralai/Mistral-7B-v0.3), without the fields that neither parameters nor bytes depend on."""
+CONFIGS: dict[str, dict[str, Any]] = yaml.safe_load(Path(__file__).with_name("configs.yaml").read_text())
+"""Published configs by their names."""
 
 
 @dataclass(frozen=True)

@@ -204,8 +204,7 @@ def test_stages_before_a_prediction_block_differ_by_one(num_stages: int) -> None
 
 
 @pytest.mark.parametrize(
-    ("num_gpus", "vpp", "batch", "mfu"),
-    [(2048, 1, 1024, 0.45), (16384, 1, 2048, 0.29), (16384, 8, 2048, 0.5)],
+    ("num_gpus", "vpp", "batch", "mfu"), [(2048, 1, 1024, 0.45), (16384, 1, 2048, 0.29), (16384, 8, 2048, 0.5)]
 )
 def test_the_textbook_layouts_of_llama_405b(num_gpus: int, vpp: int, batch: int, mfu: float) -> None:
     """Llama Team 2024, section 3.3 and table 4: TP 8, PP 16, DP 128, 8,192 tokens, 16 M a step; 41% on 16,384 H100."""

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from planner.errors import SpecError
 from planner.layout.evaluate import pricing_of
@@ -14,6 +16,8 @@ from planner.layout.runs import evaluate_lines, network_gb_per_s, parse_run
 from planner.specs.training import Parallelism
 from planner.trainers.generations import NATURAL_IMBALANCE
 from planner.trainers.switches import EP_OVERLAP
+
+TABLES = yaml.safe_load((Path(__file__).parent / "tables.yaml").read_text())
 
 RUN: dict[str, Any] = {
     "model": "405b", "hardware": "h100", "num_gpus": 16384, "gpus_per_node": 8, "runtime": "megatron",
@@ -25,26 +29,7 @@ def parsed(**changes: Any) -> Any:
     return parse_run({"id": "x", "run": {**RUN, **changes}}, "line 1")
 
 
-@pytest.mark.parametrize(
-    ("description", "expected"),
-    [
-        ("8x200 Gb/s HDR InfiniBand per node", 25.0),
-        ("4x100 Gb/s Omni-Path per node", 6.25),
-        ("800 Gb/s per node (some configuration)", 12.5),
-        ("8x400 Gb/s per node (standard; not stated)", 50.0),
-        ("400 Gb/s RDMA per GPU", 50.0),
-        ("400 Gb/s CX-7 per GPU", 50.0),
-        ("400 Gb/s InfiniBand per GPU (Eos)", 50.0),
-        ("8 x 25.5 gb/s per gpu", 25.5),
-        ("racks; scale-out 400-800 Gb/s per GPU (not stated)", None),
-        ("400-800 Gb/s per GPU", None),
-        ("400 Gb/s", None),
-        ("InfiniBand", None),
-        ("0 Gb/s per GPU", None),
-        ("", None),
-        (None, None),
-    ],
-)
+@pytest.mark.parametrize(("description", "expected"), TABLES["network_rates"])
 def test_network_rates_in_words(description: str | None, expected: float | None) -> None:
     assert network_gb_per_s(description, 8) == expected
 
@@ -96,29 +81,7 @@ def test_the_dp_to_give_is_the_largest_that_batch_and_experts_allow(
     assert caught.value.hint == f"give dp {dp} to leave {spare:,} GPUs spare"
 
 
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ("{", "line 1: not JSON"),
-        ("[1]", "line 1: holds a list, not an object"),
-        ('{"id": 1, "id": 2}', "line 1: id: given twice"),
-        ('{"id": 7, "run": {}}', "line 1: id: 7 is an integer, expected text"),
-        ('{"id": NaN, "run": {}}', "line 1: id: nan is a number, expected text"),
-        ('{"id": [1e400], "run": {}}', "line 1: id: [inf] is a list, expected text"),
-        ('{"id": "x"}', "line 1: run: is missing"),
-        ('{"id": "x", "run": 3}', "line 1: run: 3"),
-        ('{"id": "x", "run": {"hardwear": "h100"}}', "line 1: run: hardwear: unknown key"),
-        ('{"run": {"model": "nope", "hardware": "h100", "num_gpus": 8, "seq_length": 1, "global_batch_size": 1}}',
-         "model: unknown 'nope'"),
-        ('{"run": {"model": {"layers": 3}, "hardware": "h100", "num_gpus": 8, "seq_length": 1, '
-         '"global_batch_size": 1}}',
-         "line 1: run: model: layers: unknown key"),
-        ('{"run": {"model": "8b", "hardware": "h100", "num_gpus": 0, "seq_length": 1, "global_batch_size": 1}}',
-         "line 1: run: num_gpus: 0 must be greater than 0"),
-        ('{"run": {"model": "8b", "hardware": "h100", "num_gpus": 8, "seq_length": 1, "global_batch_size": 1, '
-         '"runtime": "x"}}', "runtime: unknown 'x'"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("line", "message"), TABLES["wrong_lines"])
 def test_a_wrong_line_is_an_error_object(line: str, message: str) -> None:
     (answer,) = evaluate_lines([line])
     error = answer.to_json()["error"]

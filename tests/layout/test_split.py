@@ -3,34 +3,22 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 
 import pytest
+import yaml
 from toys import MOE, toy_model, toy_problem
 
 from planner.errors import SpecError
 from planner.layout.candidate import Split, even_counts, held_parts, parse_layout, splits_from_counts, stage_costs
 from planner.shape import Shape
 
+TABLES = yaml.safe_load((Path(__file__).parent / "tables.yaml").read_text())
 
-@pytest.mark.parametrize(
-    ("layout", "num_layers", "num_stages", "counts"),
-    [
-        ("Ettt|tttL", 6, 2, (3, 3)),
-        ("Et*3|t*3L", 6, 2, (3, 3)),
-        ("E|t|tt|tttL", 6, 4, (0, 1, 2, 3)),
-        ("E|(tt|)*3L", 6, 5, (0, 2, 2, 2, 0)),
-        ("Et*2|(t|)*2L", 4, 4, (2, 1, 1, 0)),
-        ("EtttttttL", 7, 1, (7,)),
-        ("E|t*2|L", 2, 3, (0, 2, 0)),
-        ("((Et)|(t)|)*1tL", 3, 3, (1, 1, 1)),
-        ("E(t|t)*2tL", 5, 3, (1, 2, 2)),
-        (" E t , t | t , L ", 3, 2, (2, 1)),
-        ("Et|(tt|)*2tttL", 8, 4, (1, 2, 2, 3)),
-        ("Et*12|t*12L", 24, 2, (12, 12)),
-    ],
-)
-def test_layout_strings(layout: str, num_layers: int, num_stages: int, counts: tuple[int, ...]) -> None:
-    assert parse_layout(layout, toy_model(num_layers), num_stages).counts == counts
+
+@pytest.mark.parametrize(("layout", "num_layers", "num_stages", "counts"), TABLES["layouts"])
+def test_layout_strings(layout: str, num_layers: int, num_stages: int, counts: list[int]) -> None:
+    assert parse_layout(layout, toy_model(num_layers), num_stages).counts == tuple(counts)
 
 
 @pytest.mark.parametrize(("layout", "stage"), [("Ett|tmL", 1), ("Ettt|m|L", 1), ("Ett|tm|L", 1)])
@@ -40,29 +28,7 @@ def test_prediction_blocks_go_where_the_layout_puts_them(layout: str, stage: int
     assert split.mtp_stage == stage
 
 
-@pytest.mark.parametrize(
-    ("layout", "num_stages", "says"),
-    [
-        ("Ettt|ttL", 2, "5 t"),
-        ("Ettt|tttt L", 2, "7 t"),
-        ("ttt|tttL", 2, "0 E"),
-        ("Ettt|ttt", 2, "0 L"),
-        ("LEtttttt|", 2, "the model is E, 6 t"),
-        ("Ettt|tttLm", 2, "1 m"),
-        ("Ettt|tttL", 3, "2 stages, expected pp·vpp = 3"),
-        ("Ettt|tttL|", 2, "3 stages"),
-        ("Ettt|xtttL", 2, "unknown symbol 'x'"),
-        ("Ettt|ttt)L", 2, ") without ("),
-        ("E(ttt|tttL", 2, "( without )"),
-        ("Et*|tttL", 2, "* without a count"),
-        ("Et*-1|tttL", 2, "* without a count"),
-        ("Et*999999999|L", 2, "more than 1,000,000 symbols"),
-        ("E((((t|)*999)*999)*999)*999L", 2, "more than 1,000,000 symbols"),
-        ("Et*٣L", 2, "* without a count"),
-        ("*3", 1, "unknown symbol '*'"),
-        ("", 1, "0 E"),
-    ],
-)
+@pytest.mark.parametrize(("layout", "num_stages", "says"), TABLES["wrong_layouts"])
 def test_layout_strings_that_are_none(layout: str, num_stages: int, says: str) -> None:
     with pytest.raises(SpecError) as caught:
         parse_layout(layout, toy_model(6), num_stages)

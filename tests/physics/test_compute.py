@@ -292,25 +292,6 @@ def test_large_operators_hide_the_host() -> None:
     assert float(seconds.forward_s) == pytest.approx(3 * forward_s(large[0]))
 
 
-@pytest.mark.parametrize("kind", ["gemm", "grouped", "attention", "elementwise"])
-def test_arrays_give_what_their_elements_give(kind: str) -> None:
-    rng = np.random.default_rng(2)
-    m, n, k = (rng.integers(1, 90, 40) * 32.0 for _ in range(3))
-    make = {
-        "gemm": lambda m, n, k: gemm(m, n, k),
-        "grouped": lambda m, n, k: gemm(m, n, 768, count=np.floor(k / 32)),  # type: ignore[arg-type]
-        "attention": lambda m, n, k: attention(q_len=m, kv_len=2 * m, heads=n / 32, window=k),
-        "elementwise": lambda m, n, k: Operator(
-            name="e", kind="elementwise", forward_bytes=m * n, backward_bytes=k * n
-        ),
-    }[kind]
-    together = operator_seconds(make(m, n, k), H200, "fp8", MEGATRON)
-    for i in range(len(m)):
-        alone = operator_seconds(make(m[i], n[i], k[i]), H200, "fp8", MEGATRON)
-        for array, number in zip(together, alone, strict=True):
-            assert np.broadcast_to(array, m.shape)[i] == pytest.approx(float(number), rel=1e-12)
-
-
 def test_a_better_gpu_is_never_slower() -> None:
     ops = [gemm(4096, 6144, 4096), gemm(512, 512, 512), attention(), gemm(256, 2048, 768, count=64)]
     better = [

@@ -8,8 +8,8 @@ import pytest
 
 from planner.errors import Infeasible
 from planner.layout.evaluate import price_given
-from planner.physics.host_memory import HOST_STATE_BYTES, fits_host, host_bytes
 from planner.physics.pricing import Pricing
+from planner.physics.stage_memory import HOST_STATE_BYTES, fits_host, host_bytes
 from planner.search.case import Case
 from planner.search.search import search
 from planner.shape import Shape

@@ -33,10 +33,7 @@ def test_allocated_memory_is_right_on_average() -> None:
 
 @pytest.mark.parametrize(
     ("layout", "gib"),
-    [
-        ({"tp": 1, "pp": 4, "vpp": 8, "micro_batch_size": 1}, 56.55),
-        ({"tp": 4, "pp": 1, "micro_batch_size": 2}, 53.22),
-    ],
+    [({"tp": 1, "pp": 4, "vpp": 8, "micro_batch_size": 1}, 56.55), ({"tp": 4, "pp": 1, "micro_batch_size": 2}, 53.22)],
 )
 def test_allocated_memory_of_megatron_on_h100(layout: dict[str, Any], gib: float) -> None:
     """Its own tests gpt3_7b_tp1_pp4_memory_speed and gpt3_7b_tp4_pp1_memory_speed: mem-max-allocated-bytes of the last

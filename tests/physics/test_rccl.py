@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
+import yaml
 
 from planner.physics.communication import Kind, collective_s, collective_tiers_s, dispatch_tiers_s
 from planner.specs.cluster import ClusterSpec, parse_tiers
 from planner.specs.registry import load_hardware
+
+TABLES = yaml.safe_load((Path(__file__).parent / "rccl.yaml").read_text())
 
 MIB, GIB = 2**20, 2**30
 
@@ -15,37 +20,7 @@ def cluster_of(hardware: str, num_gpus: int) -> ClusterSpec:
     return ClusterSpec(hardware=load_hardware(hardware), num_gpus=num_gpus)
 
 
-@pytest.mark.parametrize(
-    ("hardware", "kind", "num_gpus", "num_bytes", "microseconds", "tolerance"),
-    [
-        # eight MI300X, ROCm 6.3 (ROCm blog, Understanding RCCL Bandwidth and xGMI Performance on MI300X)
-        ("mi300x", "all_reduce", 8, 16 * MIB, 148.8, 0.1),
-        ("mi300x", "all_reduce", 8, 128 * MIB, 797.4, 0.05),
-        ("mi300x", "all_reduce", 8, 16 * GIB, 94_254, 0.05),
-        # two, four and eight MI355X (Primus' benchmark, August 2026; Oracle's guide to BM.GPU.MI355X)
-        ("mi355x", "all_reduce", 2, 1 * MIB, 50, 0.05),
-        ("mi355x", "all_reduce", 2, 128 * MIB, 2328, 0.05),
-        ("mi355x", "all_reduce", 4, 16 * MIB, 188, 0.05),
-        ("mi355x", "all_reduce", 4, 128 * MIB, 1208, 0.05),
-        ("mi355x", "all_reduce", 8, 1 * MIB, 43, 0.2),
-        ("mi355x", "all_reduce", 8, 128 * MIB, 659, 0.05),
-        ("mi355x", "all_reduce", 8, 16 * GIB, 73_913, 0.05),
-        ("mi355x", "all_to_all", 8, 16 * GIB, 41_593, 0.05),
-        # MI325X with Thor 2 on two, four and eight nodes, MI300X with ConnectX-7 on two (hisohara/ai-scripts)
-        ("mi325x", "all_reduce", 16, 16 * GIB, 91_973, 0.05),
-        ("mi325x", "all_reduce", 32, 16 * GIB, 94_942, 0.05),
-        ("mi325x", "all_reduce", 64, 4 * GIB, 24_572, 0.05),
-        ("mi300x", "all_reduce", 16, 1 * GIB, 5908, 0.05),
-        ("mi300x", "all_reduce", 16, 16 * GIB, 90_115, 0.06),
-        # MI355X with Pollara 400 on two nodes: ROCm 7.0.1 (hisohara/ai-scripts), 7.2.2 (prasad-nair-amd/alibaba)
-        ("mi355x", "all_reduce", 16, 64 * MIB, 614.3, 0.3),
-        ("mi355x", "all_reduce", 16, 1 * GIB, 5525, 0.05),
-        ("mi355x", "all_reduce", 16, 64 * MIB, 439.3, 0.1),
-        ("mi355x", "all_reduce", 16, 16 * GIB, 83_457, 0.05),
-        ("mi355x", "all_to_all", 16, 64 * MIB, 751, 0.1),
-        ("mi355x", "all_to_all", 16, 16 * GIB, 176_806, 0.05),
-    ],
-)
+@pytest.mark.parametrize(("hardware", "kind", "num_gpus", "num_bytes", "microseconds", "tolerance"), TABLES["measured"])
 def test_a_collective_takes_what_rccl_tests_measured(
     hardware: str, kind: Kind, num_gpus: int, num_bytes: int, microseconds: float, tolerance: float
 ) -> None:

@@ -35,13 +35,6 @@ def test_the_models_people_ask_for_are_there() -> None:
 
 
 @pytest.mark.parametrize(
-    ("alias", "name"), [("8b", "llama-3.1-8b"), ("70b", "llama-3.1-70b"), ("405b", "llama-3.1-405b")]
-)
-def test_the_short_names_mean_llama_3(alias: str, name: str) -> None:
-    assert load_model(alias).name == name
-
-
-@pytest.mark.parametrize(
     ("name", "seq_length", "sequences"),
     [
         ("llama-3.1-405b", 8192, 2048),

@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
+import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -14,48 +15,12 @@ from planner.errors import SpecError
 from planner.specs.phases import LogNormal, of_percentiles, read_phases
 from planner.specs.training import DocumentLength
 
+TABLES = yaml.safe_load((Path(__file__).parent / "wrong_phases.yaml").read_text())
+
 RECIPES = Path(__file__).parents[2] / "docs" / "phases"
 
 
-@pytest.mark.parametrize(
-    ("text", "says", "hint"),
-    [
-        ("phases: []", "phases: [] is a list, expected a list with at least one", ""),
-        ("phases: 7", "phases: 7 is an integer, expected a list", ""),
-        ("phases: [{name: a, tokens: 1T}]\nruns: 1", "runs: unknown key", "phases"),
-        ("phases: [5]", "phases[0]: 5 is an integer, expected a mapping", ""),
-        ("phases: [{tokens: 1T}]", "phases[0].name: is missing", "add `name:`"),
-        ("phases: [{name: a b, tokens: 1T}]", "phases[0].name: 'a b'", "a name of letters"),
-        ("phases: [{name: ../a, tokens: 1T}]", "phases[0].name: '../a'", "a name of letters"),
-        ("phases: [{name: a, tokens: much}]", "phases[0].tokens: 'much'", "15T"),
-        ("phases: [{name: a, tokens: -1}]", "phases[0].tokens: -1 must be greater than 0", ""),
-        ("phases: [{name: a}]", "(a): tokens and steps: neither is given", "tokens: 1T"),
-        ("phases: [{name: a, tokens: 1T, steps: 5}]", "tokens and steps: both are given", ""),
-        ("phases: [{name: a, token: 1T}]", "phases[0].token: unknown key", "tokens"),
-        ("phases: [{name: a, tokens: 1T, dtype: fp9}]", "dtype: 'fp9' is none of", ""),
-        ("phases: [{name: a, tokens: 1T, batch_tokens: x}]", "batch_tokens: 'x'", "16M"),
-        (
-            "phases: [{name: a, tokens: 1T, batch_tokens: 4M, global_batch_size: 4}]",
-            "global_batch_size and batch_tokens: both are given", "",
-        ),
-        ("phases: [{name: a, tokens: 1T}, {name: A, tokens: 1T}]", "phases[1].name: A is a phase before", "otherwise"),
-        ("phases: [{name: a, tokens: 1T, rampup: {form: 1, by: 1, tokens: 1B}}]", "rampup.form: unknown key", "from"),
-        ("phases: [{name: a, tokens: 1T, rampup: {from: 1, by: 1}}]", "rampup: tokens and samples: neither", "469B"),
-        ("phases: [{name: a, steps: 9, rampup: {from: 1, by: 1, samples: 1}}]", "steps: a batch that grows", "tokens"),
-        (
-            "phases: [{name: a, tokens: 1T, global_batch_size: 8, rampup: {from: 1, by: 1, to: 9, samples: 1}}]",
-            "rampup.to: 9 is not the phase's batch, 8", "leave one",
-        ),
-        ("phases: [{name: a, tokens: 1T, lengths: 5}]", "phases[0].lengths: is an integer, no distribution", "{mean"),
-        ("phases: [{name: a, tokens: 1T, lengths: {mean: 5}}]", "lengths: sigma: is missing", "sigma"),
-        ("phases: [{name: a, tokens: 1T, lengths: {p50: 9, p90: 5}}]", "a lower percentile is longer", "grow"),
-        ("phases: [{name: a, tokens: 1T, lengths: {p50: x}}]", "lengths.p50: 'x' is no length", "p50: 1000"),
-        ("phases: [{name: a, tokens: 1T, lengths: {q: 1}}]", "lengths: is no distribution", "percentiles"),
-        ("phases: [{name: a, tokens: 1T, lengths: []}]", "lengths: [] is a list, expected a list with", ""),
-        ("phases: [{name: a, tokens: 1T, lengths: [{length: 5}]}]", "lengths[0].share: is missing", "share"),
-        ("reshard_hours: -1\nphases: [{name: a, tokens: 1T}]", "reshard_hours: -1", ""),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("text", "says", "hint"), TABLES["wrong"])
 def test_what_is_wrong_is_said(tmp_path: Path, text: str, says: str, hint: str) -> None:
     path = tmp_path / "phases.yaml"
     path.write_text(text)

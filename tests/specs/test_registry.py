@@ -45,19 +45,6 @@ def failure(call: Any, argument: str) -> SpecError:
     return caught.value
 
 
-@pytest.mark.parametrize("name", ["llama-3.1-405b", "405b", "405B", "Llama-3.1-405B", "llama3-405b"])
-def test_a_model_is_found_by_name_and_alias_in_any_case(name: str) -> None:
-    assert load_model(name).name == "llama-3.1-405b"
-
-
-@pytest.mark.parametrize(
-    ("alias", "name"),
-    [("h100", "h100-sxm-80gb"), ("H200", "h200-sxm-141gb"), ("a100", "a100-sxm-80gb"), ("gb300", "gb300-nvl72")],
-)
-def test_hardware_is_found_by_alias(alias: str, name: str) -> None:
-    assert load_hardware(alias).name == name
-
-
 def test_names_are_found_from_any_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert load_model("8b").num_hidden_layers == 32
@@ -136,10 +123,12 @@ def test_a_missing_path_is_named_as_a_file(name: str) -> None:
         ("mistralai/Mistral-7B-Instruct-v0.3", "mistral-7b-v0.3"), ("google/gemma-3-12b-it", "gemma-3-12b"),
         ("microsoft/phi-4", "phi-4"), ("GLM-4.7-Flash", "glm-4.7-flash"), ("moonshotai/Kimi-K2.5", "kimi-k2"),
         ("deepseek-ai/DeepSeek-V3-0324", "deepseek-v3"), ("openai/gpt-oss-120b", "gpt-oss-120b"),
-        ("13b", "llama-2-13b"),
+        ("13b", "llama-2-13b"), ("llama-3.1-405b", "llama-3.1-405b"), ("405B", "llama-3.1-405b"),
+        ("Llama-3.1-405B", "llama-3.1-405b"), ("llama3-405b", "llama-3.1-405b"), ("8b", "llama-3.1-8b"),
+        ("70b", "llama-3.1-70b"),
     ],
 )  # fmt: skip
-def test_a_repository_of_the_hub_is_the_model_of_its_name(repository: str, name: str) -> None:
+def test_a_model_is_found_by_name_alias_and_repository_in_any_case(repository: str, name: str) -> None:
     assert load_model(repository).name == name
 
 

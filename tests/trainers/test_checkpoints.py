@@ -5,10 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import yaml
 
 from planner.errors import SpecError
 from planner.trainers.load import RUNTIMES, UNKNOWN, checkpoint_of, load_runtime
 from planner.trainers.spec import RuntimeSpec
+
+TABLES = yaml.safe_load((Path(__file__).parent / "tables.yaml").read_text())
 
 TRAINER = "source: mine\nbase: shared/nccl\n"
 
@@ -23,29 +26,10 @@ def test_every_trainer_has_a_row_for_each_of_its_zero_stages(name: str) -> None:
         assert row.rewritten is None or set(row.rewritten.keeps) <= set(row.keeps)
 
 
-@pytest.mark.parametrize(
-    ("name", "zero_stage", "keeps", "by"),
-    [
-        ("megatron", 0, set(), None),
-        ("megatron", 1, {"tp", "ep", "etp", "pp", "vpp", "layers"}, "resave"),
-        ("megatron", 3, set(), None),
-        ("bridge", 1, {"tp", "ep", "etp", "pp", "vpp", "layers"}, "resave"),
-        ("primus-megatron", 1, {"tp", "ep", "etp", "pp", "vpp", "layers"}, "resave"),
-        ("megatron-2021", 0, {"tp", "pp", "vpp", "layers"}, None),
-        ("torchtitan", 3, set(), None),
-        ("torch-eager", 1, set(), None),
-        ("automodel", 3, set(), None),
-        ("deepspeed", 2, {"tp", "ep", "pp", "dp", "zero_stage", "layers"}, "convert"),
-        ("deepspeed", 3, {"tp", "ep", "pp", "dp", "zero_stage", "layers"}, "convert"),
-        ("megatron-deepspeed", 1, {"tp", "ep", "pp", "dp", "zero_stage", "layers"}, "convert"),
-        ("nanotron", 0, {"ep"}, None),
-        ("nanotron", 1, {"tp", "ep", "pp", "dp", "layers"}, None),
-        ("internevo", 1, {"tp", "pp", "shard_size", "layers"}, None),
-    ],
-)
-def test_what_must_stay(name: str, zero_stage: int, keeps: set[str], by: str | None) -> None:
+@pytest.mark.parametrize(("name", "zero_stage", "keeps", "by"), TABLES["checkpoints"])
+def test_what_must_stay(name: str, zero_stage: int, keeps: list[str], by: str | None) -> None:
     row = checkpoint_of(load_runtime(name), zero_stage)
-    assert set(row.keeps) == keeps
+    assert set(row.keeps) == set(keeps)
     assert (row.rewritten and row.rewritten.by) == by
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from planner.layout.runs import parse_run
 from planner.physics.compute import operator_seconds
@@ -16,33 +18,15 @@ from planner.trainers.load import load_runtime
 from planner.trainers.spec import RuntimeSpec
 from planner.trainers.switches import SWITCHES
 
+TABLES = yaml.safe_load((Path(__file__).parent / "tables.yaml").read_text())
+
 
 def generation(name: str, architecture: str, **features: Any) -> str:
     model = load_model("gpt3-175b" if name == "megatron" else "llama3-8b")
     return runtime_of_its_day(name, architecture, model, Parallelism(tp=8), features).name
 
 
-@pytest.mark.parametrize(
-    ("name", "architecture", "features", "expected"),
-    [
-        ("megatron", "ampere", {}, "megatron-2021"),
-        ("megatron", "ampere", {"flash_attention": True}, "megatron"),
-        ("megatron", "ampere", {"flash_attention": False}, "megatron-2021"),
-        ("megatron", "hopper", {}, "megatron"),
-        ("torchtitan", "hopper", {}, "torchtitan-2024"),
-        ("torchtitan", "hopper", {"precision_recipe": None}, "torchtitan-2024"),
-        ("torchtitan", "hopper", {"precision_recipe": "fp8"}, "torchtitan-2024"),
-        ("torchtitan", "hopper", {"precision_recipe": "fp8-tensorwise"}, "torchtitan-2025"),
-        ("torchtitan", "hopper", {"cross_entropy_fusion": True}, "torchtitan-2025"),
-        ("torchtitan", "hopper", {"flex_attention": True}, "torchtitan"),
-        ("torchtitan", "blackwell", {}, "torchtitan"),
-        ("torch-eager", "hopper", {}, "torch-eager"),
-        ("megatron", "cdna3", {}, "primus-megatron"),
-        ("megatron", "cdna4", {"dispatcher": "deepep"}, "primus-megatron"),
-        ("torchtitan", "cdna4", {}, "torchtitan"),
-        ("primus-torchtitan", "cdna4", {}, "primus-torchtitan"),
-    ],
-)
+@pytest.mark.parametrize(("name", "architecture", "features", "expected"), TABLES["generations"])
 def test_what_dates_a_run(name: str, architecture: str, features: dict[str, Any], expected: str) -> None:
     assert generation(name, architecture, **features) == expected
 
@@ -78,8 +62,7 @@ def test_fp16_and_bf16_gradients_of_megatron_deepspeed() -> None:
 
 
 @pytest.mark.parametrize(
-    ("features", "stage"),
-    [({}, 0), ({"dispatcher": "deepep"}, 1), ({"dispatcher": "deepep", "sync_free_moe": 0}, 0)],
+    ("features", "stage"), [({}, 0), ({"dispatcher": "deepep"}, 1), ({"dispatcher": "deepep", "sync_free_moe": 0}, 0)]
 )
 def test_runs_of_primus_with_deepep_fuse_routing_unless_they_say_otherwise(
     features: dict[str, Any], stage: int

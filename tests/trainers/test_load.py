@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import yaml
 
 from planner.errors import SpecError
 from planner.trainers import load
@@ -14,6 +15,8 @@ from planner.trainers.rules.recipe import export_rules_for, rules_for
 from planner.trainers.spec import RuntimeSpec
 from planner.trainers.switches import ROWWISE
 from tools.calibrate.runs import COEFFICIENTS, Coefficient
+
+TABLES = yaml.safe_load((Path(__file__).parent / "tables.yaml").read_text())
 
 DEFAULTS = RuntimeSpec(name="defaults")
 
@@ -93,25 +96,7 @@ def test_a_runtime_that_does_not_say_whose_rules_it_obeys_is_refused(
     assert hint in error.value.hint
 
 
-@pytest.mark.parametrize(
-    ("text", "message", "hint"),
-    [
-        ("base: megatron", "source: is missing", "add `source:`"),
-        ("source: x\nhost_factr: {value: 1, source: y}", "host_factr: unknown key", "did you mean host_factor"),
-        ("source: x\nbas: megatron", "bas: unknown key", "did you mean base"),
-        ("source: x\nbase: megatorn", "base: unknown 'megatorn'", "did you mean megatron"),
-        ("source: x\nhost_factor: 1.3", "host_factor: 1.3 has no source", "write `host_factor: {value: 1.3, source:"),
-        ("source: x\nhost_factor: {value: 1, sorce: y}", "host_factor: has keys other than", "value: …, source: …"),
-        ("source: x\nhost_factor: {value: -1, source: y}", "host_factor: -1 must be at least 0", "at least 0"),
-        ("source: x\nrules: [megatorn]", "rules: unknown 'megatorn'", "did you mean megatron"),
-        ("source: x\nexport_rules: [fp8]", "export_rules: unknown 'fp8'", "one of bf16"),
-        ("source: x\ntrainer: megatorn", "trainer: unknown 'megatorn'", "did you mean megatron"),
-        ("source: x\nfeatures: {warp_drive: true}", "features: warp_drive: unknown", "one of"),
-        ("source: x\nfeatures: yes", "features: True is no mapping", "name: value"),
-        ('source: x\nname: "a\\eb"', "name: has characters that cannot be printed", "change"),
-        ("source: x\ncompiled: maybe", "compiled: 'maybe' is text, expected true or false", "true or false"),
-    ],
-)
+@pytest.mark.parametrize(("text", "message", "hint"), TABLES["wrong_files"])
 def test_what_is_wrong_with_a_file_is_said(tmp_path: Path, text: str, message: str, hint: str) -> None:
     path = written(tmp_path, text)
     with pytest.raises(SpecError) as error:
@@ -191,16 +176,7 @@ def test_a_trainer_without_versions_takes_none() -> None:
         load_runtime("torch-eager@1")
 
 
-@pytest.mark.parametrize(
-    ("lines", "message"),
-    [
-        ("versions: [0.9]", "versions:"),
-        ("versions: ['0.9']\nsince: [compile]", "since: ['compile'] is no mapping"),
-        ("versions: ['0.9']\nsince: {warp: '0.9'}", "since: unknown 'warp'"),
-        ("versions: ['0.9']\nsince: {compile: '0.8'}", "since: compile: unknown '0.8'"),
-        ("versions: ['0.9']\nsince: {'compile=maybe': '0.9'}", "since: unknown 'compile=maybe'"),
-    ],
-)
+@pytest.mark.parametrize(("lines", "message"), TABLES["wrong_versions"])
 def test_a_file_with_wrong_versions_is_named(tmp_path: Path, lines: str, message: str) -> None:
     path = written(tmp_path, f"source: ours\nbase: torchtitan\n{lines}\n")
     with pytest.raises(SpecError) as caught:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import yaml
 
 from planner.shape import Shape
 from planner.specs.cluster import ClusterSpec
@@ -45,7 +47,7 @@ class Case:
             runtime,
             Shape.of(**(sizes | known)),
             self.layout.get("recompute", "none"),
-            self.layout.get("modules", ()),
+            tuple(self.layout.get("modules", ())),
         )
 
     def mend(self) -> Case:
@@ -58,112 +60,8 @@ class Case:
 
 OVERLAP: dict[str, Any] = {"ep_overlap": True}
 ROUTER: dict[str, Any] = {"cuda_graph": "moe_router"}
-WHOLE: dict[str, Any] = {"cuda_graph": "full_iteration", "nan_checks": False}
-SAME_BITS: dict[str, Any] = {"deterministic": True}
 SHARED: dict[str, Any] = {"shared_expert_overlap": True}
-PLAIN: dict[str, Any] = {"ep_overlap": False}
-TURBO: dict[str, Any] = {"dispatcher": "deepep", "grouped_gemm": "turbo"}
-CASES = [
-    Case("ep_overlap", "needs experts", OVERLAP, PLAIN, model="70b"),
-    Case("ep_overlap", "does not go with shared_expert_overlap", OVERLAP | SHARED, {"shared_expert_overlap": False}),
-    Case("ep_overlap", "needs a dispatcher other than allgather", OVERLAP | {"dispatcher": "allgather"},
-         {"dispatcher": "alltoall"}),
-    Case("ep_overlap", "delayed does not go with graphs of an attention with biases",
-         {"ep_overlap": "delayed", "cuda_graph": "attn+moe_router"}, OVERLAP, model="gpt-oss-120b"),
-    Case("ep_overlap", "needs ep above 1", OVERLAP, {"layout": {"ep": 8}}, layout={"ep": 1}),
-    Case("ep_overlap", "needs pp above 1 beside multi-token prediction", OVERLAP, {"layout": {"pp": 4}},
-         trainer="megatron@0.16", layout={"pp": 1, "vpp": 1}),
-    Case("ep_overlap", "needs interleaving", OVERLAP, {"layout": {"vpp": 1, "pp": 1}}, layout={"vpp": 1}),
-    Case("ep_overlap", "does not go with recomputing whole layers or experts", OVERLAP,
-         {"layout": {"recompute": "selective", "modules": ("moe_act",)}}, layout={"recompute": "full"}),
-    Case("ep_overlap", "does not go with recomputing whole layers or experts", OVERLAP, PLAIN,
-         layout={"recompute": "selective", "modules": ("moe",)}),
-    Case("cuda_graph", "of the router needs experts", ROUTER, {"cuda_graph": "none"}, model="70b"),
-    Case("cuda_graph", "of a layer's modules does not go with recomputing whole layers or experts", ROUTER,
-         {"layout": {}}, layout={"recompute": "full"}),
-    Case("cuda_graph", "of a layer's modules does not go with sharded weights", ROUTER, {"cuda_graph": "none"},
-         layout={"zero_stage": 3, "pp": 1, "vpp": 1}),
-    Case("cuda_graph", "full_iteration needs nan_checks=false", {"cuda_graph": "full_iteration"},
-         {"nan_checks": False}, model="70b"),
-    Case("cuda_graph", "full_iteration of a mixture needs fused_experts=true and dispatcher=hybridep", WHOLE,
-         {"fused_experts": True, "dispatcher": "hybridep"}, hardware="b200", dtype="mxfp8"),
-    Case("fused_experts", "needs experts, in mxfp8 or nvfp4 on Blackwell", {"fused_experts": True},
-         {"hardware": "b200", "dtype": "mxfp8"}),
-    Case("dispatcher", "needs experts", {"dispatcher": "deepep"}, {"model": "deepseek-v3"}, model="70b"),
-    Case("dispatcher", "deepep knows no NVLink between nodes", {"dispatcher": "deepep"}, {"dispatcher": "hybridep"},
-         hardware="gb200"),
-    Case("dispatcher", "deepep and hybridep need", {"dispatcher": "hybridep"}, {"dispatcher": "alltoall"},
-         hardware="mi300x"),
-    Case("dispatcher", "deepep and hybridep need", {"dispatcher": "deepep"}, {"dispatcher": "alltoall"},
-         hardware="mi355x"),
-    Case("cuda_graph", "is not of AMD's GPUs", ROUTER, {"cuda_graph": "none"}, hardware="mi355x"),
-    Case("tp_comm_overlap", "is not of AMD's GPUs", {"tp_comm_overlap": True}, {"hardware": "h100"}, model="70b",
-         hardware="mi300x"),
-    Case("tp_comm_overlap", "needs GPUs that reach each other's memory", {"tp_comm_overlap": True},
-         {"hardware": "rtx-6000-ada"}, model="70b", hardware="4090"),
-    Case("sync_free_moe", "2 needs dispatcher=deepep", {"sync_free_moe": 2}, TURBO, hardware="mi355x",
-         trainer="primus-megatron"),
-    Case("sync_free_moe", "needs experts", {"sync_free_moe": 1}, {"sync_free_moe": 0}, model="70b",
-         hardware="mi355x", trainer="primus-megatron"),
-    Case("shared_expert_overlap", "does not go with Primus", SHARED | {"dispatcher": "deepep"},
-         {"shared_expert_overlap": False}, hardware="mi355x", trainer="primus-megatron"),
-    Case("token_drop", "needs dispatcher=alltoall", {"token_drop": True, "dispatcher": "deepep"},
-         {"token_drop": False, "dispatcher": "deepep"}),
-    Case("shared_expert_overlap", "needs shared experts", SHARED, {"model": "deepseek-v3"}, model="qwen3-30b"),
-    Case("shared_expert_overlap", "does not go with recomputing shared experts", SHARED,
-         {"layout": {"recompute": "selective", "modules": ("moe_act",)}},
-         layout={"recompute": "selective", "modules": ("shared_experts",)}),
-    Case("shared_expert_overlap", "needs ep above 1", SHARED, {"layout": {"ep": 2}}, layout={"ep": 1}),
-    Case("shared_expert_overlap", "needs dispatcher=alltoall before", SHARED | {"dispatcher": "deepep"},
-         {"dispatcher": "alltoall"}, trainer="megatron@0.17"),
-    Case("cross_entropy_fusion", "must be false beside deterministic", SAME_BITS | {"cross_entropy_fusion": "native"},
-         {"cross_entropy_fusion": False}, model="70b"),
-    Case("tp_comm_overlap", "must be false beside deterministic", SAME_BITS | {"tp_comm_overlap": True},
-         {"tp_comm_overlap": False}, model="70b"),
-    Case("deterministic", "takes no attention sinks", SAME_BITS | {"cross_entropy_fusion": False},
-         {"deterministic": False}, model="gpt-oss-120b"),
-    Case("p2p_overlap", "must be true where pp is 2", {"p2p_overlap": False}, {"p2p_overlap": True}, layout={"pp": 2}),
-    Case("async_tp", "needs compile=true", {"async_tp": True, "compile": False}, {"compile": True}, model="70b",
-         trainer="torchtitan", layout={"ep": 1}),
-    Case("overlap_param_gather", "needs overlap_grad_reduce=true", {"overlap_grad_reduce": False},
-         {"overlap_param_gather": False}),
-    Case("optimizer_offload", "needs a sharded optimizer", {"optimizer_offload": 0.5},
-         {"layout": {"zero_stage": 1}}, layout={"zero_stage": 0}),
-    Case("optimizer_offload", "of a part", {"optimizer_offload": 0.5}, {"layout": {"ep": 1, "pp": 1, "zero_stage": 3}},
-         model="llama-3.1-8b", trainer="deepspeed", layout={"ep": 1, "pp": 1}),
-    Case("optimizer_offload", "does not go with weights of 8 bits", {"optimizer_offload": 0.5}, {"dtype": "bf16"},
-         dtype="fp8"),
-    Case("optimizer_offload", "frees nothing where GPU and host have one memory", {"optimizer_offload": 0.5},
-         {"hardware": "gh200"}, hardware="spark"),
-    Case("activation_offload", "frees nothing where GPU and host have one memory",
-         {"activation_offload": "core_attn+attn_proj"}, {"hardware": "gh200"}, hardware="spark"),
-    Case("optimizer", "must be adamw beside optimizer_offload", {"optimizer": "muon", "optimizer_offload": 0.5},
-         {"optimizer_offload": 0.0}),
-    Case("optimizer", "must be adamw beside bf16_moments=true", {"optimizer": "muon", "bf16_moments": True},
-         {"bf16_moments": False}),
-    Case("optimizer", "muon takes no fp16", {"optimizer": "muon"}, {"dtype": "bf16"}, dtype="fp16"),
-    Case("optimizer", "muon does not go with sharded", {"optimizer": "muon"},
-         {"layout": {"ep": 1, "pp": 1, "zero_stage": 1}}, layout={"ep": 1, "pp": 1, "zero_stage": 3}),
-    Case("optimizer", "adafactor needs whole matrices", {"optimizer": "adafactor"},
-         {"layout": {"ep": 1, "pp": 1, "zero_stage": 0}}, model="8b", trainer="hf",
-         layout={"ep": 1, "pp": 1, "zero_stage": 3}),
-    Case("sharding", "ddp is ZeRO-0", {"sharding": "ddp"}, {"sharding": "deepspeed"}, model="llama-3.1-8b",
-         trainer="hf", layout={"ep": 1, "pp": 1, "vpp": 1}),
-    Case("sharding", "is ddp on one GPU", {"sharding": "deepspeed"}, {"optimizer_offload": 1.0}, model="llama-3.1-8b",
-         trainer="hf", layout={"ep": 1, "pp": 1, "vpp": 1, "dp": 1, "shard_size": 1}),
-    Case("optimizer_offload", "needs sharding=deepspeed", {"optimizer_offload": 1.0, "sharding": "fsdp"},
-         {"sharding": "deepspeed"}, model="llama-3.1-8b", trainer="hf",
-         layout={"ep": 1, "pp": 1, "vpp": 1, "zero_stage": 2}),
-    Case("activation_offload", "does not go with recomputing whole layers",
-         {"activation_offload": "core_attn+attn_proj"}, {"layout": {}}, layout={"recompute": "full"}),
-    Case("activation_offload", "beside CUDA graphs needs Megatron core 0.18",
-         {"activation_offload": "core_attn+attn_proj", "cuda_graph": "moe_router"}, {"cuda_graph": "none"},
-         trainer="megatron@0.17"),
-    Case("activation_offload", "of moe_act does not go with full_iteration", WHOLE | {"activation_offload": "moe_act"},
-         {"activation_offload": "core_attn+attn_proj"}),
-    Case("activation_offload", "moe_act needs experts", {"activation_offload": "moe_act"},
-         {"activation_offload": "none"}, model="70b"),
-]  # fmt: skip
+CASES = [Case(**case) for case in yaml.safe_load(Path(__file__).with_name("recipe_cases.yaml").read_text())]
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.switch} {case.says}"[:60])

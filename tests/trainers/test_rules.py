@@ -169,9 +169,8 @@ def test_context_parallel_kinds(kind: str, model: ModelSpec, cp: int, reason: st
     assert broken(MEGATRON_CP_RULES[kind], model, replace(DENSE, cp=cp)) == reason
 
 
-@pytest.mark.parametrize(
-    ("reason", "model", "fields"),
-    [
+IN_TORCH: dict[str, list[tuple[str | None, ModelSpec, dict[str, int]]]] = {
+    "torchtitan": [
         ("kv_heads_not_divisible_by_tp", LLAMA, {"tp": 16}),
         (None, PLAIN_DEEPSEEK, {"tp": 16, "vpp": 1, "shard_size": 16}),
         ("mtp_with_pp_or_cp", DEEPSEEK, {}),
@@ -184,11 +183,7 @@ def test_context_parallel_kinds(kind: str, model: ModelSpec, cp: int, reason: st
         ("experts_unevenly_sharded", NARROW_EXPERTS, {"dp": 1024, "shard_size": 1024, "ep": 8}),
         (None, NARROW_EXPERTS, {"dp": 1024, "shard_size": 1024, "ep": 16}),  # 128 ranks an expert
         (None, NARROW_EXPERTS, {"dp": 1024, "shard_size": 64, "ep": 2}),  # whole experts
-        (
-            "experts_unevenly_sharded",
-            NARROW_EXPERTS,
-            {"dp": 512, "shard_size": 512, "ep": 1, "etp": 2},
-        ),
+        ("experts_unevenly_sharded", NARROW_EXPERTS, {"dp": 512, "shard_size": 512, "ep": 1, "etp": 2}),
         ("moe_intermediate_size_not_divisible_by_etp", ODD_EXPERTS, {"ep": 1, "etp": 2}),
         ("etp_not_expressible", DEEPSEEK, {"etp": 2}),
         ("etp_not_expressible", DEEPSEEK, {"ep": 1}),
@@ -202,15 +197,7 @@ def test_context_parallel_kinds(kind: str, model: ModelSpec, cp: int, reason: st
         (None, LLAMA, {}),
         (None, PLAIN_DEEPSEEK, {}),
     ],
-)
-def test_torchtitan(reason: str | None, model: ModelSpec, fields: dict[str, int]) -> None:
-    shape = replace(DENSE if model.moe is None else SPARSE, **{"zero_stage": 3, **fields})
-    assert broken(TORCHTITAN_RULES, model, shape) == reason
-
-
-@pytest.mark.parametrize(
-    ("reason", "model", "fields"),
-    [
+    "torch-eager": [
         ("kv_heads_not_divisible_by_tp", LLAMA, {"tp": 16}),
         ("experts_not_divisible_by_ep", DEEPSEEK, {"ep": 3, "dp": 96}),
         ("experts_do_not_divide_ranks", DEEPSEEK, {"dp": 24}),
@@ -234,16 +221,7 @@ def test_torchtitan(reason: str | None, model: ModelSpec, fields: dict[str, int]
         (None, LLAMA, {"vpp": 2}),
         (None, DEEPSEEK, {}),
     ],
-)
-def test_the_runner_for_torch(reason: str | None, model: ModelSpec, fields: dict[str, int]) -> None:
-    shape = replace(DENSE if model.moe is None else SPARSE, **fields)
-    shape = replace(shape, shard_size=fields.get("shard_size", shape.dp * shape.cp))
-    assert broken(TORCH_EAGER_RULES, model, shape) == reason
-
-
-@pytest.mark.parametrize(
-    ("reason", "model", "fields"),
-    [
+    "automodel": [
         ("kv_heads_not_divisible_by_tp", LLAMA, {"tp": 16}),
         ("tied_embeddings_with_pp", changed(LLAMA, tie_word_embeddings=True), {}),
         ("experts_with_tp", DEEPSEEK, {}),
@@ -256,10 +234,21 @@ def test_the_runner_for_torch(reason: str | None, model: ModelSpec, fields: dict
         ("microbatches_no_multiple_of_rounds", LLAMA, {"vpp": 2, "num_microbatches": 37}),
         (None, LLAMA, {}),
     ],
+}
+RULES_IN_TORCH = {"torchtitan": TORCHTITAN_RULES, "torch-eager": TORCH_EAGER_RULES, "automodel": AUTOMODEL_RULES}
+
+
+@pytest.mark.parametrize(
+    ("trainer", "reason", "model", "fields"), [(name, *case) for name, cases in IN_TORCH.items() for case in cases]
 )
-def test_automodel(reason: str | None, model: ModelSpec, fields: dict[str, int]) -> None:
-    shape = replace(DENSE if model.moe is None else SPARSE, **{"zero_stage": 3, **fields})
-    assert broken(AUTOMODEL_RULES, model, shape) == reason
+def test_trainers_in_torch(trainer: str, reason: str | None, model: ModelSpec, fields: dict[str, int]) -> None:
+    shape = DENSE if model.moe is None else SPARSE
+    if trainer == "torch-eager":
+        shape = replace(shape, **fields)
+        shape = replace(shape, shard_size=fields.get("shard_size", shape.dp * shape.cp))
+    else:
+        shape = replace(shape, **{"zero_stage": 3, **fields})
+    assert broken(RULES_IN_TORCH[trainer], model, shape) == reason
 
 
 @pytest.mark.parametrize(

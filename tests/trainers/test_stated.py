@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from planner.errors import SpecError
 from planner.specs.cluster import ClusterSpec
@@ -15,6 +17,8 @@ from planner.trainers.load import RUNTIMES, load_runtime, switches_of
 from planner.trainers.rules.recipe import Setting
 from planner.trainers.stated import check_together, consents, stated_consents, stated_switches
 from planner.trainers.switches import SWITCHES, written
+
+TABLES = yaml.safe_load((Path(__file__).parent / "tables.yaml").read_text())
 
 MEGATRON, TITAN = load_runtime("megatron"), load_runtime("torchtitan")
 
@@ -45,21 +49,7 @@ def test_a_described_run_has_features_that_no_search_chooses() -> None:
         stated_switches("flash_attention=false", MEGATRON)
 
 
-@pytest.mark.parametrize(
-    ("text", "message", "hint"),
-    [
-        ("ep_overlop=true", "--switch: unknown switch 'ep_overlop'", "did you mean ep_overlap"),
-        ("warp=true", "--switch: unknown switch 'warp'", "one of ep_overlap, cuda_graph"),
-        ("ep_overlap=maybe", "--switch: ep_overlap: 'maybe' is no value of it", "ep_overlap=delayed"),
-        ("ep_overlap=delay", "--switch: ep_overlap: 'delay' is no value of it", "did you mean delayed"),
-        ("ep_overlap", "--switch: ep_overlap has no value", "write ep_overlap=false, ep_overlap=true"),
-        ("optimizer_offload=2", "--switch: optimizer_offload: '2' is no value of it", "optimizer_offload=0.5"),
-        ("compile=true", "--switch: megatron has no switch compile", "it has ep_overlap"),
-        ("ep_overlap=true,ep_overlap=false", "--switch: ep_overlap: given twice", "keep one"),
-        ("default,ep_overlap=true", "--switch: default stands beside", "alone"),
-        ("ep_overlap=true,", "--switch: unknown switch ''", "one of"),
-    ],
-)
+@pytest.mark.parametrize(("text", "message", "hint"), TABLES["wrong_switches"])
 def test_what_is_unknown_is_named_with_what_is_known(text: str, message: str, hint: str) -> None:
     with pytest.raises(SpecError) as caught:
         stated_switches(text, MEGATRON)
@@ -93,15 +83,7 @@ def test_consent_names_switches_that_change_numerics_and_dtypes_of_the_gpu() -> 
     assert stated_consents("bf16-gradients,fp8", MEGATRON, h100) == ("bf16_gradients", "fp8")
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("bf16_gradient", "--allow: unknown 'bf16_gradient'"),
-        ("fp8", "--allow: fp8: a100-sxm-80gb has no such peak"),
-        ("ep_overlap", "--allow: ep_overlap needs no consent"),
-        ("compile", "--allow: unknown 'compile'"),
-    ],
-)
+@pytest.mark.parametrize(("text", "message"), TABLES["wrong_consents"])
 def test_consent_to_nothing_is_refused(text: str, message: str) -> None:
     with pytest.raises(SpecError) as caught:
         stated_consents(text, MEGATRON, load_hardware("a100"))
@@ -116,27 +98,7 @@ def setting(model: str = "deepseek-v3", hardware: str = "h100", **recipe: Any) -
     return Setting(load_model(model), cluster, TrainingSpec(seq_length=4096, global_batch_size=64), runtime)
 
 
-@pytest.mark.parametrize(
-    ("recipe", "message", "hint"),
-    [
-        (
-            {"ep_overlap": True, "shared_expert_overlap": True},
-            "--switch: ep_overlap=true and shared_expert_overlap=true: ep_overlap does not go with",
-            "write shared_expert_overlap=false",
-        ),
-        (
-            {"nan_checks": True, "cuda_graph": "full_iteration"},
-            "cuda_graph=full_iteration and nan_checks=true",
-            "write",
-        ),
-        (
-            {"overlap_param_gather": True, "overlap_grad_reduce": False},
-            "overlap_param_gather=true and overlap_grad_reduce=false",
-            "write overlap_grad_reduce=true",
-        ),
-        ({"token_drop": True, "dispatcher": "deepep"}, "token_drop=true and dispatcher=deepep", "dispatcher=alltoall"),
-    ],
-)
+@pytest.mark.parametrize(("recipe", "message", "hint"), TABLES["contradictions"])
 def test_switches_that_exclude_each_other_are_both_named(recipe: dict[str, Any], message: str, hint: str) -> None:
     with pytest.raises(SpecError) as caught:
         check_together(setting(**recipe), recipe)
