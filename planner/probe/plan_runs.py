@@ -63,6 +63,11 @@ def require_layers(plan: Plan) -> None:
             f"training.objective: {plan.training.objective.name} cannot be probed: the probe learns the next token",
             "probe a plan with --objective lm",
         )
+    if plan.model.spec.traced is not None:
+        raise ProbeError(
+            f"{plan.model.name} cannot be probed: its layers are those of a module of your own",
+            "plan export PLAN.json --to torch writes a job that times the module, on a CPU too",
+        )
     of_runner = plan.model.spec, plan.training, Shape()
     if broken := first_broken(rules_of("export torch-eager"), *of_runner):
         raise ProbeError(
