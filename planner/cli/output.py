@@ -86,9 +86,10 @@ def target_of(plan: Plan) -> str | None:
     from planner.export.targets import TRAINERS
     from planner.shape import Shape
     from planner.trainers.rules.recipe import export_rules_for
+    from planner.trainers.rules.rule_rows import first_broken
 
     runtime = plan.runtime_spec
-    if not all(rule.holds(plan.model.spec, plan.training, Shape()) for rule in export_rules_for(runtime)):
+    if first_broken(export_rules_for(runtime), plan.model.spec, plan.training, Shape()):
         return None
     names = (name for kind in (plan.runtime, runtime.family) for name, to in TRAINERS.items() if kind in to.runtimes)
     return next(names, None)

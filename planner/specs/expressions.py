@@ -77,6 +77,11 @@ def value_of(text: str, names: Mapping[str, Any], of_arrays: bool = False) -> An
     return eval(_compiled(text, of_arrays), {**_ALWAYS, **names})
 
 
+def as_expression(template: str) -> str:
+    """The expression of a text with expressions in braces."""
+    return f'f"""{template}"""'
+
+
 def text_of(template: str, names: Mapping[str, Any]) -> str:
     """A text with the values of the expressions that stand in braces in it."""
-    return str(value_of(f'f"""{template}"""', names))
+    return str(value_of(as_expression(template), names))

@@ -14,7 +14,7 @@ from typing import Any, Final, Literal
 import numpy as np
 
 from planner.shape import Shape
-from planner.specs.expressions import names_in, truth, value_of
+from planner.specs.expressions import as_expression, names_in, truth, value_of
 from planner.specs.model import ModelSpec
 from planner.specs.reading import shipped_table
 from planner.specs.training import TrainingSpec
@@ -61,7 +61,7 @@ def rule_of(row: Mapping[str, str], runtime: RuntimeSpec | None = None, core: st
     judged = f"({unless}) or ({condition})" if unless else condition
     if "since" in row:
         says = f"Megatron core {core} has no {says}, which came with {row['since']}"
-    says = f'f"""{says}"""'
+    says = as_expression(says)
 
     def read(text: str, model: ModelSpec, training: TrainingSpec | None, shape: Shape | None) -> Any:
         return value_at(text, {"model": model, "moe": model.moe, "training": training, "runtime": runtime}, shape)
