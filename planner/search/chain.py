@@ -70,8 +70,8 @@ class Chain:
         """A quantity of each stage's layers, behind an axis of shapes where the node is of several."""
         total = np.tensordot(_of_kinds(self.node, quantity, self.node.modes[0]), self.plain, (-1, -1))
         if self.whole is None:
-            return np.asarray(total)
-        return np.asarray(total + np.tensordot(_of_kinds(self.node, quantity, FULL), self.whole, (-1, -1)))
+            return total
+        return total + np.tensordot(_of_kinds(self.node, quantity, FULL), self.whole, (-1, -1))
 
     def transient_bytes(self) -> FloatArray:
         """The largest transient bytes of any kind of layer on each stage, in whichever mode needs the least."""
@@ -95,9 +95,9 @@ def beside_layers(node: Node) -> tuple[FloatArray, FloatArray, FloatArray]:
     short = np.array(node.short_bytes or [0.0] * node.pp)
     sent = (held.sum(axis=1) - last * held[:, -1]) * column(node.sent_bytes)
     return (
-        np.asarray(short + first * static[0] + last * static[1]),
-        np.asarray(sent + first * held[:, 0] * live[0] + last * live[1]),
-        np.asarray(last * column(node.head.transient_bytes)),
+        short + first * static[0] + last * static[1],
+        sent + first * held[:, 0] * live[0] + last * live[1],
+        last * column(node.head.transient_bytes),
     )
 
 
@@ -150,7 +150,7 @@ def has_room(node: Node) -> BoolArray:
         first = np.maximum(np.maximum(reached, first), 0)
         if not (fits & (first < node.num_layers)).any():
             break
-    return np.asarray(fits & (first >= node.num_layers))
+    return fits & (first >= node.num_layers)
 
 
 def column(value: Number) -> FloatArray:
@@ -500,13 +500,13 @@ def _rows_s(
     pauses = np.where(rank == pp - 1, steps - 1, np.where(rank == 0, steps + k - 1, 2 * steps - 1))
     below_s = below_s + (pp - 1 - rank) * hop_s - k * pause_s
     first_s, last_s = below_s - (k - 1) * forward_s, below_s - (k - 1) * backward_s
-    busy_s = np.asarray(steps * (forward_s + backward_s) + pauses * pause_s + before_s + rank * hop_s)
+    busy_s = steps * (forward_s + backward_s) + pauses * pause_s + before_s + rank * hop_s
     return [busy_s + wait_s for wait_s in (0.0, first_s, last_s, np.where(steps > k, first_s + last_s, first_s))]
 
 
 def _before(node: Node, quantity: str, mode: Recompute) -> FloatArray:
     """A quantity of the model's first 0, 1 … L layers in one recompute mode."""
-    return np.asarray(layers_before(tuple(node.runs)) @ _of_kinds(node, quantity, mode))
+    return layers_before(tuple(node.runs)) @ _of_kinds(node, quantity, mode)
 
 
 def _ends_s(

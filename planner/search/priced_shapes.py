@@ -121,7 +121,7 @@ class PricedShapes:
         """Seconds to reduce the gradients of a part, and to gather its weights; asked for once under each name."""
         if name not in self.exchanged_s:
             each = self.pricing.exchanges.part_s(self.counted(part), self.shape)
-            reduce_s, gather_s = (np.broadcast_to(np.asarray(seconds), self.kernel.shape) for seconds in each)
+            reduce_s, gather_s = (np.broadcast_to(seconds, self.kernel.shape) for seconds in each)
             self.exchanged_s[name] = reduce_s, gather_s
         return self.exchanged_s[name]
 
@@ -146,7 +146,7 @@ class PricedShapes:
     def tail_s(self) -> FloatArray:
         """Seconds at the end of each shape's step."""
         hidden_s = self._column(self.table.hidden_s)
-        return np.asarray(np.broadcast_to(self.pricing.tail_s(self.shape, hidden_s), self.kernel.shape))
+        return np.broadcast_to(self.pricing.tail_s(self.shape, hidden_s), self.kernel.shape)
 
     @property
     def p2p_s(self) -> FloatArray:
@@ -193,8 +193,8 @@ class PricedShapes:
 
         If stages interleave, all such stages are equal. The number is 1 if they do not interleave.
         """
-        layers, vpp = self.pricing.model.num_hidden_layers, np.asarray(self.shape.vpp)
-        return np.where(vpp > 1, np.ceil(layers / (np.asarray(self.shape.pp) * vpp)), 1.0)
+        layers, vpp = self.pricing.model.num_hidden_layers, self.shape.vpp
+        return np.where(vpp > 1, np.ceil(layers / (self.shape.pp * vpp)), 1.0)
 
     def layer_s(self, mode: Recompute, quantity: str = "total_s") -> FloatArray:
         """Seconds (or another quantity) of a layer of each kind (rows) for each shape (columns)."""
@@ -217,7 +217,7 @@ class PricedShapes:
         transient = self.part(layer, "transient_bytes")
         loss = np.max([transient, *(self.part(part, "transient_bytes") for part in last)], axis=0) - transient
         beside = loss + sum(self.static_bytes(part) + self.part(part, "live_bytes") for part in last)
-        free = np.asarray(self.pricing.usable_bytes(self.shape) - transient)[:, None]
+        free = (self.pricing.usable_bytes(self.shape) - transient)[:, None]
         free = free - self.holds_last(rank) * beside[:, None]
         return np.asarray(np.maximum(free - (rank == 0) * self.static_bytes(self.table.embedding)[:, None], 0.0))
 
@@ -228,13 +228,13 @@ def priced_shapes(pricing: Pricing, shape: Shape) -> PricedShapes:
     Without a pipeline, a micro-batch's seconds also depend on how ZeRO-2 and ZeRO-3 shard (`Pricing._plain`).
     """
     axes = ("tp", "cp", "ep", "etp", "micro_batch_size")
-    zero = np.asarray(shape.zero_stage)
-    sharded, group = (np.asarray(shape.pp) == 1) & (zero >= 2), np.asarray(shape.shard_size)
+    zero = shape.zero_stage
+    sharded, group = (shape.pp == 1) & (zero >= 2), shape.shard_size
     if pricing.runtime.fused_grad_accumulation:
         # products add to unsharded gradients: it matters only whether weights are copied out of a gathered buffer
         sharded, group = sharded & (zero == 3) & (group > 1), np.full_like(group, 2)
     sharding = [np.where(sharded, zero, 1), np.where(sharded, group, 1)]
-    columns = np.stack([*(np.asarray(getattr(shape, axis)) for axis in axes), *sharding])
+    columns = np.stack([*(getattr(shape, axis) for axis in axes), *sharding])
     base = columns.max(axis=1, initial=0) + 1
     keys = np.ravel_multi_index(tuple(columns), tuple(base))
     _, first, kernel = np.unique(keys, return_index=True, return_inverse=True)
@@ -324,7 +324,7 @@ def room_layers(shapes: PricedShapes, kind: LayerKind, schedules: Sequence[str] 
     usable = shapes.pricing.usable_bytes(shape) - transient
     ends = (shapes.static_bytes(table.embedding), (not folds) * shapes.static_bytes(table.head))
     room = np.zeros(len(shapes.kernel))
-    pps = np.asarray(shape.pp)
+    pps = shape.pp
     for pp in np.unique(pps):
         rows = np.flatnonzero(pps == pp)
         in_flight = np.minimum(np.asarray(shape.num_microbatches)[rows, None], pp - np.arange(pp)[None, :])
