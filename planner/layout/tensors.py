@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import NamedTuple
 
-from planner.layout.candidate import FULL, Candidate, Split, held_parts
+from planner.layout.candidate import FULL, Candidate, held_parts
 from planner.physics import memory
 from planner.physics.adapters import OF_ADAPTERS
 from planner.physics.cost import CostTable, PartCost
@@ -25,7 +25,7 @@ from planner.physics.optimizers import states_of, tensors_of
 from planner.physics.pricing import Pricing
 from planner.physics.stage_memory import buffers
 from planner.shape import Shape
-from planner.specs.model import LayerKind, ModelSpec
+from planner.specs.model import LayerKind
 from planner.specs.training import Recompute
 from planner.specs.units import gib
 
@@ -155,17 +155,6 @@ def _gone_with_layer(rows: list[Held]) -> list[Held]:
     return [row if row is given else replace(row, modules=(*row.modules, FULL)) for row in rows]
 
 
-def layer_modes(split: Split, model: ModelSpec, stage: int) -> Iterator[tuple[int, LayerKind, Recompute]]:
-    """Each layer of a virtual stage, its kind and its recompute mode: the first of a kind are those of `recomputed`."""
-    first, last = split.chunks[stage]
-    full = list(split.recomputed[stage]) if split.recomputed else [0] * len(model.kinds)
-    for layer in range(first, last):
-        kind = model.layers[layer]
-        place = model.kinds.index(kind)
-        yield layer, kind, FULL if full[place] else split.base
-        full[place] -= full[place] > 0
-
-
 def parts_of(candidate: Candidate, rank: int) -> list[Part]:
     """All parts of a rank, in the order in which a micro-batch meets them."""
     pricing = candidate.pricing
@@ -181,7 +170,7 @@ def _parts(candidate: Candidate, stage: int, layers: dict[LayerKind, tuple[Item,
     others = dict(held_parts(table, split, stage, is_folded))
     if "embedding" in others:
         yield Part("embedding", stage, others["embedding"], pricing.embedding_items(shape))
-    for layer, kind, mode in layer_modes(split, model, stage):
+    for layer, kind, mode in split.layer_modes(model, stage):
         yield Part("layer", stage, table.layers[kind, mode], (), layers[kind], (), layer, mode)
     if "mtp" in others:
         mode = split.mtp_mode if split.mtp_mode in table.mtp_recomputed else "none"

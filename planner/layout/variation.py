@@ -141,13 +141,10 @@ def varied(candidate: Candidate, variation: Variation) -> Candidate | None:
     """The candidate after a change; None where the trainer's rules refuse it."""
     changed, split = variation.of(candidate.pricing), candidate.split
     shape, model = replace(candidate.shape, **variation.shape), changed.model
-    if variation.mode is not None:
-        whole = tuple(
-            tuple(model.layers[first:last].count(kind) for kind in model.kinds) for first, last in split.chunks
-        )
-        is_full = variation.mode == "full"
-        recomputed = whole if is_full else split.recomputed if variation.modules else ()
-        split = replace(split, base="none" if is_full else variation.mode, recomputed=recomputed)
+    if variation.mode == "full":
+        split = replace(split, base="none").recomputing(model)
+    elif variation.mode is not None:
+        split = replace(split, base=variation.mode, recomputed=split.recomputed if variation.modules else ())
     if not all(rule.holds(model, changed.training, shape) for rule in rules_for(changed.runtime)):
         return None
     try:

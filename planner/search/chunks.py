@@ -138,13 +138,7 @@ def bounded(
 def recomputing_first(counts: tuple[int, ...], choice: RecomputeChoice, number: int, model: ModelSpec) -> Split:
     """The split with these layers of each stage, and the first `number` layers of each chunk recomputed whole."""
     plain = Split(counts, choice.base)
-    if not number:
-        return plain
-    recomputed = []
-    for first, last in plain.chunks:
-        again = model.layers[first : min(first + number, last)]
-        recomputed.append(tuple(again.count(kind) for kind in model.kinds))
-    return Split(counts, choice.base, tuple(recomputed))
+    return plain.recomputing(model, number) if number else plain
 
 
 def least_steps_s(
