@@ -20,18 +20,27 @@ from planner.answer import Plan, PricedLayout, StageMemory
 from planner.answer.memory import MemoryAnswer, MemoryChange, MemoryItem, MemoryOfStage, MemoryTensor
 from planner.errors import SpecError
 from planner.layout.candidate import FULL, Candidate
-from planner.layout.memory_curve import MemoryCurve, fullest_backward, memory_curves
+from planner.layout.memory_curve import (
+    STATICS,
+    Held,
+    MemoryCurve,
+    Part,
+    backward_tensors,
+    fullest_backward,
+    held,
+    loss_tensors,
+    memory_curves,
+    parts_of,
+)
 from planner.layout.seconds import STEADY_ROUNDS
-from planner.layout.tensors import STATICS, Held, Part, backward_tensors, fixed_tensors, held, loss_tensors, parts_of
 from planner.layout.variation import Variation, varied
 from planner.physics.cost import PartCost
 from planner.physics.memory import constants
 from planner.physics.operators import Saved
-from planner.physics.stage_memory import copied_gradients_bytes, fixed_workspace_bytes, moment_bytes
+from planner.physics.stage_memory import buffers, copied_gradients_bytes, fixed_workspace_bytes, moment_bytes
 from planner.schedule.actions import ActionList
 from planner.schedule.orders import SCHEDULES
-from planner.schedule.replay import replay
-from planner.schedule.timeline import Timeline
+from planner.schedule.replay import Timeline, replay
 from planner.specs.units import gib
 
 BACKWARDS = {"B": "backward", "I": "input gradients", "W": "weight gradients"}
@@ -84,13 +93,13 @@ def tensors_at_peak(candidate: Candidate, timeline: Timeline, rank: int) -> list
     needed = moment_rows(candidate, parts, candidate.rank_costs[rank])
     logits, workspace = ([replace(row, life=peak) for row in rows] for rows in needed)
     workspace += copies_of_gradients(candidate, timeline, rank, activations + logits + workspace)
-    workspace += [LivingTensor(held, always, "buffers") for held in fixed_tensors(pricing, candidate.table)]
+    workspace += [LivingTensor(held(one), always, "buffers") for one in buffers(pricing, candidate.table)]
     constant = [LivingTensor(held(one), always, "buffers") for one in constants(pricing.model, shape, pricing.runtime)]
     statics = {
         what: [
-            LivingTensor(held, always, part.name, part.layer)
+            LivingTensor(row, always, part.name, part.layer)
             for part in parts
-            for held in rows(pricing, shape, part.items)
+            for row in rows(pricing, shape, part.items)
         ]
         for what, rows in STATICS.items()
     }

@@ -24,8 +24,7 @@ from planner.schedule.orders import (
     passes_behind,
     placement,
 )
-from planner.schedule.replay import Durations, makespan_s, one_f_one_b_waves, replay
-from planner.schedule.timeline import Timeline
+from planner.schedule.replay import Durations, Timeline, makespan_s, one_f_one_b_waves, replay
 from planner.shape import FloatArray, Number, Shape, maximum
 from planner.trainers.spec import RuntimeSpec
 

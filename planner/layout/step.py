@@ -31,7 +31,7 @@ from planner.physics.cost import PartCost
 from planner.physics.operators import Collective, Item, Operator, operators_of
 from planner.physics.passes import COMM_GROUPS, lateness
 from planner.physics.pricing import Pricing
-from planner.schedule.timeline import Timeline
+from planner.schedule.replay import Timeline
 from planner.specs.model import LayerKind
 from planner.specs.training import Recompute
 from planner.trainers.documents import example_lengths, largest_normal, longest_of, mean_length, padding_fraction

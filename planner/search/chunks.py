@@ -19,11 +19,13 @@ from planner.physics.pricing import Pricing
 from planner.physics.stage_memory import relaxed_peak_bytes
 from planner.schedule.bounds import any_order_bounds_s, trip_bounds_s
 from planner.schedule.orders import SCHEDULES
-from planner.search.chain import TINY, Chain, beside_layers, column
-from planner.search.ilp.node import Node, RecomputeChoice, node_of
+from planner.search.ilp.node import Chain, Node, RecomputeChoice, beside_layers, column, node_of
 from planner.shape import BoolArray, FloatArray, IntArray
 from planner.specs.model import LayerKind, ModelSpec
 from planner.trainers.spec import RuntimeSpec
+
+TINY = 1e-9
+"""Relative difference of sums that count as equal."""
 
 
 def chunk_lengths(num_layers: int, num_stages: int, empty_ends: bool) -> Iterator[int]:

@@ -21,8 +21,7 @@ from planner.search.bounds import (
 )
 from planner.search.enumerate import scalar, schedules_of, schedules_tried
 from planner.search.ilp.node import RecomputeChoice, Whole, recurring
-from planner.search.module_sets import Modules
-from planner.search.priced_shapes import PricedShapes
+from planner.search.priced_shapes import Modules, PricedShapes
 from planner.shape import BoolArray, FloatArray, IntArray, Shape
 from planner.specs.model import ModelSpec
 from planner.specs.training import Recompute, SearchLimits
