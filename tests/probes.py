@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from planner.answer import Plan
-from planner.probe.eager import in_eager_torch
 from planner.probe.plan_slice import real_chunks, recompute_modules, slice_schedule
 from planner.probe.result import (
     ChunkSeconds,
@@ -19,6 +18,7 @@ from planner.probe.result import (
     TimedAction,
 )
 from planner.probe.run import ProbeRun
+from planner.probe.run_price import in_eager_torch
 from planner.probe.verdict.compare import compared
 
 Seconds = Callable[[int], tuple[float, float]]

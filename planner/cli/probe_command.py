@@ -121,7 +121,7 @@ def _warn(plan: Plan, result: ProbeResult, tolerance: float | None) -> None:
 def _write_trace(path: str, plan: Plan, result: ProbeResult, force: bool) -> None:
     from planner.cli.output import dumps
     from planner.files import write_text
-    from planner.probe.verdict.judge import trace_events
+    from planner.probe.probe import trace_events
 
     traced = trace_events(plan, result)
     if traced["traceEvents"]:

@@ -10,8 +10,8 @@ from probes import probe_result, probe_run
 
 from planner.answer import Plan
 from planner.errors import SpecError
-from planner.probe.eager import in_eager_torch
 from planner.probe.result import ProbeResult
+from planner.probe.run_price import in_eager_torch
 from planner.probe.verdict.evidence import slowness
 from planner.search.rebalance import rebalance
 

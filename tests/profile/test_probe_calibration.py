@@ -16,9 +16,8 @@ from planner.answer import Plan
 from planner.errors import SpecError
 from planner.layout.evaluate import evaluate
 from planner.physics.communication import collective_s
-from planner.probe.eager import in_eager_torch
 from planner.probe.result import Condition, ProbedExchange, ProbedMemory, ProbeResult, RankOutOfMemory
-from planner.probe.run_price import chunk_costs
+from planner.probe.run_price import chunk_costs, in_eager_torch
 from planner.probe.verdict.compare import compared
 from planner.profile.probe_calibration import from_probe, host
 from planner.profile.probed import NORMAL_80
