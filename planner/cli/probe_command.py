@@ -258,7 +258,7 @@ def _factors(plan: Plan, probe: str | None, slow_stage: str | None) -> tuple[tup
         raise SpecError(f"PROBE.json, --slow-stage: {given}", "give one: plan rebalance plan.json --slow-stage 3:1.2")
     if probe is not None:
         from planner.cli.measurements import read_probe
-        from planner.probe.verdict.evidence import slowness
+        from planner.probe.evidence import slowness
         from planner.specs.reading import label
 
         ranks = slowness(plan, read_probe(probe), label(probe))

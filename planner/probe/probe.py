@@ -14,6 +14,23 @@ import torch
 
 from planner.answer import Plan, StagePlan
 from planner.errors import ProbeError
+from planner.probe.compare import (
+    activity,
+    by_stage,
+    check_finite,
+    compare_bubble,
+    compare_exchanges,
+    compare_pipeline,
+    compare_stage,
+    compared,
+    durations_alone,
+    host_keeps_up,
+    in_flight,
+    replayed_step_s,
+    run_checks,
+    span_s,
+)
+from planner.probe.evidence import conditions_of, kernel_notes, seen_kernels, unpriced
 from planner.probe.launch.joined import joins_others, run_rank
 from planner.probe.launch.launcher import launch
 from planner.probe.launch.process import out_of_memory_result, stage_process
@@ -34,23 +51,6 @@ from planner.probe.result import ComparedQuantity, MeasuredRun, PlanSlice, Probe
 from planner.probe.run import Place, ProbeRun
 from planner.probe.run_price import Fitted, in_eager_torch, made_to_fit, repriced, without_waits
 from planner.probe.torch_build import require_gpu
-from planner.probe.verdict.compare import (
-    activity,
-    by_stage,
-    check_finite,
-    compare_bubble,
-    compare_exchanges,
-    compare_pipeline,
-    compare_stage,
-    compared,
-    durations_alone,
-    host_keeps_up,
-    in_flight,
-    replayed_step_s,
-    run_checks,
-    span_s,
-)
-from planner.probe.verdict.evidence import conditions_of, kernel_notes, seen_kernels, unpriced
 from planner.schedule.orders import in_flight_chunks
 from planner.schedule.replay import Durations, replay
 from planner.specs.base import Fields

@@ -9,20 +9,20 @@ import pytest
 from probes import probe_result, probe_run
 
 from planner.answer import Plan
+from planner.probe.compare import activity, bubble_fraction, run_checks
 from planner.probe.result import RankResult, StepSeconds, TimedAction
-from planner.probe.verdict.compare import activity, bubble_fraction, run_checks
 from planner.specs.registry import load_model
 
 pytest.importorskip("torch", reason="needs the probe extra (torch)")
 
 from small_plans import SMALL, plan_of, small_plan
 
+from planner.probe.compare import compare_exchanges, replayed_step_s
 from planner.probe.plan_runs import ranks_run
 from planner.probe.plan_slice import RankGrid
 from planner.probe.probe import ProbeOptions, judge_ranks
 from planner.probe.result import ChunkSeconds, MeasuredRun, ProbedExchange, ProbedMemory, ProbeResult, RankOutOfMemory
 from planner.probe.run_price import in_eager_torch, repriced
-from planner.probe.verdict.compare import compare_exchanges, replayed_step_s
 from planner.specs.model import ModelSpec
 
 
