@@ -277,12 +277,6 @@ class ImportedRun:
                 found.append(Undecided(name, row[1], {**run, **other}))
         return found
 
-    def note_unread(self, settings: Mapping[str, Any], read: Collection[str], harmless: Collection[str]) -> None:
-        """List every setting that is not read, as ignored where it is known to be harmless, else as unknown."""
-        for name, value in settings.items():
-            if name not in read:
-                (self.ignored if name in harmless else self.unknown)[str(name)] = str(value)[:200]
-
     def rename(self, names: Mapping[str, str]) -> None:
         """Call settings as the configuration does, where a reader knows them by other names."""
         for told in ("assumed", "unknown", "ignored"):
@@ -294,6 +288,13 @@ class ImportedRun:
         if model["vocab_size"] is None:
             raise SpecError(f"{self.source}: vocab_size is not in the configuration", "add --vocab-size N")
         return model | {"name": published_name(model) or model.get("name", "model")}
+
+
+def new_run(source: str, runtime: str, **fields: Any) -> ImportedRun:
+    """A run of a trainer to be filled in, with the fields that are known already."""
+    unsaid = dict.fromkeys(("model", "num_gpus", "runtime", "seq_length", "global_batch_size"))
+    said = {"runtime": runtime, "dtype": "bf16", "parallelism": {}, "features": {}}
+    return ImportedRun(source, {**unsaid, **said, **fields})
 
 
 def positive_number(

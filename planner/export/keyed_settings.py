@@ -9,14 +9,14 @@ from __future__ import annotations
 import ast
 import operator
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
 from planner.errors import SpecError
 from planner.export.followed.shell_script import Script, read_script
-from planner.export.imported_run import ConfigFile, json_of, yaml_of
+from planner.export.imported_run import ConfigFile, ImportedRun, json_of, yaml_of
 from planner.export.megatron.option_rows import Options, broken_rows, options_of
 from planner.specs.reading import literal, parse_python, shipped_table
 from planner.specs.units import is_count
@@ -44,6 +44,23 @@ class Dialect:
     def left_out(self, settings: Mapping[str, Any]) -> dict[str, Any]:
         """The settings that are not given, as the trainer has them."""
         return {key: value for key, value in self.unasked.items() if key not in settings}
+
+    def assume(self, imported: ImportedRun, unasked: Mapping[str, Any]) -> None:
+        """Note the settings that are not given, and where the trainer's own stand."""
+        imported.assumed, imported.documented = {key: str(value) for key, value in unasked.items()}, self.documented
+
+    def sort(
+        self,
+        imported: ImportedRun,
+        settings: Mapping[str, Any],
+        read: Container[str] = (),
+        harmless: Callable[[str, Any], bool] = lambda key, value: is_empty(value),
+    ) -> None:
+        """Note every setting that is not read: as ignored where it is harmless, else as unknown."""
+        for key, value in settings.items():
+            if key not in read and key not in self.read:
+                is_known = self.is_harmless(key) or harmless(key, value)
+                (imported.ignored if is_known else imported.unknown)[str(key)] = str(value)[:200]
 
 
 @cache
@@ -91,6 +108,11 @@ def is_off(value: Any) -> bool:
     return value is None or (
         isinstance(value, (bool, str)) and (value in _OFF or value in ("", "none", "None", "null"))
     )
+
+
+def is_empty(value: Any) -> bool:
+    """A setting that is null, false, or without items."""
+    return value in (None, False, [], {})
 
 
 def refused_settings(settings: Settings, *names: str) -> list[str]:

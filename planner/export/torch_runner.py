@@ -12,7 +12,8 @@ from planner.answer import Plan
 from planner.distribution import install_line
 from planner.errors import SpecError
 from planner.export.environment import node_environment
-from planner.export.imported_run import ConfigFile, ImportedRun, positive_number, yaml_of
+from planner.export.imported_run import ConfigFile, ImportedRun, new_run, positive_number, yaml_of
+from planner.export.keyed_settings import dialect
 from planner.export.named_models import exported_model
 from planner.export.refusal import broken_rules, hint_for, notes_on_price, refuse
 from planner.export.stages import (
@@ -31,11 +32,6 @@ from planner.trainers.rules.rule_rows import rules_of, schedule_rules
 
 _HINT = "give a plan.torch.yaml that plan export wrote"
 _AXES = ("tp", "cp", "dp", "ep", "micro_batch_size")
-_READ = {
-    *_AXES, "schedule", "num_microbatches", "seq_length", "dtype", "zero", "recompute_modules", "chunks", "model",
-    "stage_to_rank", "sequence_parallel",
-}  # fmt: skip
-_IGNORED = {"schedule_csv", "balanced_routing"}
 
 
 def read_torch(config: ConfigFile) -> ImportedRun:
@@ -46,20 +42,16 @@ def read_torch(config: ConfigFile) -> ImportedRun:
     layout = _layout(data)
     ranks = layout["tp"] * layout["cp"] * layout["pp"] * layout["dp"]
     steps = _number(data, "num_microbatches")
-    imported = ImportedRun(
+    imported = new_run(
         "torch",
-        {
-            "model": exported_model(config.text) or data.get("model"),
-            "num_gpus": ranks,
-            "runtime": "torch-eager",
-            "seq_length": _number(data, "seq_length"),
-            "global_batch_size": layout["micro_batch_size"] * steps * layout["dp"],
-            "dtype": "bf16",
-            "parallelism": layout,
-            "features": {},
-        },
+        "torch-eager",
+        model=exported_model(config.text) or data.get("model"),
+        num_gpus=ranks,
+        seq_length=_number(data, "seq_length"),
+        global_batch_size=layout["micro_batch_size"] * steps * layout["dp"],
+        parallelism=layout,
     )
-    imported.note_unread(data, _READ, _IGNORED)
+    dialect("torch").sort(imported, data)
     return imported
 
 

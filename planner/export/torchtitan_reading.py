@@ -11,7 +11,7 @@ from planner.errors import SpecError
 from planner.export.followed.python_recipe import Evaluator, chosen_recipe
 from planner.export.followed.python_values import CallRecord, Unknown
 from planner.export.followed.shell_script import Script, read_script
-from planner.export.imported_run import ConfigFile, ImportedRun
+from planner.export.imported_run import ConfigFile, ImportedRun, new_run
 from planner.export.keyed_settings import dialect, flat, refused_settings
 from planner.export.named_models import (
     FLAVORS,
@@ -262,22 +262,19 @@ def run_of_settings(settings: Settings, num_gpus: int | None) -> ImportedRun:
         raise SpecError("model: flux is a diffusion model", "only decoder-only transformers are planned")
     layout, _ = _layout(settings, model)
     refused = [*_refusals(settings, layout, num_layers_of(model)), *refused_settings(settings, "torchtitan")]
-    imported = ImportedRun(
+    imported = new_run(
         "torchtitan",
-        {
-            "model": model,
-            "num_gpus": num_gpus,
-            "runtime": "torchtitan",
-            "seq_length": _seq_length(settings),
-            "dtype": str(settings.get("dtype", "bf16")),
-            "precision_recipe": f"fp8-{settings['float8.recipe_name']}" if settings.get("dtype") == "fp8" else None,
-            "parallelism": layout,
-            "features": _features(settings),
-        },
-        refused=refused,
+        "torchtitan",
+        model=model,
+        num_gpus=num_gpus,
+        seq_length=_seq_length(settings),
+        dtype=str(settings.get("dtype", "bf16")),
+        precision_recipe=f"fp8-{settings['float8.recipe_name']}" if settings.get("dtype") == "fp8" else None,
+        parallelism=layout,
+        features=_features(settings),
     )
-    imported.assumed = {name: str(value) for name, value in _ROW.left_out(settings).items()}
-    imported.documented = _ROW.documented
+    imported.refused = refused
+    _ROW.assume(imported, _ROW.left_out(settings))
     _read_batch(imported, settings)
     _read_recompute(imported, settings, model)
     if model is None:
@@ -285,11 +282,7 @@ def run_of_settings(settings: Settings, num_gpus: int | None) -> ImportedRun:
         imported.model_name = what
     if "base" in settings:
         imported.notes.append(f"what {settings['base']} sets beside is not read: it is not in this file, nor beside it")
-    for name, value in settings.items():
-        if name == "training.dtype" and value == "float32":
-            imported.ignored[name] = value
-        elif name not in _ROW.read:
-            (imported.ignored if _ROW.is_harmless(name) else imported.unknown)[name] = str(value)
+    _ROW.sort(imported, settings, (), lambda name, value: (name, value) == ("training.dtype", "float32"))
     return imported
 
 

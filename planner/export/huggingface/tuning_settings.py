@@ -8,8 +8,8 @@ from math import inf, isfinite
 from typing import Any
 
 from planner.errors import SpecError
-from planner.export.huggingface.deepspeed_files import DEEPSPEED_RUNTIME, DeepSpeedConfig, parse_json, read_config
-from planner.export.imported_run import ConfigFile, ImportedRun, json_of
+from planner.export.huggingface.deepspeed_files import DEEPSPEED_RUNTIME, apply_deepspeed, parse_json
+from planner.export.imported_run import ConfigFile, ImportedRun, json_of, new_run
 from planner.export.keyed_settings import (
     dialect,
     flat,
@@ -71,31 +71,12 @@ def _either(options: Settings, name: str, short: str, default: Any = None) -> An
     return options.get(name, options.get(short, default))
 
 
-def deepspeed_beside(config: ConfigFile, name: Any) -> DeepSpeedConfig | None:
+def deepspeed_beside(config: ConfigFile, name: Any) -> dict[str, Any] | None:
     """The DeepSpeed configuration that a setting names, or holds; None where it cannot be read."""
     if isinstance(name, Mapping):
-        return read_config(dict(name))
+        return dict(name)
     text = config.beside(str(name)) if name else None
-    return None if text is None else read_config(parse_json(text))
-
-
-def apply_deepspeed(imported: ImportedRun, found: DeepSpeedConfig) -> None:
-    """Put what DeepSpeed's configuration says into a run; what it leaves to `auto` stays as the trainer says it."""
-    run = imported.run
-    run["runtime"] = DEEPSPEED_RUNTIME
-    layout = run["parallelism"]
-    layout |= {
-        name: value for name, value in found.layout.items() if name != "recompute" or layout.get("recompute") is None
-    }
-    run["features"] |= found.features
-    run["dtype"] = found.dtype or run["dtype"]
-    run["global_batch_size"] = run["global_batch_size"] or found.train_batch_size
-    if found.micro_batch_size and "micro_batch_size" not in layout:
-        layout["micro_batch_size"] = found.micro_batch_size
-    if found.accumulation_steps and imported.microbatches_per_rank is None:
-        imported.microbatches_per_rank = found.accumulation_steps
-    imported.ignored |= found.ignored
-    imported.unknown |= found.unknown
+    return None if text is None else parse_json(text)
 
 
 def set_model(imported: ImportedRun, name: Any) -> None:
@@ -108,23 +89,6 @@ def set_model(imported: ImportedRun, name: Any) -> None:
         imported.model_name = name
     elif has_towers(name):
         imported.notes.append(f"{name[:80]}: the language model alone is planned")
-
-
-def new_run(source: str) -> ImportedRun:
-    """A run of eager torch without sharding, to be filled in."""
-    return ImportedRun(
-        source,
-        {
-            "model": None,
-            "num_gpus": None,
-            "runtime": FSDP_RUNTIME,
-            "seq_length": None,
-            "global_batch_size": None,
-            "dtype": "bf16",
-            "parallelism": {"zero_stage": 0},
-            "features": {},
-        },
-    )
 
 
 OPTIMIZERS = {
@@ -289,17 +253,13 @@ _MEGATRON = {"tp_degree": "tp", "pp_degree": "pp"}
 def read_accelerate(config: ConfigFile) -> ImportedRun:
     """The part of a run that Accelerate's YAML holds. Raises SpecError where it is no mapping."""
     settings = mapping_of(config.text)
-    imported = new_run("accelerate")
+    imported = new_run("accelerate", FSDP_RUNTIME, parallelism={"zero_stage": 0})
     apply_accelerate(imported, settings, config)
     read_fine_tuning(imported, beside_adapters(settings, config))
     imported.notes.append("an Accelerate configuration names no model, batch or sequence length: add them as options")
     row, given = dialect("accelerate"), flat(settings)
-    harmless = {name for name, value in settings.items() if not value or row.is_harmless(name)}
-    imported.note_unread(settings, row.read, harmless)
-    imported.assumed = {
-        path: str(value) for path, value in row.left_out(given).items() if path.partition(".")[0] in settings
-    }
-    imported.documented = row.documented
+    row.sort(imported, settings, (), lambda name, value: not value)
+    row.assume(imported, {path: v for path, v in row.left_out(given).items() if path.partition(".")[0] in settings})
     imported.refused = refused_settings(settings, "accelerate")
     note_sections(imported, given)
     return imported

@@ -8,7 +8,7 @@ from typing import Any
 
 from planner.errors import SpecError
 from planner.export.followed.shell_script import AROUND, Script, read_script
-from planner.export.imported_run import ConfigFile, ImportedRun, json_of
+from planner.export.imported_run import ConfigFile, ImportedRun, json_of, new_run
 from planner.export.keyed_settings import beginnings, count, num_gpus, table
 from planner.export.megatron.deepspeed_options import (
     DEEPSPEED_OPTIONS,
@@ -224,20 +224,18 @@ def _run_of(
     options = with_pattern(options)
     model = read_model(options) if "--num-layers" in options and named is None else named
     described = {**options, **_options_of_model(named)} if named is not None else options
-    imported = ImportedRun(
+    imported = new_run(
         source,
-        {
-            "model": model,
-            "num_gpus": num_gpus(options, script),
-            "gpus_per_node": number(options, "--nproc-per-node") or count([script.directives.get("gpus-per-node", "")]),
-            "runtime": "megatron",
-            "seq_length": number(options, "--seq-length") or number(options, "--max-position-embeddings"),
-            "global_batch_size": number(options, "--global-batch-size"),
-            "dtype": read_dtype(options),
-            "precision_recipe": read_scales(options),
-            "parallelism": read_layout(described),
-            "features": read_features(described),
-        },
+        "megatron",
+        model=model,
+        num_gpus=num_gpus(options, script),
+        gpus_per_node=number(options, "--nproc-per-node") or count([script.directives.get("gpus-per-node", "")]),
+        seq_length=number(options, "--seq-length") or number(options, "--max-position-embeddings"),
+        global_batch_size=number(options, "--global-batch-size"),
+        dtype=read_dtype(options),
+        precision_recipe=read_scales(options),
+        parallelism=read_layout(described),
+        features=read_features(described),
     )
     if named is None and not source.startswith("megatron") and not {"--vocab-size", "--tokenizer-type"} & {*options}:
         # GPT-2's vocabulary is what Megatron-LM alone takes unasked
