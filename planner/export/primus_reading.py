@@ -17,6 +17,7 @@ from planner.export.megatron.keyed_reading import add_lora, read_keys
 from planner.export.megatron.option_rows import PRIMUS_SCHEDULES, options_of
 from planner.export.named_models import Model, exported_gpus, model_called, moe_of, num_layers_of
 from planner.export.torchtitan_reading import of_today, run_of_settings
+from planner.specs.base import Texts
 from planner.specs.reading import kind_of, parse_mapping, printable
 
 Tree = dict[str, Any]
@@ -86,7 +87,7 @@ def _text(config: ConfigFile, path: str) -> str | None:
     return None if path.startswith(("..", "/")) else config.above(f"{_ROOT}/{path}")
 
 
-def _extended(config: ConfigFile, path: str, on_the_way: tuple[str, ...], known: dict[str, Tree]) -> Tree:
+def _extended(config: ConfigFile, path: str, on_the_way: Texts, known: dict[str, Tree]) -> Tree:
     """A preset with all that it extends; `known` has those that were read on the way, since many may extend one."""
     if path not in known:
         if path in on_the_way or len(on_the_way) > _MAX_EXTENDED:

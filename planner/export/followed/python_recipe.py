@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -29,6 +29,7 @@ from planner.export.followed.python_values import (
     truth,
 )
 from planner.export.imported_run import ConfigFile
+from planner.specs.base import Fields, Said, Texts
 from planner.specs.problems import nearest
 from planner.specs.reading import PYTHON, num_signs, parse_python
 
@@ -61,7 +62,7 @@ class Evaluator:
         self,
         config: ConfigFile,
         never_followed: frozenset[str] = frozenset(),
-        known: Callable[[CallRecord], Mapping[str, Any]] = lambda record: {},
+        known: Callable[[CallRecord], Said] = lambda record: {},
     ) -> None:
         self.steps, self.depth, self.never_followed, self.known = 0, 0, never_followed, known
         self.num_signs = 0
@@ -216,7 +217,7 @@ class Evaluator:
 
     def called(self, node: ast.Call, scope: Scope) -> Any:
         arguments = [item for argument in node.args for item in self._items(argument, scope)]
-        keywords: dict[str, Any] = {}
+        keywords: Fields = {}
         for keyword in node.keywords:
             value = self.value(keyword.value, scope)
             if keyword.arg is None:
@@ -248,7 +249,7 @@ class Evaluator:
             self._calls += [value] if keywords or arguments else []
         return value
 
-    def _of_function(self, function: Any, name: str, arguments: list[Any], keywords: dict[str, Any]) -> Any:
+    def _of_function(self, function: Any, name: str, arguments: list[Any], keywords: Fields) -> Any:
         if isinstance(function, PythonFunction):
             return self._call(function, arguments, keywords)
         if isinstance(function, PythonClass):
@@ -278,16 +279,16 @@ class Evaluator:
             return arguments[1]
         return CallRecord(name, arguments, keywords)
 
-    def class_names(self, cls: PythonClass) -> dict[str, Any]:
+    def class_names(self, cls: PythonClass) -> Fields:
         """The names that the body of a class defines."""
         scope = Scope(cls.module, {}, Scope(cls.module, cls.module.names))
         body = [node for node in cls.node.body if not isinstance(node, (ast.Expr, ast.FunctionDef))]
         self._run(body, scope)
         return scope.names
 
-    def _defaults(self, cls: PythonClass, depth: int = 0) -> dict[str, Any]:
+    def _defaults(self, cls: PythonClass, depth: int = 0) -> Fields:
         """Values of the fields of a class and of those that it inherits from."""
-        defaults: dict[str, Any] = {}
+        defaults: Fields = {}
         if depth < MAX_DEPTH // 4:
             for base in reversed(cls.node.bases):
                 inherited = self.value(base, Scope(cls.module, cls.module.names))
@@ -299,7 +300,7 @@ class Evaluator:
             if not isinstance(value, (PythonClass, PythonFunction, PythonImport))
         }
 
-    def _call(self, function: PythonFunction, arguments: list[Any], keywords: dict[str, Any]) -> Any:
+    def _call(self, function: PythonFunction, arguments: list[Any], keywords: Fields) -> Any:
         parameters = function.node.args
         names = [argument.arg for argument in (*parameters.posonlyargs, *parameters.args)]
         scope = Scope(function.module, {})
@@ -428,7 +429,7 @@ class Evaluator:
         return True
 
 
-def chosen_recipe(evaluator: Evaluator, recipe: str | None, marks: tuple[str, ...]) -> CallRecord | None:
+def chosen_recipe(evaluator: Evaluator, recipe: str | None, marks: Texts) -> CallRecord | None:
     """The record that the chosen function returns; None for a file without functions that make one.
 
     `marks` are fields that a recipe's record has. Raises SpecError with all names where several make one.

@@ -10,6 +10,7 @@ from itertools import islice
 from typing import Any
 
 from planner.export.imported_run import ConfigFile
+from planner.specs.base import Fields
 
 BINARY: Mapping[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
@@ -54,8 +55,8 @@ class CallRecord:
 
     kind: str
     arguments: list[Any] = field(default_factory=list)
-    fields: dict[str, Any] = field(default_factory=dict)
-    defaults: dict[str, Any] = field(default_factory=dict)
+    fields: Fields = field(default_factory=dict)
+    defaults: Fields = field(default_factory=dict)
     """Values of fields that nobody set, where the class is known."""
     line: int = 0
     """The line of the call; 0 where it is no call in the text."""
@@ -113,13 +114,13 @@ class PythonModule:
     """A file's names and their values."""
 
     config: ConfigFile
-    names: dict[str, Any] = field(default_factory=dict)
+    names: Fields = field(default_factory=dict)
 
 
 class Scope:
     """The names that an expression sees."""
 
-    def __init__(self, module: PythonModule, names: dict[str, Any], outer: Scope | None = None) -> None:
+    def __init__(self, module: PythonModule, names: Fields, outer: Scope | None = None) -> None:
         self.module, self.names, self.outer = module, names, outer
 
     def get(self, name: str) -> Any:
@@ -231,7 +232,7 @@ def as_key(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
-def built_in(name: str, arguments: list[Any], keywords: dict[str, Any]) -> Any:
+def built_in(name: str, arguments: list[Any], keywords: Fields) -> Any:
     """The value of a call of one of BUILTINS; Unknown where it is not worth its time."""
     is_flat = name in ("len", "list", "dict", "tuple", "set", "bool")
     return BUILTINS[name](*arguments, **keywords) if is_flat or is_small(*arguments) else Unknown(name)
@@ -266,7 +267,7 @@ _METHODS: Mapping[type, frozenset[str]] = {
 }
 
 
-def method_value(owner: Any, name: str, arguments: list[Any], keywords: dict[str, Any]) -> tuple[bool, Any]:
+def method_value(owner: Any, name: str, arguments: list[Any], keywords: Fields) -> tuple[bool, Any]:
     """(it is known what it does, the value) of a method of a value."""
     if isinstance(owner, CallRecord) and owner.arguments:
         # a method of what a call returned is about the same thing, such as AutoBridge's provider of a model

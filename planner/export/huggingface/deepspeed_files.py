@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from itertools import pairwise
-from typing import Any
 
 from planner.answer import Plan
 from planner.errors import SpecError
@@ -28,6 +27,7 @@ from planner.export.trainer_files import (
     rendered,
     settings,
 )
+from planner.specs.base import Fields
 from planner.trainers.rules.rule_rows import rules_of
 
 TRAINING_FILE = "planned_training.py"
@@ -125,7 +125,7 @@ def _check_expressible(plan: Plan, stages: tuple[VirtualStage, ...]) -> None:
     refuse("deepspeed", [*reasons, *objections_to(plan, "deepspeed", stages)], hint_for(plan, "deepspeed", of_model))
 
 
-def deepspeed_config(plan: Plan) -> dict[str, Any]:
+def deepspeed_config(plan: Plan) -> Fields:
     """DeepSpeed's configuration: batch, precision, ZeRO, tensor parallelism without a pipeline."""
     run = run_settings(plan)
     return settings("deepspeed", plan, run=run, optimizer=run.optimizer)
@@ -152,7 +152,7 @@ _OFFLOAD = {"device", "ratio", "pin_memory", "nvme_path", "buffer_count", "buffe
 _AUTO = (None, "auto")
 
 
-def parse_json(text: str) -> dict[str, Any]:
+def parse_json(text: str) -> Fields:
     """The object of a `ds_config.json`; words that a script replaces (`CONFIG_BATCH_SIZE`) are null."""
     quoted = re.sub(r"(:\s*|\[\s*|,\s*)([A-Z][A-Z0-9_]{2,})(?=\s*[,}\]])", r"\1null", text)
     config = json_of(quoted, "give the file that is passed as --deepspeed_config")
@@ -161,7 +161,7 @@ def parse_json(text: str) -> dict[str, Any]:
     return config
 
 
-def apply_deepspeed(imported: ImportedRun, config: dict[str, Any]) -> None:
+def apply_deepspeed(imported: ImportedRun, config: Fields) -> None:
     """Put a configuration into a run; what it leaves to `auto` stays as the trainer says it.
 
     Raises SpecError for values that DeepSpeed would not take.
@@ -191,7 +191,7 @@ def apply_deepspeed(imported: ImportedRun, config: dict[str, Any]) -> None:
     _sort(config, zero, imported)
 
 
-def section(config: dict[str, Any], name: str) -> dict[str, Any]:
+def section(config: Fields, name: str) -> Fields:
     """A part of the configuration; empty where it is missing. SpecError for a value that is none."""
     part = config.get(name)
     if part is None:
@@ -203,13 +203,13 @@ def section(config: dict[str, Any], name: str) -> dict[str, Any]:
     return part
 
 
-def _layout(config: dict[str, Any], zero: dict[str, Any]) -> dict[str, Any]:
+def _layout(config: Fields, zero: Fields) -> Fields:
     """Sharding, tensor and sequence parallelism, and recompute."""
     stage = zero.get("stage", 0)
     stage = 0 if stage in _AUTO else stage
     if stage not in (0, 1, 2, 3) or isinstance(stage, bool):
         raise SpecError(f"zero_optimization: stage: {stage!r:.60} is none", "one of 0, 1, 2, 3")
-    layout: dict[str, Any] = {"zero_stage": stage, "sequence_parallel": False}
+    layout: Fields = {"zero_stage": stage, "sequence_parallel": False}
     tensor = section(config, "tensor_parallel")
     tp = tensor.get("autotp_size") or section(tensor, "tp").get("tp_size") or 1
     if not isinstance(tp, int):
@@ -223,7 +223,7 @@ def _layout(config: dict[str, Any], zero: dict[str, Any]) -> dict[str, Any]:
     return layout
 
 
-def _offloaded(zero: dict[str, Any]) -> float:
+def _offloaded(zero: Fields) -> float:
     """The share of the optimizer's states that stays on the host; all of them unless a ratio is given."""
     offload = section(zero, "offload_optimizer")
     ratio = offload.get("ratio", 1.0)
@@ -232,7 +232,7 @@ def _offloaded(zero: dict[str, Any]) -> float:
     return float(ratio) if offload.get("device") == "cpu" or zero.get("cpu_offload") is True else 0.0
 
 
-def _sort(config: dict[str, Any], zero: dict[str, Any], imported: ImportedRun) -> None:
+def _sort(config: Fields, zero: Fields, imported: ImportedRun) -> None:
     """Note every key that is not read as ignored where it is known to be harmless, else as unknown."""
     for key, read in (("offload_optimizer", ("none", "cpu")), ("offload_param", ("none",))):
         if section(zero, key).get("device", "none") not in (*read, None):
@@ -288,7 +288,7 @@ def read_deepspeed(config: ConfigFile) -> ImportedRun:
     return imported
 
 
-def _pipeline(source: str) -> dict[str, Any]:
+def _pipeline(source: str) -> Fields:
     """The grid and the stages in the module that plan export writes beside the configuration; nothing without one."""
     grid = re.search(r"num_pp=(\d{1,4}), num_mp=(\d{1,4}), num_dp=\d+", source)
     bounds = re.search(r"^BOUNDARIES = \[([\d, ]+)\]$", source, re.MULTILINE)

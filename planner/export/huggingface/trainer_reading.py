@@ -46,6 +46,7 @@ from planner.export.megatron.deepspeed_options import refuse_other
 from planner.export.megatron.keyed_reading import is_adapter, read_adapter
 from planner.export.megatron.option_rows import options_of
 from planner.export.named_models import Model, exported_gpus, exported_model, model_called, num_layers_of
+from planner.specs.base import Fields
 from planner.specs.training import MLP
 
 _FULL = (None, "", "full", 0, "0", False, "false", "False", "none", "LORA")
@@ -230,7 +231,7 @@ def _in_one(settings: Settings) -> Settings:
     return found
 
 
-def _read_sharding(imported: ImportedRun, settings: dict[str, Any], config: ConfigFile) -> None:
+def _read_sharding(imported: ImportedRun, settings: Fields, config: ConfigFile) -> None:
     """DeepSpeed's configuration, `zero_stage`, or FSDP."""
     name, layout = settings.get("deepspeed"), imported.run["parallelism"]
     launched = str(settings.get("config_file") or "")
@@ -270,7 +271,7 @@ def _read_sharding(imported: ImportedRun, settings: dict[str, Any], config: Conf
             imported.unknown["fsdp"] = f"{words or ''} offload of parameters".strip()
 
 
-def _list_unread(imported: ImportedRun, settings: dict[str, Any]) -> None:
+def _list_unread(imported: ImportedRun, settings: Fields) -> None:
     """List what trains less than the model, or otherwise, in ways that the planner has no price for."""
     for name in (*_NARROWER, *_OTHERS):
         if settings.get(name) not in _FULL:
@@ -283,7 +284,7 @@ def _list_unread(imported: ImportedRun, settings: dict[str, Any]) -> None:
         )
 
 
-def _model_options(settings: dict[str, Any]) -> dict[str, Any]:
+def _model_options(settings: Fields) -> Fields:
     """Options of the model that arguments of TRL hold inside others."""
     inner = settings.get("model_init_kwargs")
     if not isinstance(inner, dict):
@@ -333,7 +334,7 @@ def read_torchtune(config: ConfigFile) -> ImportedRun:
         raise SpecError("the file has no model with a _component_", _HINT)
     component = str(data["model"].get("_component_", ""))
     model, kind = model_of_builder(component)
-    layout: dict[str, Any] = {"micro_batch_size": _number(data, "batch_size") or 1}
+    layout: Fields = {"micro_batch_size": _number(data, "batch_size") or 1}
     imported = new_run(
         "torchtune",
         "torchtune",
@@ -389,7 +390,7 @@ def _recipe_of(config: ConfigFile) -> tuple[Any, int | None]:
     return data, gpus or exported_gpus(text) or said
 
 
-def _read_layout(imported: ImportedRun, data: dict[str, Any]) -> None:
+def _read_layout(imported: ImportedRun, data: Fields) -> None:
     """Sharding, which recipes for several ranks always have, and recomputation."""
     layout = imported.run["parallelism"]
     if imported.run["num_gpus"] == 1:
@@ -413,7 +414,7 @@ def _read_layout(imported: ImportedRun, data: dict[str, Any]) -> None:
         imported.notes.append(f"sequences are not packed: priced as if each were {length:,} tokens long")
 
 
-def _read_adapters(imported: ImportedRun, model: dict[str, Any], kind: str) -> None:
+def _read_adapters(imported: ImportedRun, model: Fields, kind: str) -> None:
     """Adapters of LoRA and QLoRA, where the builder is one of theirs."""
     if not kind:
         return
@@ -439,7 +440,7 @@ def _read_adapters(imported: ImportedRun, model: dict[str, Any], kind: str) -> N
     }
 
 
-def _read_switches(imported: ImportedRun, data: dict[str, Any]) -> None:
+def _read_switches(imported: ImportedRun, data: Fields) -> None:
     features = imported.run["features"]
     if data.get("compile") is True:
         features["compile"] = True
@@ -454,11 +455,11 @@ def _read_switches(imported: ImportedRun, data: dict[str, Any]) -> None:
         features["cpu_offloading_num_layers"] = layers
 
 
-def _section(data: dict[str, Any], name: str) -> dict[str, Any]:
+def _section(data: Fields, name: str) -> Fields:
     part = data.get(name)
     return part if isinstance(part, dict) else {}
 
 
-def _number(data: dict[str, Any], name: str) -> int | None:
+def _number(data: Fields, name: str) -> int | None:
     """A positive whole number; None where there is none, or -1, which recipes infer."""
     return positive_number(data, name, unsaid=(None, -1))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from typing import Any
 
 from planner.errors import SpecError
 from planner.export.followed.shell_script import Script, read_script
@@ -16,6 +15,7 @@ from planner.export.megatron.deepspeed_options import as_megatron, read_zero
 from planner.export.megatron.option_rows import Options, all_rows, options_of
 from planner.export.megatron.script_reading import READ_OPTIONS, run_of
 from planner.export.named_models import Model, model_called
+from planner.specs.base import Fields
 
 _CONFIG_KEYS = {
     "virtual_pipeline_model_parallel_size": "--num-virtual-stages-per-pipeline-rank",
@@ -320,7 +320,7 @@ def _width(given: Settings) -> int:
     return multiple * -(-int(width) // multiple)
 
 
-def _add_to_model(model: dict[str, Any], given: Settings) -> None:
+def _add_to_model(model: Fields, given: Settings) -> None:
     if is_on(given["gpt_j_residual"]):
         model["parallel_residual"] = "one_norm" if is_on(given.get("gpt_j_tied")) else "two_norms"
     if given["activation"] in _GATED:

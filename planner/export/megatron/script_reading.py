@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterator, Sequence
-from typing import Any
 
 from planner.errors import SpecError
 from planner.export.followed.shell_script import AROUND, Script, read_script
@@ -32,6 +31,7 @@ from planner.export.megatron.plan_options import (
 )
 from planner.export.named_models import Model, moe_of, num_layers_of
 from planner.export.spelling import canonical, read_switches, unexplained
+from planner.specs.base import Fields
 from planner.trainers.switches import SWITCHES
 
 _OF_MIXTURES = ("dispatcher", "shared_expert_overlap", "fused_experts", "ep_overlap", "token_drop")
@@ -45,10 +45,10 @@ def options_of_features() -> dict[str, frozenset[str]]:
     return {name: frozenset(option for other, option in pairs if other == name) for name, _ in pairs}
 
 
-def read_features(options: Options) -> dict[str, Any]:
+def read_features(options: Options) -> Fields:
     """A run's features; those that no option names are as Megatron-LM has them unasked."""
     found = {name: words or True for name, words in options.items()}
-    features: dict[str, Any] = canonical(read_switches(SWITCH_OPTIONS, found))
+    features: Fields = canonical(read_switches(SWITCH_OPTIONS, found))
     if features.get("cp_comm_type") == "allgather":
         features["cp_comm_type"] = "all_gather"
     if "--num-experts" in options:
@@ -158,7 +158,7 @@ def _split(text: str) -> list[str]:
     return text.split() if re.match(r"\s*--\w", text) else [text]
 
 
-def _deepspeed_config(options: Options, script: Script, config: ConfigFile) -> dict[str, Any]:
+def _deepspeed_config(options: Options, script: Script, config: ConfigFile) -> Fields:
     """DeepSpeed's own configuration: written by the script, or a file beside it; empty where there is none."""
     name = text(options, "--deepspeed_config") or text(options, "--deepspeed-config")
     source = script.files.get(name) or config.beside(name)
