@@ -280,7 +280,8 @@ class Part:
         if self.name == "layer":
             return _gone_with_layer(rows)
         if self.name == "head":
-            gone = [held(logits, operator="cross-entropy") for logits in pricing.overwritten_logits(self.items)]
+            logits = memory.overwritten_logits(self.items, pricing.runtime)
+            gone = [held(each, operator="cross-entropy") for each in logits]
             rows = [row for row in rows if row.name not in {one.name for one in gone}]
         return rows
 
@@ -456,7 +457,8 @@ STATICS: dict[str, Rows] = {"weights": weights, "gradients": gradients, "optimiz
 def loss_tensors(pricing: Pricing, shape: Shape, parts: Sequence[Part]) -> list[Held]:
     """The tensors of the loss of a rank's head."""
     head = next(part for part in parts if part.name == "head")
-    return [held(tensor) for tensor in pricing.loss_tensors(head.items, shape)]
+    layer = pricing.layer(pricing.model.layers[-1], shape)
+    return [held(tensor) for tensor in memory.loss_tensors(head.items, layer, pricing.runtime)]
 
 
 def backward_tensors(pricing: Pricing, shape: Shape, parts: Sequence[Part]) -> tuple[Part, list[Held]]:

@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from planner.physics import compute
-from planner.physics.adapters import OF_ADAPTERS
+from planner.physics.adapters import OF_ADAPTERS, without_adapters
 from planner.physics.communication import exchange_tiers_s, group_of
 from planner.physics.cost import PartCost
 from planner.physics.kernels import PassSeconds, is_narrow
@@ -104,6 +104,19 @@ class Passes:
         elif runtime.overlaps_shared_experts:
             self._hide_behind_shared_experts(seconds, operators)
         return self._with_late_ranks(self._with_launches(seconds, items, shape, priced), items, shape)
+
+    def with_plain_forwards(self, seconds: dict[str, Number], items: Sequence[Item], shape: Shape) -> dict[str, Number]:
+        """Seconds of a part's passes, with those of forwards without a gradient in the forward.
+
+        They come after the forward that keeps its tensors and before the backward, free their own tensors one after the
+        other, and need less for a moment than the loss's backward does, which has the gradients of the logits too.
+        """
+        times = self.runtime.plain_forwards
+        if not times:
+            return seconds
+        plain = self.seconds(without_adapters(items), shape)
+        names = ("forward_s", *(f"{group}_forward_s" for group in COMM_GROUPS))
+        return seconds | {name: seconds[name] + times * plain[name] for name in names}
 
     def _add_shown(
         self,

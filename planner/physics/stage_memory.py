@@ -24,6 +24,7 @@ from planner.physics import memory
 from planner.physics.cost import CostTable, PartCost
 from planner.physics.memory import constant_bytes, is_decoder_layer, reserved_bytes, sharded_parameters
 from planner.physics.operators import BF16, FP32, Item, Saved, num_parameters
+from planner.physics.optimizers import workspace_bytes
 from planner.physics.pricing import Pricing
 from planner.shape import Number, Shape, minimum
 from planner.specs.units import GIB
@@ -201,13 +202,15 @@ def late_gradients_bytes(pricing: Pricing, table: CostTable, cost: PartCost) -> 
 
 def copied_gradients_bytes(pricing: Pricing, table: CostTable, cost: PartCost) -> float:
     """Bytes of the fp32 copies that an optimizer makes: of its shard's 16-bit gradients, or of its largest tensor."""
-    runtime = pricing.runtime
+    runtime, model, shape = pricing.runtime, pricing.model, table.shape
     if runtime.optimizer_row.workspace[0]:
-        return pricing.update_workspace_bytes(table.shape)
+        parts = [pricing.embedding_items(shape), pricing.head_items(shape, model.tie_word_embeddings)]
+        parts += (pricing.layer(kind, shape) for kind in model.kinds)
+        return max(float(workspace_bytes(items, model.hidden_size, runtime)) for items in parts)
     if not runtime.widens_gradients or runtime.gradient_bytes == FP32:
         return 0.0
     dense, expert = cost.trained_dense_parameters, cost.trained_expert_parameters
-    return FP32 * float(sharded_parameters(dense, expert, table.shape, runtime))
+    return FP32 * float(sharded_parameters(dense, expert, shape, runtime))
 
 
 HOST_STATE_BYTES = 16

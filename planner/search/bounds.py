@@ -26,6 +26,7 @@ import numpy as np
 
 from planner.layout.seconds import reduce_overlap_fraction
 from planner.physics.cost import PartCost
+from planner.physics.optimizers import update_s
 from planner.physics.stage_memory import relaxed_peak_bytes
 from planner.schedule.builders import v_placement
 from planner.schedule.orders import SCHEDULES, chunks_in_flight, in_flight_microbatches, placement
@@ -249,7 +250,7 @@ def all_optimizers_s(shapes: PricedShapes) -> FloatArray:
     counted = [(table.layers[kind, "none"], count) for kind, count in pricing.kind_counts.items()] + [(table.head, 1)]
     total = np.zeros(len(shapes.kernel))
     for part, count in counted:
-        total = total + count * pricing.update_s(shapes.counted(part), shapes.shape)
+        total = total + count * update_s(shapes.counted(part), shapes.shape, pricing.cluster.hardware, pricing.runtime)
     return total
 
 
