@@ -1,4 +1,4 @@
-"""Said of the trainers around Hugging Face's, Accelerate, axolotl, LLaMA-Factory and of adapters, as a run."""
+"""Settings of the trainers around Hugging Face's, Accelerate, axolotl, LLaMA-Factory and of adapters, as a run."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ _OLDER = {
     "rl",
     "stage",
 }
-"""Said that TRL no longer took when its loss came in chunks, and those of other losses."""
+"""Settings that TRL no longer took when its loss came in chunks, and those of other losses."""
 
 
 def beside_adapters(settings: Said, config: ConfigFile) -> Fields:
