@@ -391,8 +391,8 @@ READ_FLAGS = [flag for row in all_rows() for flag in _flags(row.name, row.bridge
 """Fields that only recipes set."""
 OF_BRIDGE: Fields = table()["bridge"]
 """Recipes, downloads, dtypes of moments: rows that only Bridge has."""
-YARN: list[tuple[str, str, str]] = [(plain, latent, field) for plain, latent, field in OF_BRIDGE["yarn"]]
-"""A number of yarn: Bridge's field of plain attention, that of latent attention, and ours."""
+YARN: list[list[str]] = OF_BRIDGE["yarn"]
+"""A number of yarn: Bridge's field of plain attention, that of latent attention, and the option."""
 _KEYS = {row.name: row.primus for row in all_rows() if row.primus}
 NEGATED = {option: key.removeprefix("not ") for option, key in _KEYS.items() if key.startswith("not ")}
 """Options that set a key of Primus to false."""
