@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.specs.base import Fields, Ints, Spec, Texts
+from planner.observe.observation import Saved
+from planner.specs.base import Fields, Ints, Texts
 from planner.specs.reading import shipped_table
 
 TABLES: Fields = shipped_table("observe/traces/names.yaml")
@@ -258,7 +259,7 @@ HOST = "host"
 """The device of a trace without a GPU's events."""
 
 
-class FamilyTime(Spec):
+class FamilyTime(Saved):
     """Time that kernels of one family alone account for; families above it in the table take what they share."""
 
     family: str
@@ -270,7 +271,7 @@ class FamilyTime(Spec):
     """Names of the longest kernels, for the family `other`."""
 
 
-class GroupTime(Spec):
+class GroupTime(Saved):
     """One group's communication on one rank in one step.
 
     busy_s = hidden_s + exposed_s + the time when another group's exposed communication, earlier in the list, ran too.
@@ -285,7 +286,7 @@ class GroupTime(Spec):
     """The part while it computed nothing and no group above communicated: these add up over groups."""
 
 
-class TraceStep(Spec):
+class TraceStep(Saved):
     """One step of one rank: computing, exposed communication, copies and idle time add up to `wall_s` exactly."""
 
     number: int | None
@@ -313,7 +314,7 @@ class TraceStep(Spec):
     """(what the host did while nothing ran, seconds), the longest first."""
 
 
-class CollectiveTime(Spec):
+class CollectiveTime(Saved):
     """One kind of exchange in one group on one rank."""
 
     group: str
@@ -333,7 +334,7 @@ class CollectiveTime(Spec):
     at_least: bool = True
 
 
-class RankReport(Spec):
+class RankReport(Saved):
     """Steps and exchanges of one rank's trace."""
 
     file: str
@@ -346,7 +347,7 @@ class RankReport(Spec):
     warnings: Texts = ()
 
 
-class TraceReport(Spec):
+class TraceReport(Saved):
     """Traces of one run, one entry a rank, and what they cannot show."""
 
     ranks: tuple[RankReport, ...]

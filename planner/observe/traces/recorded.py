@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from planner.errors import SpecError
-from planner.observe.observation import JobFacts, Observation, Observed, ObservedMemory, SourceFile
+from planner.observe.observation import JobFacts, Observation, Observed, ObservedMemory, Saved, SourceFile
 from planner.observe.traces.breakdown import NS, Sorted, break_down, step_windows
 from planner.observe.traces.dumps import FlightReport, SnapshotReport, read_flight_recorder, read_snapshot
 from planner.observe.traces.events import (
@@ -37,8 +37,8 @@ from planner.observe.traces.events import (
     TraceStep,
     axis_of_description,
 )
-from planner.observe.traces.source import Progress, TraceFile, read_kineto
-from planner.specs.base import Spec, Texts
+from planner.observe.traces.source import Progress, read_kineto, trace_file
+from planner.specs.base import Texts
 from planner.specs.reading import STDIN
 
 _COLLECTIVE_PATTERNS = [(kind, re.compile(text, re.IGNORECASE)) for kind, text in TABLES["collectives"].items()]
@@ -280,7 +280,7 @@ class FileKind(StrEnum):
 
 def file_kind_of(path: str | Path) -> FileKind | None:
     """The kind of a file, or None if it is none of these, such as a text log. Nothing in it is trusted yet."""
-    with TraceFile(path) as source:
+    with trace_file(path) as source:
         start = source.read(_START_BYTES)
     if start[:1] == b"\x80" and start[1:2] in b"\x02\x03\x04\x05":  # a pickle's protocol
         flight = any(word in start for word in (b"pg_config", b"pg_status", b"comm_lib_version", b"collective_seq_id"))
@@ -362,7 +362,7 @@ _TERMS = {
 OTHER_COMMUNICATION, UNATTRIBUTED = "other_comm_s", "unattributed_s"
 
 
-class Recorded(Spec):
+class Recorded(Saved):
     """Files that profilers, the allocator and the flight recorder left of a run."""
 
     traces: TraceReport | None = None

@@ -27,15 +27,13 @@ from planner.probe.model.peers import ExpertGroup, ExpertPeers, GroupPeers, Surr
 from planner.probe.rank.gradients import Sharding
 from planner.probe.run import (
     ProbeRun,
-    context_ranks,
-    data_ranks,
     expert_data_ranks,
     expert_ranks,
     group_keys,
     holders,
     pipeline_ranks,
+    ranks_over,
     replica_sets,
-    tensor_ranks,
     traffic,
     wire_key,
 )
@@ -347,13 +345,13 @@ class RankGroups:
         groups = {key: dist.new_group(list(key[1]), timeout=timeout) for key in group_keys(run)}
         self.mine = {key: group for key, group in groups.items() if rank in key[1]}
         self.around = Surroundings(
-            tp=self._tensor_peers(),
+            tp=self._peers("tp", run.sequence_parallel),
             ep=self._expert_peers(),
-            cp=self._context_peers(),
+            cp=self._peers("cp"),
             balanced_routing=run.balanced_routing,
             recomputed=frozenset(run.recompute_modules),
         )
-        self.dense = self._sharding("dp", data_ranks(run, self.place))
+        self.dense = self._sharding("dp", ranks_over(run, self.place, "dp", "cp"))
         self.expert = self._sharding("expert_dp", expert_data_ranks(run, self.place))
         self.wires = {
             pair: self.mine[wire_key(run, self.place, pair)] for pair in traffic(run.order) if self.place.pp in pair
@@ -372,17 +370,11 @@ class RankGroups:
         """Pipeline ranks that hold the parameter `name` of virtual stage `stage`, sorted."""
         return holders(self.run, name, stage)
 
-    def _tensor_peers(self) -> TensorPeers:
-        run = self.run
-        ranks = tensor_ranks(self.run, self.place)
-        if run.tp == 1:
+    def _peers(self, axis: str, sequence_parallel: bool = False) -> TensorPeers:
+        ranks = ranks_over(self.run, self.place, axis)
+        if len(ranks) == 1:
             return TensorPeers()
-        return GroupPeers(run.tp, self.place.tp, run.sequence_parallel, self.mine["tp", ranks])
-
-    def _context_peers(self) -> TensorPeers:
-        run = self.run
-        ranks = context_ranks(self.run, self.place)
-        return TensorPeers() if run.cp == 1 else GroupPeers(run.cp, self.place.cp, group=self.mine["cp", ranks])
+        return GroupPeers(len(ranks), ranks.index(self.rank), sequence_parallel, self.mine[axis, ranks])
 
     def _expert_peers(self) -> ExpertPeers:
         run = self.run
