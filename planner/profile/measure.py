@@ -472,10 +472,10 @@ def _rows(device: Device, ranks: Ranks, sizes: Sequence[int], steady_s: float, w
         for num_bytes in sizes:
             for kind in KINDS[device]:
                 call = _call(device, kind, num_bytes, len(members[own_group]), groups[own_group])
-                timed = timed_together(RankClock(device), call, repeats, *together, round_s=EXCHANGE_ROUND_S)
+                median_s, spread = timed_together(RankClock(device), call, repeats, *together, round_s=EXCHANGE_ROUND_S)
                 yield {
                     "tier": tier, "kind": kind, "size": len(members[own_group]), "num_bytes": num_bytes,
-                    "microseconds": timed.median_s / MICRO, "spread_fraction": timed.spread,
+                    "microseconds": median_s / MICRO, "spread_fraction": spread,
                 }  # fmt: skip
 
 

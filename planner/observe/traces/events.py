@@ -33,11 +33,6 @@ def family_of(name: str) -> int:
     return next(index for index, pattern in enumerate(_PATTERNS) if pattern.search(name))
 
 
-def families_of(names: Sequence[str]) -> NDArray[np.int64]:
-    """`family_of` of each name."""
-    return np.array([family_of(name) for name in names], np.int64)
-
-
 _AXIS_PATTERNS = [(axis, re.compile(pattern)) for axis, pattern in TABLES["axes"]]
 GRID_ORDER = ("tp", "cp", "dp", "pp")
 """From ranks beside each other to ranks far apart, as Megatron and torchtitan lay them out."""
@@ -106,14 +101,10 @@ def ranks_of(text: object) -> Ints:
     return tuple(entries) if good else ()  # type: ignore[arg-type]
 
 
-def ranks_by_stride(start: object, stride: object, size: object) -> Ints:
+def ranks_by_stride(*said: object) -> Ints:
     """The ranks of `Global rank start`, `Global rank stride` and `Group size`."""
-    if not all(isinstance(number, int) and 0 <= number < 10**7 for number in (start, stride, size)):
-        return ()
-    assert isinstance(start, int)
-    assert isinstance(stride, int)
-    assert isinstance(size, int)
-    return tuple(start + stride * index for index in range(min(size, 10**6))) if stride > 0 else ()
+    start, stride, size = (number if isinstance(number, int) and 0 <= number < 10**7 else -1 for number in said)
+    return tuple(start + stride * index for index in range(min(size, 10**6))) if start >= 0 < stride else ()
 
 
 Times = NDArray[np.int64]
@@ -237,10 +228,6 @@ class RankTrace:
         if not tables:
             return (0, 0)
         return min(int(t["start"][0]) for t in tables), max(int(t["end"].max()) for t in tables)
-
-    def launch(self) -> NDArray[np.int64]:
-        """The index in `launches` of the call that launched each of `gpu`, or −1."""
-        return launch_of(self.gpu, self.launches)
 
 
 def launch_of(gpu: Events, launches: Events) -> NDArray[np.int64]:

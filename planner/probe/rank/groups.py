@@ -173,13 +173,6 @@ def read_status(path: Path) -> Progress | None:
 _KEY, _VERDICT = "progress {}", "stands still"
 
 
-class Heard(NamedTuple):
-    """The last that a rank told, and when that and its sign of life last changed (seconds of this machine's clock)."""
-
-    told: Texts
-    progress: Progress
-
-
 class SharedProgress:
     """The words of all ranks in a store. The clocks of their machines differ: what counts is when the words changed."""
 
@@ -187,7 +180,8 @@ class SharedProgress:
         self.store = store
         self.rank = rank
         self.world_size = world_size
-        self.heard: dict[int, Heard] = {}
+        self.heard: dict[int, tuple[Texts, Progress]] = {}
+        """The last that each rank told, and when that and its sign of life last changed, by this machine's clock."""
         self.start_s = time.monotonic()
 
     def tell(self, progress: Progress) -> None:
@@ -202,16 +196,14 @@ class SharedProgress:
     def _hear(self, rank: int) -> Progress:
         now_s = time.monotonic()
         key = _KEY.format(rank)
-        before = self.heard.get(rank)
-        if before is None and not self.store.check([key]):
+        if rank not in self.heard and not self.store.check([key]):
             return Progress("start", "", self.start_s, self.start_s)
         told = tuple(self.store.get(key).decode().split("|"))
-        is_same = before is not None and before.told[:3] == told[:3]
-        is_silent = before is not None and before.told == told
-        since_s = before.progress.since_s if before is not None and is_same else now_s
-        beat_s = before.progress.beat_s if before is not None and is_silent else now_s
-        self.heard[rank] = Heard(told, Progress(told[0], told[1], since_s, beat_s))
-        return self.heard[rank].progress
+        before, last = self.heard.get(rank, ((), Progress("", "", now_s, now_s)))
+        since_s = last.since_s if before[:3] == told[:3] else now_s
+        heard = Progress(told[0], told[1], since_s, last.beat_s if before == told else now_s)
+        self.heard[rank] = told, heard
+        return heard
 
     def verdict(self, said: tuple[str, str] | None = None) -> tuple[str, str] | None:
         """The words of rank 0 about a rank that stands still, and a hint: `said` on rank 0, which tells the others."""
