@@ -191,24 +191,21 @@ class Message(NamedTuple):
 def message_of(schedule: Schedule, action: Action) -> Message | None:
     """The message that an action sends: a forward sends to the next stage, a backward (or input gradient) to the one
     before."""
-    local = action.stage % schedule.num_model_stages
-    n = schedule.num_model_stages
-    if action.kind == "F" and local < n - 1:
-        return Message("F", action.stage + 1, action.microbatch)
-    if action.kind in "BI" and local > 0:
-        return Message("B", action.stage - 1, action.microbatch)
-    return None
+    return _between(schedule, action, -1, action.stage + (1 if action.kind == "F" else -1))
 
 
 def needed_by(schedule: Schedule, action: Action) -> Message | None:
     """The message that an action waits for, which another action's `message_of` is."""
-    local = action.stage % schedule.num_model_stages
-    n = schedule.num_model_stages
-    if action.kind == "F" and local > 0:
-        return Message("F", action.stage, action.microbatch)
-    if action.kind in "BI" and local < n - 1:
-        return Message("B", action.stage, action.microbatch)
-    return None
+    return _between(schedule, action, 0, action.stage)
+
+
+def _between(schedule: Schedule, action: Action, end: int, stage: int) -> Message | None:
+    """The message of an action about `stage`: none at one end of a forward's way (0: its first stage, -1: its last), at
+    the other end of a backward's."""
+    kind = "F" if action.kind == "F" else "B"
+    ends = 0, schedule.num_model_stages - 1
+    is_alone = action.stage % schedule.num_model_stages == ends[end if kind == "F" else -1 - end]
+    return None if is_alone or action.kind == "W" else Message(kind, stage, action.microbatch)
 
 
 def traffic(schedule: Schedule) -> dict[tuple[int, int], list[Message]]:
