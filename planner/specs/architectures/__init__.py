@@ -19,7 +19,7 @@ from pydantic import ValidationError
 
 from planner.errors import SpecError
 from planner.specs.architectures import derivations, layer_lists, sections
-from planner.specs.architectures.derivations import Config, Derived, InexpressibleError, check_switches
+from planner.specs.architectures.derivations import Config, Derived, InexpressibleError, check_switches, sizes
 from planner.specs.architectures.layer_lists import without_unused_sections
 from planner.specs.architectures.vision import vision_of
 from planner.specs.model import ModelSpec
@@ -43,6 +43,8 @@ class Architecture:
     fixed: dict[str, Any]
     sections: tuple[str, ...]
     """Keys under which a mapping holds further keys of the config."""
+    sizes: dict[str, Any]
+    """Expressions of a config's numbers, by field."""
 
 
 def _alike(*names: str) -> Keys:
@@ -57,7 +59,7 @@ _DENSE = _BLOCK | _alike("intermediate_size")
 _MOE = _alike("num_experts_per_tok", "moe_intermediate_size") | {"num_experts": ("num_experts", "num_local_experts")}
 _MLA = _alike("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 _DEEPSEEK = {name: keys for name, keys in _DENSE.items() if name != "head_dim"} | _MLA | _MOE
-_DEEPSEEK |= _alike("num_nextn_predict_layers")
+_DEEPSEEK |= _alike("num_nextn_predict_layers") | {"head_dim": ("v_head_dim",)}
 _DEEPSEEK["num_experts"] = ("n_routed_experts", "num_local_experts", "num_experts")
 _GPT = _alike("vocab_size", "tie_word_embeddings")
 _GPT |= {"num_hidden_layers": ("n_layer", "num_hidden_layers"), "hidden_size": ("n_embd", "hidden_size", "n_embed"),
@@ -76,13 +78,14 @@ def _architectures(rows: Mapping[str, dict[str, Any]]) -> dict[str, Architecture
     """The rows of the table; one goes on from another that stands before it."""
     built: dict[str, Architecture] = {}
     for name, row in rows.items():
-        like = built.get(row.get("like", ""), Architecture({}, {}, (), {}, ()))
+        like = built.get(row.get("like", ""), Architecture({}, {}, (), {}, (), {}))
         built[name] = Architecture(
             keys=_keys(like.keys, row.get("keys", ())),
             defaults=like.defaults | row.get("defaults", {}),
             derive=(*like.derive, *map(_function, row.get("derive", ()))),
             fixed=like.fixed | row.get("fixed", {}),
             sections=tuple(row.get("inside", like.sections)),
+            sizes=like.sizes | row.get("sizes", {}),
         )
     return {name: row for name, row in built.items() if not name.startswith("_")}
 
@@ -321,13 +324,15 @@ def from_config(config: Config, where: str) -> ModelSpec:
         for name, spellings in row.keys.items()
     }
     given |= {name: given[keys[name]] for name in _CANONICAL if name in keys and keys[name] in given}
-    fields: Derived = {name: given[key] for name, key in keys.items() if key in given}
+    fields: Derived = {
+        name: given[key] for name, key in keys.items() if key in given and not _is_unsaid(name, given[key])
+    }
     try:
         check_switches(config)
         for read in (norm_eps, soft_caps, rotary, router):
             fields |= read(given)
         fields |= row.fixed
-        for function in row.derive:
+        for function in (*row.derive, sizes(row.sizes)):
             fields |= function(given)
         fields = without_unused_sections(fields) | _vision(whole, fields.get("hidden_size"), where)
         known = {*given.looked_at, *row.defaults, *(key for names in row.keys.values() for key in names)}
@@ -386,6 +391,12 @@ def _kind_of_model(config: Config) -> str:
         if kind in ARCHITECTURES or kind in SAME_AS or kind in WRAPPERS or kind in REFUSED:
             return kind
     return stated
+
+
+def _is_unsaid(name: str, value: Any) -> bool:
+    """True for a null under the key of a field that has a value of its own where none is given."""
+    field = ModelSpec.model_fields.get(name)
+    return value is None and field is not None and not field.is_required()
 
 
 def _rotary_base(config: Config) -> Config:

@@ -5,10 +5,11 @@ Each function takes the config of one `model_type` and returns fields of a Model
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
-from math import prod
 from typing import Any
 
+from planner.specs.expressions import names_in, value_of
 from planner.specs.reading import kind_of
 
 Config = Mapping[str, Any]
@@ -52,7 +53,8 @@ def whole(config: Config, key: str, default: int | None = None) -> int:
 
 
 def activation(config: Config) -> Derived:
-    given = next((config[key] for key in ("hidden_activation", "hidden_act") if config.get(key) is not None), None)
+    keys = ("mlp_hidden_act", "hidden_activation", "activation_function", "hidden_act", "activation")
+    given = next((config[key] for key in keys if config.get(key) is not None), None)
     return {"activation": ACTIVATIONS.get(given, given) if isinstance(given, str) else given}
 
 
@@ -79,29 +81,41 @@ def whole_heads(config: Config) -> Derived:
     return {} if known else {"head_dim": hidden // heads}  # type: ignore[operator]
 
 
-def llama4_shared(config: Config) -> Derived:
-    """One expert that every token visits, as wide as the others."""
-    return {"shared_expert_intermediate_size": config.get("intermediate_size")}
-
-
 def _times(count: Any, size: Any) -> Any:
     """count · size; a value that is no integer is left for ModelSpec to complain of."""
     return count * size if isinstance(count, int) and isinstance(size, int) else size
 
 
-def shared_experts(count: str, width_key: str = "moe_intermediate_size") -> Callable[[Config], Derived]:
-    """Shared experts are one MLP as wide as all of them, whose number stands under `count`."""
+def sizes(texts: Mapping[str, Any]) -> Callable[[Config], Derived]:
+    """A function that works out fields, and those of sections, by expressions of a config's numbers.
+
+    A field whose expression is None is left out.
+    """
 
     def derive(config: Config) -> Derived:
-        width = _times(config.get(count) or 0, config.get(width_key))
-        return {"shared_expert_intermediate_size": width}
+        fields = {
+            name: sizes(text)(config) if isinstance(text, Mapping) else _size(str(text), config)
+            for name, text in texts.items()
+        }
+        return {name: value for name, value in fields.items() if value is not None}
 
     return derive
 
 
-def latent_heads(config: Config) -> Derived:
-    """Heads are as wide as their values."""
-    return {"head_dim": config.get("v_head_dim")}
+def _size(text: str, config: Config) -> Any:
+    known = {name: config.get(name) for name in names_in(text) - _CALLED}
+    for name, value in known.items():
+        if not isinstance(value, int | float | None):
+            raise InexpressibleError(f"{name}: {value!r:.60} is {kind_of(value)}, expected an integer")
+    try:
+        return value_of(text, known)
+    except (ArithmeticError, TypeError, ValueError):
+        name, value = max(known.items(), key=lambda item: abs(item[1]) if item[1] else math.inf)
+        raise InexpressibleError(f"{name}: {value!r:.60} is no size") from None
+
+
+_CALLED = {"bool", "int", "max", "min"}
+"""Functions that expressions of sizes call."""
 
 
 def opt_sizes(config: Config) -> Derived:
@@ -115,19 +129,6 @@ def opt_sizes(config: Config) -> Derived:
     return {"max_position_embeddings": rows, **activation({"hidden_act": config.get("activation_function")})}
 
 
-def stablelm_norms(config: Config) -> Derived:
-    if config.get("qk_layernorm"):
-        raise InexpressibleError("qk_layernorm: a norm of its own for each head")
-    return {"attention_bias": "qkv" if config.get("use_qkv_bias") else "none"}
-
-
-def gpt2_sizes(config: Config) -> Derived:
-    """The MLP is four times as wide as the model unless n_inner says otherwise."""
-    inner = config.get("n_inner")
-    width = _times(4, config.get("n_embd")) if inner is None else inner
-    return {"intermediate_size": width, **activation({"hidden_act": config.get("activation_function")})}
-
-
 def parallel(kind: str, key: str = "use_parallel_residual", default: bool = True) -> Callable[[Config], Derived]:
     """A function that says whether attention and MLP run side by side, by a switch."""
 
@@ -135,114 +136,6 @@ def parallel(kind: str, key: str = "use_parallel_residual", default: bool = True
         return {"parallel_residual": kind if config.get(key, default) else None}
 
     return derive
-
-
-def gpt_rotary(config: Config) -> Derived:
-    """GPT-J rotates the first rotary_dim features of a head."""
-    hidden, heads, rotated = (config.get(key) for key in ("n_embd", "n_head", "rotary_dim"))
-    if not (isinstance(hidden, int) and isinstance(heads, int) and isinstance(rotated, int) and heads > 0):
-        return {}
-    return {"partial_rotary_factor": min(1.0, rotated * heads / max(hidden, 1))}
-
-
-def four_times(config: Config) -> Derived:
-    """An MLP four times as wide as the model."""
-    return {"intermediate_size": _times(4, config.get("hidden_size"))}
-
-
-def one_key_head(config: Config) -> Derived:
-    """All queries share one head of keys and values, unless multi_query is off (GPT-BigCode)."""
-    return {"num_key_value_heads": 1 if config.get("multi_query", True) else None}
-
-
-def falcon(config: Config) -> Derived:
-    """Falcon's generations: RW (sequential, ALiBi), 7B (one key-value head, one norm), 40B and later (two norms)."""
-    new, bias = bool(config.get("new_decoder_architecture")), bool(config.get("bias"))
-    heads = config.get("num_attention_heads")
-    kv_heads = config.get("num_kv_heads") if new else 1 if config.get("multi_query", True) else heads
-    norms = config.get("num_ln_in_parallel_attn") or (2 if new else 1)
-    beside = new or config.get("parallel_attn", True)
-    ffn = config.get("ffn_hidden_size")
-    return {
-        "num_key_value_heads": kv_heads or heads,
-        "intermediate_size": _times(4, config.get("hidden_size")) if ffn is None else ffn,
-        "bias": bias,
-        "parallel_residual": None if not beside else "two_norms" if norms == 2 else "one_norm",
-        "position_embedding": "alibi" if config.get("alibi") else "rope",
-        **activation({"hidden_act": config.get("activation", "gelu")}),
-    }
-
-
-def mpt(config: Config) -> Derived:
-    """MPT: no biases unless no_bias is off; ALiBi, else learned positions."""
-    ratio, hidden = config.get("expansion_ratio"), config.get("d_model")
-    alibi, has_bias = config.get("alibi", True), config.get("no_bias") is False
-    norms: Derived = {}
-    if config.get("qk_ln"):
-        width, heads = whole(config, "d_model"), whole(config, "n_heads")
-        normed = width + width // heads * whole(config, "kv_n_heads", heads)
-        norms = {"qk_norm": True, "qk_norm_over": "hidden", "vector_parameters": normed * has_bias}
-    return {
-        **norms,
-        "intermediate_size": _times(ratio, hidden),
-        "num_key_value_heads": config.get("kv_n_heads"),
-        "bias": has_bias,
-        "norm_bias": has_bias,
-        "position_embedding": "alibi" if alibi else "learned",
-        **({} if alibi else {"max_position_embeddings": config.get("max_seq_len")}),
-    }
-
-
-def baichuan(config: Config) -> Derived:
-    """Baichuan 13B has ALiBi, and says so by naming no largest position."""
-    return {"position_embedding": "rope" if config.get("max_position_embeddings") else "alibi"}
-
-
-def qwen1(config: Config) -> Derived:
-    """The first Qwen: intermediate_size counts gate and up together."""
-    both = config.get("intermediate_size")
-    return {"intermediate_size": both // 2 if isinstance(both, int) else both, "attention_bias": "qkv"}
-
-
-def chatglm(config: Config) -> Derived:
-    """ChatGLM 2 to 4: grouped queries by a switch, biases on queries, keys and values."""
-    grouped = config.get("multi_query_attention")
-    bias = bool(config.get("add_bias_linear"))
-    return {
-        "num_key_value_heads": config.get("multi_query_group_num") if grouped else None,
-        "attention_bias": "all" if bias else "qkv" if config.get("add_qkv_bias") else "none",
-        "mlp_bias": bias,
-    }
-
-
-def minicpm(config: Config) -> Derived:
-    """MiniCPM's scales: of the embedding, of what a layer adds (over the root of their number), of the logits."""
-    layers, depth, base, hidden = (
-        config.get(key) for key in ("num_hidden_layers", "scale_depth", "dim_model_base", "hidden_size")
-    )
-    fields: Derived = {"embedding_multiplier": config.get("scale_emb", 1.0)}
-    if isinstance(layers, int) and layers > 0 and isinstance(depth, int | float):
-        fields["residual_multiplier"] = depth / layers**0.5
-    if isinstance(base, int) and isinstance(hidden, int) and base > 0:
-        fields["logits_scaling"] = hidden / base
-    return fields
-
-
-def root_of_hidden(config: Config) -> Derived:
-    """The embedding is multiplied by the root of its width (Gemma)."""
-    hidden = config.get("hidden_size")
-    return {"embedding_multiplier": hidden**0.5} if isinstance(hidden, int) and hidden > 0 else {}
-
-
-def grok_scales(config: Config) -> Derived:
-    """Grok's scales of embedding, attention and logits, and the cap of the attention's logits."""
-    output = config.get("output_multiplier_scale")
-    return {
-        "embedding_multiplier": config.get("embedding_multiplier_scale"),
-        "attention_multiplier": config.get("attn_output_multiplier"),
-        "attn_logit_softcapping": config.get("max_attn_value"),
-        "logits_scaling": 1 / output if isinstance(output, int | float) and output > 0 else 1.0,
-    }
 
 
 def one_for_all(*pairs: tuple[str, str], default: Any = None) -> Callable[[Config], Derived]:
@@ -281,15 +174,6 @@ def hunyuan_experts(config: Config) -> Derived:
     }
 
 
-def shared_width(key: str) -> Callable[[Config], Derived]:
-    """A function that reads the width of the shared expert; 0 where there is none."""
-
-    def derive(config: Config) -> Derived:
-        return {"shared_expert_intermediate_size": config.get(key) or 0}
-
-    return derive
-
-
 def bailing(config: Config) -> Derived:
     """Ling's switches: biases, norms of queries and keys, the balancing bias, the width of the shared experts."""
     bias = "all" if config.get("use_bias") else "qkv" if config.get("use_qkv_bias") else "none"
@@ -304,62 +188,6 @@ def bailing(config: Config) -> Derived:
     }
 
 
-def longcat(config: Config) -> Derived:
-    """LongCat's layers are two each: one whose MLP has the experts beside it, one without them."""
-    layers = config.get("num_layers", config.get("num_hidden_layers"))
-    if isinstance(layers, bool) or not isinstance(layers, int):
-        raise InexpressibleError(f"num_layers: {layers!r:.60} is {kind_of(layers)}, expected an integer")
-    return {
-        "num_hidden_layers": 2 * layers,
-        "mlp_layer_types": ("moe", "dense"),
-        "shared_expert_intermediate_size": config.get("ffn_hidden_size"),
-        **latent_heads(config),
-    }
-
-
-def afmoe(config: Config) -> Derived:
-    """Trinity's scale of the embedding, which is a choice."""
-    return root_of_hidden(config) if config.get("mup_enabled") else {}
-
-
-def layer_norms_of_heads(config: Config) -> Derived:
-    """LayerNorms of queries and keys, whose biases are vectors (Phi, Persimmon)."""
-    if not config.get("qk_layernorm"):
-        return {}
-    return {
-        "qk_norm": True,
-        "vector_parameters": 2 * whole(config, "hidden_size") // whole(config, "num_attention_heads"),
-    }
-
-
-def vectors(field: str, *terms: list[int | str]) -> Callable[[Config], Derived]:
-    """A function that adds up products of numbers and of sizes under keys: the length of vectors beside."""
-
-    def derive(config: Config) -> Derived:
-        return {
-            field: sum(prod(whole(config, one, 0) if isinstance(one, str) else one for one in term) for term in terms)
-        }
-
-    return derive
-
-
-def reciprocal(field: str, key: str) -> Callable[[Config], Derived]:
-    """A function that reads a factor on the logits, by which ours are divided."""
-
-    def derive(config: Config) -> Derived:
-        scale = config.get(key)
-        return {field: 1 / scale} if isinstance(scale, int | float) and scale > 0 else {}
-
-    return derive
-
-
-def neo_sizes(config: Config) -> Derived:
-    """GPT-Neo's MLP is four times as wide as the model unless intermediate_size says otherwise."""
-    stated = config.get("intermediate_size")
-    width = _times(4, config.get("hidden_size")) if stated is None else stated
-    return {"intermediate_size": width, **activation({"hidden_act": config.get("activation_function")})}
-
-
 def doge(config: Config) -> Derived:
     """Doge has dense layers here: its mixture of single rows is none that the planner knows."""
     if config.get("is_moe"):
@@ -368,34 +196,3 @@ def doge(config: Config) -> Derived:
     keys = whole(config, "num_key_value_heads", heads)
     fields: Derived = {"vector_parameters": 2 * hidden + keys + keys * keys * hidden // heads}
     return fields | ({"moe": None} if config.get("num_experts_per_tok") and config.get("keep_window_size", 1) else {})
-
-
-def one_bias(config: Config) -> Derived:
-    """InternLM: biases on all four projections of attention by one switch, on by default."""
-    return {"attention_bias": "all" if config.get("bias", True) else "none"}
-
-
-def internlm3(config: Config) -> Derived:
-    """InternLM 3: biases of queries, keys and values by one switch, all others by another."""
-    qkv, others = config.get("qkv_bias", config.get("attention_bias")), bool(config.get("bias"))
-    everywhere = qkv and (others or config.get("attention_bias"))
-    return {"attention_bias": "all" if everywhere else "qkv" if qkv else "output" if others else "none",
-            "mlp_bias": others or bool(config.get("mlp_bias"))}  # fmt: skip
-
-
-def minimax_rotary(config: Config) -> Derived:
-    """MiniMax states the number of rotated features of a head."""
-    rotated, width = config.get("rotary_dim"), config.get("head_dim")
-    if not (isinstance(rotated, int) and isinstance(width, int) and 0 < rotated <= width):
-        return {}
-    return {"partial_rotary_factor": rotated / width}
-
-
-def mimo_rotary(config: Config) -> Derived:
-    """MiMo-V2's base of rotary frequencies on sliding layers."""
-    return {"rope_local_base_freq": config["swa_rope_theta"]} if config.get("swa_rope_theta") else {}
-
-
-def nemotron_activation(config: Config) -> Derived:
-    """Nemotron-H's activation has a name of its own."""
-    return activation({"hidden_act": config.get("mlp_hidden_act", "relu2")})

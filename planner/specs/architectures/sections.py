@@ -125,12 +125,10 @@ def kimi_k3(config: Config) -> Derived:
 
 
 def ling_delta(config: Config) -> Derived:
-    """Ling 3's Kimi delta attention, whose gates have full projections unless `no_kda_lora` is off."""
-    if config.get("group_norm_size") and not config.get("short_conv_kernel_size"):
-        raise InexpressibleError(
-            f"group_norm_size: {config['group_norm_size']!r:.60}: lightning beside latent attention"
-        )
-    section = kimi_delta({"linear_head_dim": config.get("head_dim"), **config})
+    """Ling 3's Kimi delta attention, its gates full projections unless `no_kda_lora` is off; Ling 2.5's lightning."""
+    if _is_lightning(config):
+        return lightning(config) | {"attn_head_gate": False}
+    section = kimi_delta({**config, "linear_head_dim": config.get("head_dim") or config.get("linear_head_dim")})
     kernel = whole(config, "short_conv_kernel_size", whole(config, "linear_conv_kernel_dim", 4))
     own: Derived = section["linear_attention"] | {"conv_kernel": kernel}
     heads = whole(config, "num_attention_heads")
@@ -138,9 +136,15 @@ def ling_delta(config: Config) -> Derived:
     return {"linear_attention": own | ({"gate_rank": None} if config.get("no_kda_lora", True) else {})}
 
 
+def _is_lightning(config: Config) -> bool:
+    """Ling's linear layers are lightning attention: without latent attention, or where they have no convolution."""
+    grouped = config.get("group_norm_size") and not config.get("short_conv_kernel_size")
+    return bool(grouped or not config.get("kv_lora_rank"))
+
+
 def ling_layers(config: Config) -> Derived:
     """Ling's groups of layers, the last of each with full attention, as are those that fill no group."""
-    linear = "kimi_delta" if config.get("kv_lora_rank") else "lightning"
+    linear = "lightning" if _is_lightning(config) else "kimi_delta"
     types = lists.listed(config, {"full_attention": "full", "linear_attention": linear})
     size, layers = max(whole(config, "layer_group_size"), 1), num_layers(config)
     rest = layers // size * size
@@ -171,9 +175,20 @@ def dots3(config: Config) -> Derived:
     slide = [layer for layer, kind in enumerate(kinds) if kind == "sliding" and isinstance(stated.get(layer), dict)]
     own: Derived = stated[slide[0]] if slide else {}
     sizes = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-    latent = {name: whole({**config, **own}, name) for name in sizes}
-    heads = {name: own[name] for name in ("num_attention_heads", "num_key_value_heads") if name in own}
-    return {"layer_types": lists.shortest(kinds), "sliding_heads": {**heads, "mla": latent}}
+    latent = {name: whole(own, name, whole(config, f"swa_{name}")) for name in sizes}
+    heads = whole(own, "num_attention_heads", whole(config, "swa_num_attention_heads"))
+    return {
+        "layer_types": lists.shortest(kinds),
+        "sliding_heads": {"num_attention_heads": heads, "num_key_value_heads": heads, "mla": latent},
+    }
+
+
+def lara(config: Config) -> Derived:
+    """Lara Mini: gated delta net on two of five layers, windows on two, full attention on one."""
+    if config.get("layer_types") is not None:
+        return {}
+    turns = ("gated_delta", "sliding", "gated_delta", "full", "sliding")
+    return {"layer_types": lists.shortest([turns[layer % 5] for layer in range(num_layers(config))])}
 
 
 def lightning(config: Config) -> Derived:
@@ -282,6 +297,27 @@ def gemma4_heads(config: Config) -> Derived:
             "shared_expert_intermediate_size": config.get("intermediate_size"),
         }  # fmt: skip
     return fields
+
+
+def gemma3n(config: Config) -> Derived:
+    """Gemma 3n: widths listed by layer, and last layers that take the keys of others."""
+    listed, layers = config.get("intermediate_size"), num_layers(config)
+    widths = listed if isinstance(listed, list) and listed else [listed]
+    first = layers - whole(config, "num_kv_shared_layers", 15)
+    own = [{"intermediate_size": widths[layer % len(widths)]} | ({"shares_keys": True} if layer >= first else {})
+           for layer in range(layers)]  # fmt: skip
+    return {"intermediate_size": widths[0], "layer_sizes": tuple(own)}
+
+
+def mistral_large4(config: Config) -> Derived:
+    """Mistral Large 4: every fourth layer has keys without positions, which are as wide."""
+    names = ("kv_lora_rank", "v_head_dim", "qk_nope_head_dim", "qk_rope_head_dim")
+    latent = {name: whole(config, name) for name in names}
+    latent["qk_nope_head_dim"] += latent.pop("qk_rope_head_dim")
+    plain = {"mla": latent | {"qk_rope_head_dim": 0}}
+    stated, every = config.get("no_rope_layers"), max(whole(config, "no_rope_layer_interval", 4), 1)
+    turns = stated if isinstance(stated, list) and stated else [i % every for i in range(1, every + 1)]
+    return {"layer_sizes": tuple({} if turns[i % len(turns)] else plain for i in range(num_layers(config)))}
 
 
 def nas_blocks(config: Config) -> Derived:
@@ -400,16 +436,6 @@ def lfm2_mlp(config: Config) -> Derived:
     if isinstance(factor, int | float) and math.isfinite(factor):
         width = int(factor * width)
     return {"intermediate_size": -(-width // max(block, 1)) * block}
-
-
-def tied(config: Config) -> Derived:
-    """LFM2 spells its tied embedding in the singular."""
-    return {"tie_word_embeddings": config.get("tie_embedding", config.get("tie_word_embeddings", True))}
-
-
-def conv_bias(config: Config) -> Derived:
-    """LFM2's biases: of the convolution and of the projections around it."""
-    return {"bias": bool(config.get("conv_bias", False))}
 
 
 def lfm3(config: Config) -> Derived:
