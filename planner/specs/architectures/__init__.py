@@ -19,7 +19,7 @@ from pydantic import ValidationError
 
 from planner.errors import SpecError
 from planner.specs.architectures import derivations, layer_lists, sections
-from planner.specs.architectures.derivations import Config, Derived, InexpressibleError, check_switches, sizes
+from planner.specs.architectures.derivations import Config, Derived, InexpressibleError, check_switches, first_of
 from planner.specs.architectures.layer_lists import without_unused_sections
 from planner.specs.architectures.vision import vision_of
 from planner.specs.model import ModelSpec
@@ -43,8 +43,6 @@ class Architecture:
     fixed: dict[str, Any]
     sections: tuple[str, ...]
     """Keys under which a mapping holds further keys of the config."""
-    sizes: dict[str, Any]
-    """Expressions of a config's numbers, by field."""
 
 
 def _alike(*names: str) -> Keys:
@@ -78,14 +76,13 @@ def _architectures(rows: Mapping[str, dict[str, Any]]) -> dict[str, Architecture
     """The rows of the table; one goes on from another that stands before it."""
     built: dict[str, Architecture] = {}
     for name, row in rows.items():
-        like = built.get(row.get("like", ""), Architecture({}, {}, (), {}, (), {}))
+        like = built.get(row.get("like", ""), Architecture({}, {}, (), {}, ()))
         built[name] = Architecture(
             keys=_keys(like.keys, row.get("keys", ())),
             defaults=like.defaults | row.get("defaults", {}),
             derive=(*like.derive, *map(_function, row.get("derive", ()))),
             fixed=like.fixed | row.get("fixed", {}),
             sections=tuple(row.get("inside", like.sections)),
-            sizes=like.sizes | row.get("sizes", {}),
         )
     return {name: row for name, row in built.items() if not name.startswith("_")}
 
@@ -104,13 +101,19 @@ def _keys(own: Keys, items: list[Any]) -> Keys:
 
 
 def _function(entry: Any) -> Any:
-    """A function by its name, or the one that `{name: arguments}` makes; without arguments the function itself."""
+    """A function by its name, or the one that `{name: arguments}` makes; without arguments the function itself.
+
+    A mapping among the arguments names a function, too, unless it is one of fields.
+    """
     if not isinstance(entry, dict):
         return _FUNCTIONS[entry]
     ((name, arguments),) = entry.items()
     if arguments is None:
         return _FUNCTIONS[name]
-    return _FUNCTIONS[name](*(_function(each) if isinstance(each, dict) else each for each in arguments))
+    given = [arguments] if isinstance(arguments, dict) else arguments
+    return _FUNCTIONS[name](
+        *(_function(each) if isinstance(each, dict) and each.keys() <= _FUNCTIONS.keys() else each for each in given)
+    )
 
 
 _HERE = Path(__file__).parent
@@ -158,13 +161,9 @@ _SCALING_NUMBERS = (
 )  # fmt: skip
 
 
-def _first(config: Config, keys: tuple[str, ...]) -> Any:
-    return next((config[key] for key in keys if config.get(key) is not None), None)
-
-
 def norm_eps(config: Config) -> Derived:
     """The number under the root of a norm."""
-    return {"norm_eps": _first(config, _EPSILONS)}
+    return {"norm_eps": first_of(config, _EPSILONS)}
 
 
 def soft_caps(config: Config) -> Derived:
@@ -210,11 +209,11 @@ def _scaling(stated: Mapping[str, Any], config: Config) -> Derived | None:
 
 def router(config: Config) -> Derived:
     """How a router scores, groups, scales and balances."""
-    fields = {name: _first(config, spellings) for name, spellings in _ROUTER.items()}
+    fields = {name: first_of(config, spellings) for name, spellings in _ROUTER.items()}
     groups = fields["n_group"]
     if groups in (None, 0, 1):
         fields["n_group"] = fields["topk_group"] = None
-    scores = _first(
+    scores = first_of(
         config, ("scoring_func", "score_function", "score_func", "moe_router_activation_func", "moe_router_activation")
     )
     fields["scoring_func"] = _SCORES.get(scores, scores) if isinstance(scores, str) else scores
@@ -332,7 +331,7 @@ def from_config(config: Config, where: str) -> ModelSpec:
         for read in (norm_eps, soft_caps, rotary, router):
             fields |= read(given)
         fields |= row.fixed
-        for function in (*row.derive, sizes(row.sizes)):
+        for function in row.derive:
             fields |= function(given)
         fields = without_unused_sections(fields) | _vision(whole, fields.get("hidden_size"), where)
         known = {*given.looked_at, *row.defaults, *(key for names in row.keys.values() for key in names)}

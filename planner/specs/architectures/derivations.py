@@ -5,8 +5,9 @@ Each function takes the config of one `model_type` and returns fields of a Model
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 from planner.specs.expressions import names_in, value_of
@@ -52,70 +53,84 @@ def whole(config: Config, key: str, default: int | None = None) -> int:
     return value
 
 
+def sum_of(text: str | int, size: Callable[[str], int]) -> int:
+    """An expression of numbers and sizes, such as `4*hidden_size + inner/16`, whose quotients are rounded down."""
+    whole_text = str(text).replace("/", "//")
+    names = {name: size(name) for name in names_in(whole_text) - _CALLED}
+    try:
+        return int(value_of(whole_text, names))
+    except ZeroDivisionError:
+        return 0
+
+
+_CALLED = {"max", "min"}
+"""Functions that sums of sizes call."""
+
+
+def size_of(config: Config, texts: str | list[str], needed: bool = False) -> int | None:
+    """The first of these sums whose sizes are all given, where `auto` is none; the last where one is needed."""
+    sums = [texts] if isinstance(texts, str) else texts
+    given = [text for text in sums if not any(config.get(key) in (None, "auto") for key in names_in(text) - _CALLED)]
+    return sum_of((given or sums[-1:])[0], partial(whole, config)) if given or needed else None
+
+
+def sizes(fields: Mapping[str, str | list[str]]) -> Callable[[Config], Derived]:
+    """A function that works out fields as `size_of` has it, as far as their sizes are given."""
+
+    def derive(config: Config) -> Derived:
+        found = {name: size_of(config, texts) for name, texts in fields.items()}
+        return {name: size for name, size in found.items() if size is not None}
+
+    return derive
+
+
+def first_of(config: Config, keys: str | Iterable[str]) -> Any:
+    """The value under the first key that has one."""
+    names = (keys,) if isinstance(keys, str) else keys
+    return next((config[key] for key in names if config.get(key) is not None), None)
+
+
+def section(
+    name: str, fields: Mapping[str, str | list[str]], others: Mapping[str, str | list[str]] = MappingProxyType({})
+) -> Callable[[Config], Derived]:
+    """A function that fills a section with sizes, and with other values as they stand."""
+
+    def derive(config: Config) -> Derived:
+        counted = {field: size_of(config, texts, needed=True) for field, texts in fields.items()}
+        stated = {field: first_of(config, keys) for field, keys in others.items()}
+        return {name: counted | {field: value for field, value in stated.items() if value is not None}}
+
+    return derive
+
+
+def switch(field: str, key: str, on: Any, off: Any = None, default: Any = None) -> Callable[[Config], Derived]:
+    """A function that gives a field one of two values."""
+    return lambda config: {field: on if config.get(key, default) else off}
+
+
+attention_bias = switch("attention_bias", "attention_bias", "all", "none")
+"""Biases on all four projections or on none, by one switch."""
+
+
+def ratio(field: str, above: str, below: str) -> Callable[[Config], Derived]:
+    """A function that works out a share of one size of another, at most 1."""
+
+    def derive(config: Config) -> Derived:
+        part, total = size_of(config, above), size_of(config, below)
+        return {field: min(1.0, part / total)} if part is not None and total else {}
+
+    return derive
+
+
 def activation(config: Config) -> Derived:
-    keys = ("mlp_hidden_act", "hidden_activation", "activation_function", "hidden_act", "activation")
-    given = next((config[key] for key in keys if config.get(key) is not None), None)
+    given = first_of(config, ("mlp_hidden_act", "hidden_activation", "hidden_act", "activation_function"))
     return {"activation": ACTIVATIONS.get(given, given) if isinstance(given, str) else given}
-
-
-def attention_bias(config: Config) -> Derived:
-    """Biases on all four projections or on none, by one switch."""
-    return {"attention_bias": "all" if config.get("attention_bias") else "none"}
-
-
-def qkv_bias(config: Config) -> Derived:
-    """Biases on queries, keys and values only (Qwen2)."""
-    return {"attention_bias": "qkv" if config.get("qkv_bias", True) else "none"}
 
 
 def no_output_bias(config: Config) -> Derived:
     """Biases on queries, keys and values only, unless the output's own switch is on (GLM-4, Seed-OSS)."""
     inner, output = config.get("attention_bias"), config.get("attention_out_bias")
     return {"attention_bias": "all" if inner and output else "qkv" if inner else "none"}
-
-
-def whole_heads(config: Config) -> Derived:
-    """Heads that are given no width: hidden_size // num_attention_heads."""
-    hidden, heads = config.get("hidden_size"), config.get("num_attention_heads")
-    known = config.get("head_dim") is not None or not (isinstance(hidden, int) and isinstance(heads, int) and heads > 0)
-    return {} if known else {"head_dim": hidden // heads}  # type: ignore[operator]
-
-
-def _times(count: Any, size: Any) -> Any:
-    """count · size; a value that is no integer is left for ModelSpec to complain of."""
-    return count * size if isinstance(count, int) and isinstance(size, int) else size
-
-
-def sizes(texts: Mapping[str, Any]) -> Callable[[Config], Derived]:
-    """A function that works out fields, and those of sections, by expressions of a config's numbers.
-
-    A field whose expression is None is left out.
-    """
-
-    def derive(config: Config) -> Derived:
-        fields = {
-            name: sizes(text)(config) if isinstance(text, Mapping) else _size(str(text), config)
-            for name, text in texts.items()
-        }
-        return {name: value for name, value in fields.items() if value is not None}
-
-    return derive
-
-
-def _size(text: str, config: Config) -> Any:
-    known = {name: config.get(name) for name in names_in(text) - _CALLED}
-    for name, value in known.items():
-        if not isinstance(value, int | float | None):
-            raise InexpressibleError(f"{name}: {value!r:.60} is {kind_of(value)}, expected an integer")
-    try:
-        return value_of(text, known)
-    except (ArithmeticError, TypeError, ValueError):
-        name, value = max(known.items(), key=lambda item: abs(item[1]) if item[1] else math.inf)
-        raise InexpressibleError(f"{name}: {value!r:.60} is no size") from None
-
-
-_CALLED = {"bool", "int", "max", "min"}
-"""Functions that expressions of sizes call."""
 
 
 def opt_sizes(config: Config) -> Derived:
@@ -126,16 +141,73 @@ def opt_sizes(config: Config) -> Derived:
         raise InexpressibleError("word_embed_proj_dim: a projection between embedding and layers")
     positions = config.get("max_position_embeddings")
     rows = positions + 2 if isinstance(positions, int) else positions
-    return {"max_position_embeddings": rows, **activation({"hidden_act": config.get("activation_function")})}
+    return {"max_position_embeddings": rows}
 
 
-def parallel(kind: str, key: str = "use_parallel_residual", default: bool = True) -> Callable[[Config], Derived]:
-    """A function that says whether attention and MLP run side by side, by a switch."""
+def falcon(config: Config) -> Derived:
+    """Falcon's generations: RW (sequential, ALiBi), 7B (one key-value head, one norm), 40B and later (two norms)."""
+    new, bias = bool(config.get("new_decoder_architecture")), bool(config.get("bias"))
+    heads = config.get("num_attention_heads")
+    kv_heads = config.get("num_kv_heads") if new else 1 if config.get("multi_query", True) else heads
+    norms = config.get("num_ln_in_parallel_attn") or (2 if new else 1)
+    beside = new or config.get("parallel_attn", True)
+    return {
+        "num_key_value_heads": kv_heads or heads,
+        "intermediate_size": size_of(config, ["ffn_hidden_size", "4*hidden_size"]),
+        "bias": bias,
+        "parallel_residual": None if not beside else "two_norms" if norms == 2 else "one_norm",
+        "position_embedding": "alibi" if config.get("alibi") else "rope",
+        **activation({"hidden_act": config.get("activation", "gelu")}),
+    }
 
-    def derive(config: Config) -> Derived:
-        return {"parallel_residual": kind if config.get(key, default) else None}
 
-    return derive
+def mpt(config: Config) -> Derived:
+    """MPT: no biases unless no_bias is off; ALiBi, else learned positions."""
+    alibi, has_bias = config.get("alibi", True), config.get("no_bias") is False
+    norms: Derived = {}
+    if config.get("qk_ln"):
+        width, heads = whole(config, "d_model"), whole(config, "n_heads")
+        normed = width + width // heads * whole(config, "kv_n_heads", heads)
+        norms = {"qk_norm": True, "qk_norm_over": "hidden", "vector_parameters": normed * has_bias}
+    return {
+        **norms,
+        "intermediate_size": size_of(config, "expansion_ratio*d_model"),
+        "num_key_value_heads": config.get("kv_n_heads"),
+        "bias": has_bias,
+        "norm_bias": has_bias,
+        "position_embedding": "alibi" if alibi else "learned",
+        **({} if alibi else {"max_position_embeddings": config.get("max_seq_len")}),
+    }
+
+
+def chatglm(config: Config) -> Derived:
+    """ChatGLM 2 to 4: grouped queries by a switch, biases on queries, keys and values."""
+    grouped = config.get("multi_query_attention")
+    bias = bool(config.get("add_bias_linear"))
+    return {
+        "num_key_value_heads": config.get("multi_query_group_num") if grouped else None,
+        "attention_bias": "all" if bias else "qkv" if config.get("add_qkv_bias") else "none",
+        "mlp_bias": bias,
+    }
+
+
+def minicpm(config: Config) -> Derived:
+    """MiniCPM's scales: of the embedding, of what a layer adds (over the root of their number), of the logits."""
+    layers, depth, base, hidden = (
+        config.get(key) for key in ("num_hidden_layers", "scale_depth", "dim_model_base", "hidden_size")
+    )
+    fields: Derived = {"embedding_multiplier": config.get("scale_emb", 1.0)}
+    if isinstance(layers, int) and layers > 0 and isinstance(depth, int | float):
+        fields["residual_multiplier"] = depth / layers**0.5
+    if isinstance(base, int) and isinstance(hidden, int) and base > 0:
+        fields["logits_scaling"] = hidden / base
+    return fields
+
+
+def root_of_hidden(config: Config) -> Derived:
+    """The embedding is multiplied by the root of its width (Gemma)."""
+    hidden = config.get("hidden_size") if config.get("mup_enabled", True) else None
+    return {"embedding_multiplier": hidden**0.5} if isinstance(hidden, int) and hidden > 0 else {}
 
 
 def one_for_all(*pairs: tuple[str, str], default: Any = None) -> Callable[[Config], Derived]:
@@ -162,30 +234,52 @@ def hunyuan_experts(config: Config) -> Derived:
         ("num_experts", "num_experts"),
     )(config)  # fmt: skip
     width = stated["width"] or config.get("intermediate_size")
-    shared = 1 if stated["shared"] is None else stated["shared"]
     followers = whole(config, "cla_share_factor", 2) - 1 if config.get("use_cla") else 0
     return {
         "layer_sizes": ({}, *({"shares_keys": True},) * followers) if followers else None,
         "moe_intermediate_size": width,
         "num_experts_per_tok": stated["num_experts_per_tok"],
         "num_experts": stated["num_experts"],
-        "shared_expert_intermediate_size": _times(shared, config.get("intermediate_size")),
+        "shared_expert_intermediate_size": whole(stated, "shared", 1) * whole(config, "intermediate_size"),
         "qk_norm": bool(config.get("use_qk_norm", True)),
     }
 
 
-def bailing(config: Config) -> Derived:
-    """Ling's switches: biases, norms of queries and keys, the balancing bias, the width of the shared experts."""
-    bias = "all" if config.get("use_bias") else "qkv" if config.get("use_qkv_bias") else "none"
-    width = config.get("moe_shared_expert_intermediate_size")
-    shared = config.get("num_shared_experts") or 0
+def all_or_qkv_bias(config: Config) -> Derived:
+    """Biases on all four projections by one switch, or on queries, keys and values by another (Ling)."""
+    return {"attention_bias": "all" if config.get("use_bias") else "qkv" if config.get("use_qkv_bias") else "none"}
+
+
+def longcat(config: Config) -> Derived:
+    """LongCat's layers are two each: one whose MLP has the experts beside it, one without them."""
+    layers = config.get("num_layers", config.get("num_hidden_layers"))
+    if isinstance(layers, bool) or not isinstance(layers, int):
+        raise InexpressibleError(f"num_layers: {layers!r:.60} is {kind_of(layers)}, expected an integer")
     return {
-        "attention_bias": bias,
-        "qk_norm": bool(config.get("use_qk_norm")),
-        "router_bias": bool(config.get("moe_router_enable_expert_bias")),
-        "shared_expert_intermediate_size": _times(shared, width or config.get("moe_intermediate_size")),
-        "embedding_norm": False,
+        "num_hidden_layers": 2 * layers,
+        "mlp_layer_types": ("moe", "dense"),
+        "shared_expert_intermediate_size": config.get("ffn_hidden_size"),
     }
+
+
+def layer_norms_of_heads(config: Config) -> Derived:
+    """LayerNorms of queries and keys, whose biases are vectors (Phi, Persimmon)."""
+    if not config.get("qk_layernorm"):
+        return {}
+    return {
+        "qk_norm": True,
+        "vector_parameters": 2 * whole(config, "hidden_size") // whole(config, "num_attention_heads"),
+    }
+
+
+def reciprocal(field: str, key: str) -> Callable[[Config], Derived]:
+    """A function that reads a factor on the logits, by which ours are divided."""
+
+    def derive(config: Config) -> Derived:
+        scale = config.get(key)
+        return {field: 1 / scale} if isinstance(scale, int | float) and scale > 0 else {}
+
+    return derive
 
 
 def doge(config: Config) -> Derived:
@@ -196,3 +290,11 @@ def doge(config: Config) -> Derived:
     keys = whole(config, "num_key_value_heads", heads)
     fields: Derived = {"vector_parameters": 2 * hidden + keys + keys * keys * hidden // heads}
     return fields | ({"moe": None} if config.get("num_experts_per_tok") and config.get("keep_window_size", 1) else {})
+
+
+def internlm3(config: Config) -> Derived:
+    """InternLM 3: biases of queries, keys and values by one switch, all others by another."""
+    qkv, others = config.get("qkv_bias", config.get("attention_bias")), bool(config.get("bias"))
+    everywhere = qkv and (others or config.get("attention_bias"))
+    return {"attention_bias": "all" if everywhere else "qkv" if qkv else "output" if others else "none",
+            "mlp_bias": others or bool(config.get("mlp_bias"))}  # fmt: skip

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from planner.specs.architectures.derivations import ACTIVATIONS, Config, Derived, InexpressibleError, whole
+from planner.specs.architectures.derivations import ACTIVATIONS, Config, Derived, InexpressibleError, sum_of, whole
 from planner.specs.reading import load_yaml
 
 _TABLE = Path(__file__).parent / "vision.yaml"
@@ -67,13 +66,8 @@ class _Sizes:
         return size
 
     def sum_of(self, text: str | int) -> int:
-        """A sum of products of sizes, each by a number where one stands behind a stroke."""
-        total = 0
-        for term in str(text).split("+"):
-            factors, _, by = term.partition("/")
-            names = map(str.strip, factors.split("*"))
-            total += math.prod(int(name) if name.isdigit() else self[name] for name in names) // int(by or 1)
-        return total
+        """A sum of products of sizes."""
+        return sum_of(text, self.__getitem__)
 
 
 def vision_of(config: Config, text_hidden: int) -> Derived | None:
