@@ -157,7 +157,12 @@ def buffers(pricing: Pricing, table: CostTable) -> tuple[Saved, ...]:
         "gradients of the layer before", (trained,),
         dtype="fp32" if runtime.gradient_bytes == FP32 else "bf16",
     )  # fmt: skip
-    return (Saved("two gathered layers", (2, layer)), before, *beside)
+    gathered = Saved("two gathered layers", (2, layer))
+    if runtime.parameter_offload:
+        # the first gathers of a step find nothing on the GPU: embedding and head stay from the forward to the backward
+        ends = _gathered_elements(table.embedding, runtime) + _gathered_elements(table.head, runtime)
+        gathered = Saved("two gathered layers, embedding and head", (2 * layer + ends,))
+    return (gathered, before, *beside)
 
 
 def _gathered_elements(part: PartCost, runtime: RuntimeSpec) -> float:
@@ -209,7 +214,8 @@ def copied_gradients_bytes(pricing: Pricing, table: CostTable, cost: PartCost) -
     if not runtime.widens_gradients or runtime.gradient_bytes == FP32:
         return 0.0
     dense, expert = cost.trained_dense_parameters, cost.trained_expert_parameters
-    return FP32 * float(sharded_parameters(dense, expert, table.shape, runtime))
+    on_gpu = 1 - memory.offloaded_gradients(runtime)
+    return FP32 * on_gpu * float(sharded_parameters(dense, expert, table.shape, runtime))
 
 
 HOST_STATE_BYTES = 16
@@ -224,7 +230,8 @@ def host_bytes(pricing: Pricing, shape: Shape) -> Number:
     micro-batches are in flight as a rank has in the mean.
     """
     runtime, model = pricing.runtime, pricing.model
-    if not (runtime.optimizer_offload_fraction or runtime.offload_modules or runtime.offloaded_layers):
+    waits = runtime.offload_modules or runtime.offloaded_layers or runtime.parameter_offload
+    if not (runtime.optimizer_offload_fraction or waits):
         return 0.0
     layers = [(count, pricing.layer(kind, shape)) for kind, count in pricing.kind_counts.items()]
     ends = (pricing.embedding_items(shape), pricing.head_items(shape, model.tie_word_embeddings))
@@ -236,6 +243,10 @@ def host_bytes(pricing: Pricing, shape: Shape) -> Number:
     updated = runtime.optimizer_offload_fraction * sharded_parameters(dense, expert, shape, runtime)
     waiting = sum(count * pricing.offloaded_bytes_of(items) for count, items in layers if is_decoder_layer(items))
     in_flight = minimum((shape.pp + 1) / 2, shape.num_microbatches)
+    if runtime.parameter_offload:
+        frozen = sum(count * num_parameters(items, trained=False) for count, items in parts)
+        weights = BF16 * (dense + expert) + runtime.frozen_weight_bytes * frozen
+        waiting = waiting + weights / shape.shard_size
     return HOST_STATE_BYTES * updated + waiting / shape.pp * in_flight
 
 

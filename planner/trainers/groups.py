@@ -201,6 +201,11 @@ class Memory(Group):
     """Share of the optimizer's states that stays in host memory, where the host updates it."""
     offloads_masters: bool = False
     """fp32 masters leave the GPU with the states (ZeRO-Offload, Megatron); without: the GPU keeps them."""
+    offloads_gradients: bool = False
+    """Sharded gradients go to the host with the states (ZeRO-Offload from ZeRO-2 on, FSDP's CPUOffload)."""
+    parameter_offload: bool = False
+    """ZeRO-3's shards of weights, frozen ones too, wait on the host and are copied in for every gather
+    (`offload_param`, `fsdp_offload_params`)."""
     host_adam_bytes: Rate = 80.0
     """Bytes that the host moves through its memory to update a parameter with Adam: torch's on the CPU runs one pass
     after another: the decay (8), the two moments (32), the root, the quotient and its epsilon (24), the sum (16)."""

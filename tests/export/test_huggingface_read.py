@@ -14,6 +14,8 @@ from planner.errors import SpecError
 from planner.export.import_run import read, read_configuration
 from planner.layout.runs import parse_run
 
+OFFLOADED = {"optimizer_offload": 1.0, "parameter_offload": True}
+
 
 def test_accelerate_with_fsdp() -> None:
     imported = read_configuration(
@@ -24,7 +26,8 @@ def test_accelerate_with_fsdp() -> None:
     assert (imported.source, imported.run["runtime"], imported.run["num_gpus"]) == ("accelerate", "torch-fsdp", 16)
     layout = layout_of(imported)
     assert (layout["zero_stage"], layout["fsdp"], layout["recompute"]) == (3, 8, "full")
-    assert imported.unknown == {"fsdp_config.fsdp_offload_params": "true"}
+    assert not imported.unknown
+    assert imported.run["features"] == OFFLOADED
 
 
 @pytest.mark.parametrize(
@@ -133,6 +136,8 @@ _SFT = "--model_name_or_path Qwen/Qwen3-8B --per_device_train_batch_size 1 --bf1
             f"x.py {_SFT}",
             {"zero_stage": 3, "sharding": "deepspeed", "optimizer_offload": 1.0},
         ),
+        (f"swift sft {_SFT} --deepspeed zero3_offload", {"zero_stage": 3, "sharding": "deepspeed", **OFFLOADED}),
+        (f"swift sft {_SFT} --deepspeed zero2_offload", {"zero_stage": 2, "optimizer_offload": 1.0}),
         (
             f"accelerate launch --config_file configs/zero3.yaml sft.py {_SFT}",
             {"zero_stage": 3, "sharding": "deepspeed"},

@@ -193,6 +193,8 @@ def read_config(config: dict[str, Any]) -> DeepSpeedConfig:
         "overlap_grad_reduce": bool(zero.get("overlap_comm", stage == 3)),
         "optimizer_offload": _offloaded(zero),
     }
+    if stage == 3 and section(zero, "offload_param").get("device") == "cpu":
+        found.features["parameter_offload"] = True
     if section(config, "data_types").get("grad_accum_dtype") == "bf16":
         found.features["bf16_gradients"] = True
     _sort(config, zero, found)
@@ -243,7 +245,7 @@ def _offloaded(zero: dict[str, Any]) -> float:
 def _sort(config: dict[str, Any], zero: dict[str, Any], found: DeepSpeedConfig) -> None:
     """Note every key that is not read as ignored where it is known to be harmless, else as unknown."""
     row = dialect("deepspeed")
-    for key, read in (("offload_optimizer", ("none", "cpu")), ("offload_param", ("none",))):
+    for key, read in (("offload_optimizer", ("none", "cpu")), ("offload_param", ("none", "cpu"))):
         if section(zero, key).get("device", "none") not in (*read, None):
             found.unknown[f"zero_optimization.{key}"] = json.dumps(zero[key])
     for key, value in zero.items():

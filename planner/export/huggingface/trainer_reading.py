@@ -22,6 +22,7 @@ from planner.export.huggingface.tuning_settings import (
     fsdp_layout,
     new_run,
     note_sections,
+    offload_all,
     read_fine_tuning,
     set_model,
 )
@@ -258,8 +259,10 @@ def _read_sharding(imported: ImportedRun, settings: dict[str, Any], config: Conf
             layout["zero_stage"] = int(stage[1])
             imported.notes.append(f"{name} is not beside the file: ZeRO {stage[1]} by its name")
             if "offload" in str(name):
-                imported.run["features"]["optimizer_offload"] = 1.0
-                imported.unknown["deepspeed"] = f"{name}: what it offloads beside the optimizer"
+                imported.run["features"] |= {
+                    "optimizer_offload": 1.0,
+                    **({"parameter_offload": True} if stage[1] == "3" else {}),
+                }
         else:
             imported.unknown["deepspeed"] = f"{name} is not beside the file: ZeRO 0 is assumed"
     elif settings.get("fsdp") or settings.get("fsdp_config") or settings.get("fsdp_version"):
@@ -271,7 +274,7 @@ def _read_sharding(imported: ImportedRun, settings: dict[str, Any], config: Conf
         options = options if isinstance(options, dict) else {}
         layout |= fsdp_layout({"fsdp": words}, options)
         if "offload" in str(words) or is_on(options.get("fsdp_offload_params", options.get("offload_params"))):
-            imported.unknown["fsdp"] = f"{words or ''} offload of parameters".strip()
+            offload_all(imported, "fsdp", f"{words or ''} offload of parameters".strip())
 
 
 def _list_unread(imported: ImportedRun, settings: dict[str, Any]) -> None:
@@ -419,9 +422,10 @@ def _read_layout(imported: ImportedRun, data: dict[str, Any]) -> None:
     for name in ("tensor_parallel_dim", "context_parallel_dim"):
         if (_number(data, name) or 1) > 1:
             imported.unknown[name] = str(data[name])
-    for name in ("fsdp_cpu_offload", "optimizer_in_bwd"):
-        if data.get(name):
-            imported.unknown[name] = str(data[name])
+    if data.get("fsdp_cpu_offload"):
+        offload_all(imported, "fsdp_cpu_offload")
+    if data.get("optimizer_in_bwd"):
+        imported.unknown["optimizer_in_bwd"] = str(data["optimizer_in_bwd"])
     dataset = _section(data, "dataset")
     length = imported.run["seq_length"]
     if dataset and not dataset.get("packed") and length is not None:

@@ -27,6 +27,18 @@ from planner.trainers.switches import SWITCHES
 
 Settings = Mapping[str, Any]
 
+OFFLOADS_ALL = {"optimizer_offload": 1.0, "parameter_offload": True}
+"""Features of a run whose sharded weights, gradients and states are all on the host (FSDP's CPUOffload)."""
+
+
+def offload_all(imported: ImportedRun, name: str, value: Any = "true") -> None:
+    """Put FSDP's CPUOffload into a run, where it shards weights; `name` is the setting that says so."""
+    if imported.run["parallelism"].get("zero_stage") == 3:
+        imported.run["features"] |= OFFLOADS_ALL
+    else:
+        imported.unknown[name] = str(value)
+
+
 FSDP_RUNTIME, HF_RUNTIME = "torch-fsdp", "hf"
 """FSDP around fp32 weights, which mixed precision makes of them; and transformers' own weights as they are loaded."""
 _SHARDING = {
@@ -220,8 +232,8 @@ def _read_sharding(imported: ImportedRun, settings: Settings) -> None:
     if not is_tuned or run["runtime"] not in (FSDP_RUNTIME, DEEPSPEED_RUNTIME):
         return
     if run["runtime"] == DEEPSPEED_RUNTIME:
-        share = run["features"].get("optimizer_offload")
-        run["features"] = {"sharding": "deepspeed", **({"optimizer_offload": share} if share else {})}
+        kept = {name: run["features"][name] for name in OFFLOADS_ALL if run["features"].get(name)}
+        run["features"] = {"sharding": "deepspeed", **kept}
     else:
         run["features"]["sharding"] = "fsdp" if sharded >= 2 else "ddp"
     run["runtime"] = HF_RUNTIME
@@ -332,7 +344,7 @@ def apply_accelerate(imported: ImportedRun, settings: Settings, config: ConfigFi
         options = _section(settings, "fsdp_config")
         run["parallelism"] |= fsdp_layout({}, options)
         if is_on(options.get("fsdp_offload_params")):
-            imported.unknown["fsdp_config.fsdp_offload_params"] = "true"
+            offload_all(imported, "fsdp_config.fsdp_offload_params")
         apply_parallelism(imported, _section(settings, "parallelism_config"))
     elif kind == "DEEPSPEED":
         _apply_deepspeed(imported, _section(settings, "deepspeed_config"), config)
@@ -378,7 +390,9 @@ def _apply_deepspeed(imported: ImportedRun, options: dict[str, Any], config: Con
     imported.run["features"]["optimizer_offload"] = float(options.get("offload_optimizer_device") == "cpu")
     if options.get("offload_optimizer_device") == "nvme":
         imported.unknown["deepspeed_config.offload_optimizer_device"] = "nvme"
-    if options.get("offload_param_device") in ("cpu", "nvme"):
+    if options.get("offload_param_device") == "cpu" and layout["zero_stage"] == 3:
+        imported.run["features"]["parameter_offload"] = True
+    elif options.get("offload_param_device") in ("cpu", "nvme"):
         imported.unknown["deepspeed_config.offload_param_device"] = str(options["offload_param_device"])
 
 
