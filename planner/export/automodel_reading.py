@@ -136,7 +136,18 @@ def read_nemo_rl(config: ConfigFile) -> ImportedRun:
     run["seq_length"] = number(settings, "policy.max_total_sequence_length")
     if not any(path.startswith(("sft.", "dpo.")) for path in settings):
         imported.notes.append("one update of the policy is priced; rollouts, the reference model and rewards are not")
+        imported.score(_scored_tokens(settings, run["seq_length"] or 0) // run["parallelism"].get("cp", 1))
     return imported
+
+
+def _scored_tokens(settings: Settings, length: int) -> int:
+    """Tokens of a micro-batch of log-probabilities; 0 where their logits come in chunks."""
+    if number(settings, "policy.logprob_chunk_size"):
+        return 0
+    for kind in ("dynamic_batching", "sequence_packing"):
+        if is_on(settings.get(f"policy.{kind}.enabled")):
+            return number(settings, f"policy.{kind}.logprob_mb_tokens") or length
+    return length * (number(settings, "policy.logprob_batch_size", "policy.train_micro_batch_size") or 1)
 
 
 def _merged(config: ConfigFile, depth: int = 0) -> Settings:

@@ -241,6 +241,9 @@ class ImportedRun:
             run["global_batch_size"] = layout.get("micro_batch_size", 1) * self.microbatches_per_rank * dp
         for name, hint in _REQUIRED.items():
             if run.get(name) is None and name == "model" and self.model_name:
+                if (variable := re.fullmatch(r"\$\{(\w+)\}", self.model_name)) is not None:
+                    told = f"{self.source}: the model: ${variable[1]} is not set in the script"
+                    raise SpecError(told, f"add --model NAME, or --set {variable[1]}=VALUE")
                 raise SpecError(
                     f"{self.source}: unknown model {printable(self.model_name, 80)!r}",
                     "add --model with a name that `plan models` lists, or with the model's config.json",
@@ -256,6 +259,12 @@ class ImportedRun:
             shards = run["num_gpus"] // (layout["tp"] * layout["pp"] * self.optimizer_instances)
             layout["fsdp"] = max(1, shards)
         return {name: value for name, value in run.items() if value is not None}
+
+    def score(self, tokens: int, alone: bool = False) -> None:
+        """Price log-probabilities of so many tokens at once, which reinforcement learning computes between updates."""
+        if tokens > 0:
+            self.run["objective"] = {"scored_tokens": tokens, "scored_alone": alone}
+            self.notes.append(f"log-probabilities of up to {tokens:,} tokens are computed at once between updates")
 
     def _refuse_unknown_grid(self) -> None:
         """Raise SpecError for a setting that nobody knows and that would decide the grid or the model's sizes."""

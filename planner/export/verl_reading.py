@@ -15,10 +15,10 @@ from planner.export.keyed_settings import (
     Settings,
     dialect,
     flat,
+    is_off,
     is_on,
     number,
     overrides_of,
-    refuse_unset,
     refused_settings,
     resolved,
     value_of,
@@ -26,7 +26,7 @@ from planner.export.keyed_settings import (
 from planner.export.megatron.keyed_reading import add_lora, read_keys
 from planner.export.named_models import model_called
 
-_ACTOR, _MODEL = "actor_rollout_ref.actor.", "actor_rollout_ref.model."
+_ACTOR, _MODEL, _ROLLOUT = (f"actor_rollout_ref.{part}." for part in ("actor", "model", "rollout"))
 _ROW = dialect("verl")
 _READ = re.compile("|".join(_ROW.read))
 _OFFLOADS = ("param_offload", "grad_offload", "optimizer_offload")
@@ -36,7 +36,6 @@ def read_verl(config: ConfigFile) -> ImportedRun:
     """The run of a script or a YAML. Raises SpecError where neither trains a model."""
     settings, words = _overrides(config)
     is_rl = any(name.startswith("actor_rollout_ref.") for name in settings)
-    refuse_unset("the model", settings.get(_MODEL + "path"))
     model = settings.get(_MODEL + "path") or settings.get("model.path") or settings.get("model.partial_pretrain")
     if not settings:
         raise SpecError("the text overrides none of verl's settings", "give the script that calls verl.trainer")
@@ -161,6 +160,19 @@ def _list_unread(imported: ImportedRun, settings: Settings, read: Collection[str
         (imported.ignored if is_known or "." not in path else imported.unknown)[path] = str(value)[:200]
 
 
+def _scored_tokens(settings: Settings, length: int) -> int:
+    """Tokens of a micro-batch of log-probabilities; 0 without logits, or where the lengths of answers decide."""
+    chunked = (f"{_ACTOR}entropy_from_logits_with_chunking", f"{_MODEL}use_fused_kernels")
+    if any(is_on(settings.get(name)) for name in chunked):
+        return 0
+    own = f"{_ROLLOUT}log_prob_use_dynamic_bsz"
+    if is_on(settings.get(own, settings.get(f"{_ACTOR}use_dynamic_bsz"))):
+        named = f"{_ROLLOUT}log_prob_max_token_len_per_gpu", f"{_ACTOR}ppo_max_token_len_per_gpu"
+        return number(settings, *named) or 16384
+    is_padded = is_off(settings.get(f"{_MODEL}use_remove_padding", True))
+    return is_padded * length * (number(settings, f"{_ROLLOUT}log_prob_micro_batch_size_per_gpu") or 0)
+
+
 def _set_batch(imported: ImportedRun, settings: Settings, is_rl: bool) -> None:
     """Sequences of an update and their length; of dynamic micro-batches those that hold so many tokens."""
     run, layout = imported.run, imported.run["parallelism"]
@@ -178,6 +190,9 @@ def _set_batch(imported: ImportedRun, settings: Settings, is_rl: bool) -> None:
             number(settings, "data.train_batch_size"),
         )
         run["global_batch_size"] = update * samples
+        offloads = (f"{_ACTOR}{part}.optimizer_offload" for part in ("fsdp_config", "megatron"))
+        is_alone = any(is_on(settings.get(name)) for name in offloads)
+        imported.score(_scored_tokens(settings, run["seq_length"]), is_alone)
         if (prompts or 1024) < update and not is_on(settings.get(f"{_ACTOR}use_dynamic_bsz")):
             imported.refused.append(f"data.train_batch_size {prompts or 1024} is below ppo_mini_batch_size {update}")
         tokens = number(settings, f"{_ACTOR}ppo_max_token_len_per_gpu")

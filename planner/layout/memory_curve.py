@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from planner.layout.candidate import Candidate
-from planner.physics.stage_memory import copied_gradients_bytes, fixed_workspace_bytes, moment_bytes
+from planner.physics.stage_memory import between_updates_bytes, fixed_workspace_bytes, moment_bytes
 from planner.schedule.actions import HELD_BY_PLACE, ActionList, F
 from planner.schedule.timeline import Timeline
 from planner.shape import FloatArray
@@ -125,7 +125,7 @@ def _changes(candidate: Candidate, timeline: Timeline, rank: int, fixed_bytes: f
         yield _Change(start_s, 0.0, moment)
         yield _Change(end_s, change, -moment)
         logits = 0.0
-    copies = copied_gradients_bytes(candidate.pricing, candidate.table, candidate.rank_costs[rank]) - fixed_bytes
+    copies = between_updates_bytes(candidate.pricing, candidate.table, candidate.rank_costs[rank]) - fixed_bytes
     if copies > 0:
         update_s = timeline.makespan_s + candidate.outside.exposed_dp_s
         yield _Change(update_s, 0.0, copies)

@@ -133,8 +133,8 @@ def gradients_bytes(dense: Number, expert: Number, shape: Shape, runtime: Runtim
 
 def whole_gradients_bytes(dense: Number, expert: Number, shape: Shape, runtime: RuntimeSpec) -> Number:
     """`gradients_bytes` when the backward is done."""
-    bytes_per_parameter, is_piped = runtime.gradient_bytes + runtime.kept_gradient_bytes, shape.pp > 1
-    bytes_per_parameter = bytes_per_parameter * (1 - offloaded_gradients(runtime) * (shape.zero_stage >= 2))
+    on_gpu, is_piped = 1 - offloaded_gradients(runtime) * (shape.zero_stage >= 2), shape.pp > 1
+    bytes_per_parameter = on_gpu * (runtime.gradient_bytes + runtime.kept_gradient_bytes)
     return bytes_per_parameter * where(is_piped, dense + expert, _sharded(dense, expert, shape, runtime, 2))
 
 

@@ -24,6 +24,7 @@ import numpy as np
 
 from planner.physics import memory
 from planner.physics.cost import CostTable, PartCost
+from planner.physics.layers import padded_vocab
 from planner.physics.memory import constant_bytes, is_decoder_layer, reserved_bytes, sharded_parameters
 from planner.physics.operators import BF16, FP32, Item, Saved, num_parameters
 from planner.physics.pricing import Pricing
@@ -66,15 +67,15 @@ def stage_memory(pricing: Pricing, table: CostTable, cost: PartCost, activations
     """The exact peak of a rank whose parts together are `cost`, while micro-batches in flight hold `activations_bytes`.
 
     The peak is either the loss, with all activations held and the logits on top, or a layer's backward after it, when
-    the logits are gone and the layer's transient bytes are needed. The optimizer runs when all of these are gone; it
-    may copy gradients, which counts where the copies are larger than what has gone. So do gradients that the backward
-    makes while activations go, where a trainer has none before.
+    the logits are gone and the layer's transient bytes are needed. When all of these are gone the optimizer runs, or
+    log-probabilities are computed; what these need counts where it is larger than what has gone. So do gradients that
+    the backward makes while activations go, where a trainer has none before.
     """
     constant = float(constant_bytes(pricing.model, table.shape, pricing.runtime))
     logits, transient = moment_bytes(cost)
     workspace = transient + fixed_workspace_bytes(pricing, table)
-    copies = copied_gradients_bytes(pricing, table, cost)
-    workspace += max(0.0, copies - activations_bytes - logits - workspace)
+    others = between_updates_bytes(pricing, table, cost)
+    workspace += max(0.0, others - activations_bytes - logits - workspace)
     late = late_gradients_bytes(pricing, table, cost) - activations_bytes - logits - workspace
     allocated = StageBytes(
         weights_bytes=round(float(cost.weights_bytes + constant)),
@@ -216,6 +217,27 @@ def copied_gradients_bytes(pricing: Pricing, table: CostTable, cost: PartCost) -
     dense, expert = cost.trained_dense_parameters, cost.trained_expert_parameters
     on_gpu = 1 - memory.offloaded_gradients(runtime)
     return FP32 * on_gpu * float(sharded_parameters(dense, expert, table.shape, runtime))
+
+
+SCORED_BYTES = 10
+"""Bytes of a logit of log-probabilities with their entropy, which no gradient needs: in 16 bits, its softmax and the
+product of both in fp32 (verl, torch_functional.entropy_from_logits; its issue 2828 missed 13.91 GiB for one of the
+latter, 24,576 tokens × 152,064)."""
+
+
+def between_updates_bytes(pricing: Pricing, table: CostTable, cost: PartCost) -> float:
+    """Bytes beside a rank's weights, gradients and states while no micro-batch is trained on.
+
+    They are an optimizer's copies of gradients, or the logits of log-probabilities; before these, states that are on
+    the host meanwhile have made room.
+    """
+    objective, shape = pricing.training.objective, table.shape
+    copies = copied_gradients_bytes(pricing, table, cost)
+    if not objective.scored_tokens or not float(cost.logits_bytes):
+        return copies
+    logits = objective.scored_tokens * float(padded_vocab(pricing.model, shape, pricing.runtime)) / float(shape.tp)
+    freed = objective.scored_alone * float(cost.optimizer_bytes + cost.gradients_bytes)
+    return max(copies, SCORED_BYTES * logits - freed)
 
 
 HOST_STATE_BYTES = 16

@@ -109,6 +109,11 @@ class ObjectiveSpec(Spec):
     reference: Reference = Field(default="model")
     """The reference model of dpo and kto: a second copy of the weights, the weights without their adapters, or
     log-probabilities that were computed before the training."""
+    scored_tokens: NonNegativeInt = Field(default=0, le=2**40)
+    """Tokens of a GPU's largest micro-batch whose log-probabilities are computed beside the training, without a
+    gradient (reinforcement learning); 0: there is none."""
+    scored_alone: bool = False
+    """The optimizer's states are on the host while log-probabilities are computed."""
 
     @property
     def row(self) -> Objective:

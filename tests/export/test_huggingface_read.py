@@ -177,8 +177,52 @@ def test_a_command_line_is_read_as_its_launcher_and_tool_take_it(command: str, f
 )
 def test_a_variable_of_the_surroundings_is_asked_for_by_name(command: str, variable: str) -> None:
     with pytest.raises(SpecError) as refused:
-        read_configuration(command)
+        read_configuration(command).complete(num_gpus=8)
     assert f"--set {variable}=" in refused.value.hint
+
+
+def test_a_model_named_by_the_user_stands_for_a_variable() -> None:
+    imported = read_configuration("swift sft --model ${MODEL_PATH} --max_length 2048")
+    assert imported.complete(hardware="h100", num_gpus=8, model="qwen3-8b")["model"] == "qwen3-8b"
+
+
+_VERL = (
+    "python -m verl.trainer.main_ppo actor_rollout_ref.model.path=Qwen/Qwen2.5-7B trainer.n_gpus_per_node=8 "
+    "data.max_prompt_length=512 data.max_response_length=1536 actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1 "
+    "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=16 "
+)
+_OPENRLHF = (
+    "deepspeed --module openrlhf.cli.train_ppo --pretrain Qwen/Qwen3-8B --prompt_max_len 512 --generate_max_len 1536 "
+    "--micro_rollout_batch_size 32 --train_batch_size 128 "
+)
+_NEMO_RL = (
+    "policy:\n  model_name: Qwen/Qwen3-8B\n  train_global_batch_size: 64\n  train_micro_batch_size: 1\n"
+    "  max_total_sequence_length: 4096\n  logprob_batch_size: 8\n  dtensor_cfg: {enabled: true%s}\ngrpo: {}\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "scored"),
+    [
+        (_VERL, None),
+        (_VERL + "actor_rollout_ref.model.use_remove_padding=False", (32768, False)),
+        (_VERL + "actor_rollout_ref.actor.use_dynamic_bsz=True", (16384, False)),
+        (
+            _VERL + "actor_rollout_ref.actor.use_dynamic_bsz=True actor_rollout_ref.actor.ppo_max_token_len_per_gpu="
+            "24000 actor_rollout_ref.actor.fsdp_config.optimizer_offload=True",
+            (24000, True),
+        ),
+        (_VERL + "actor_rollout_ref.actor.use_dynamic_bsz=True actor_rollout_ref.model.use_fused_kernels=True", None),
+        (_OPENRLHF, (65536, False)),
+        (_OPENRLHF + "--packing_samples", None),
+        (_NEMO_RL % "", (32768, False)),
+        (_NEMO_RL % ", context_parallel_size: 2", (16384, False)),
+        (_NEMO_RL.replace("logprob_batch_size: 8", "logprob_chunk_size: 1024") % "", None),
+    ],
+)
+def test_log_probabilities_between_updates_are_priced(text: str, scored: tuple[int, bool] | None) -> None:
+    found = read_configuration(text).run.get("objective", {})
+    assert found == ({} if scored is None else {"scored_tokens": scored[0], "scored_alone": scored[1]})
 
 
 def test_one_gpu_is_refused_by_no_trainer_that_shards() -> None:

@@ -112,10 +112,19 @@ def read_openrlhf(config: ConfigFile) -> ImportedRun:
     imported.rename(names)
     imported.source = "openrlhf"
     if is_rl:
+        imported.score(_scored_tokens(given, imported.run["seq_length"] or 0, tokens))
         imported.notes.append(
             "one update of the actor is priced; rollouts, the critic, the reference and rewards are not"
         )
     return imported
+
+
+def _scored_tokens(given: Settings, length: int, tokens: int) -> int:
+    """Tokens of OpenRLHF's micro-batch of log-probabilities, padded unless it is packed."""
+    if is_on(given.get("train.dynamic_batch_enable")):
+        return max(tokens, number(given, "rollout.max_tokens_per_gpu") or 0)
+    is_packed = any(is_on(given.get(name)) for name in ("packing_samples", "ds.packing_samples"))
+    return 0 if is_packed else length * (number(given, "rollout.micro_batch_size", "micro_rollout_batch_size") or 1)
 
 
 def run_of_arguments(keyed: KeyedSettings, config: ConfigFile, tool: Dialect | None = None) -> ImportedRun:

@@ -16,7 +16,6 @@ from planner.export.keyed_settings import (
     is_on,
     mapping_of,
     number,
-    refuse_unset,
     refused_settings,
 )
 from planner.export.named_models import has_towers, model_called, num_layers_of
@@ -114,7 +113,6 @@ def set_model(imported: ImportedRun, name: Any) -> None:
     """The model that a setting names; a note where the planner does not know it."""
     if not isinstance(name, str) or not name:
         return
-    refuse_unset("the model", name)
     imported.run["model"] = model_called(name)
     if imported.run["model"] is None:
         imported.model_name = name
