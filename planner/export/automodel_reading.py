@@ -136,7 +136,7 @@ def read_nemo_rl(config: ConfigFile) -> ImportedRun:
     run["seq_length"] = number(settings, "policy.max_total_sequence_length")
     if not any(path.startswith(("sft.", "dpo.")) for path in settings):
         imported.notes.append("one update of the policy is priced; rollouts, the reference model and rewards are not")
-        imported.score(_scored_tokens(settings, run["seq_length"] or 0) // run["parallelism"].get("cp", 1))
+        imported.reinforce(tokens=_scored_tokens(settings, run["seq_length"] or 0) // run["parallelism"].get("cp", 1))
     return imported
 
 

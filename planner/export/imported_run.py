@@ -260,11 +260,28 @@ class ImportedRun:
             layout["fsdp"] = max(1, shards)
         return {name: value for name, value in run.items() if value is not None}
 
-    def score(self, tokens: int, alone: bool = False) -> None:
-        """Price log-probabilities of so many tokens at once, which reinforcement learning computes between updates."""
-        if tokens > 0:
-            self.run["objective"] = {"scored_tokens": tokens, "scored_alone": alone}
-            self.notes.append(f"log-probabilities of up to {tokens:,} tokens are computed at once between updates")
+    def reinforce(
+        self, *, tokens: int, alone: bool = False, share: float = 0.0, critics: int = 0, frozen: int = 0
+    ) -> None:
+        """Price what reinforcement learning holds on a GPU beside a policy's update, and needs between two.
+
+        These are the log-probabilities of so many `tokens` at once, the `share` of memory that answers are generated
+        in, with the optimizer's states on the host (`alone`) or not, critics, and models that are not trained.
+        """
+        told = {
+            "scored_tokens": tokens, "scored_alone": alone, "rollout_fraction": share, "critics": critics,
+            "frozen_copies": frozen,
+        }  # fmt: skip
+        if any(value for name, value in told.items() if name != "scored_alone"):
+            self.run["objective"] = {name: value for name, value in told.items() if value}
+        says = (
+            (tokens, f"log-probabilities of up to {tokens:,} tokens at once"),
+            (share, f"{share:.0%} of memory for generation"),
+            (critics, f"{critics} critic as large as the policy"),
+            (frozen, f"{frozen} frozen models as large as the policy"),
+        )
+        if beside := [what for count, what in says if count]:
+            self.notes.append(f"counted beside an update: {', '.join(beside)}")
 
     def _refuse_unknown_grid(self) -> None:
         """Raise SpecError for a setting that nobody knows and that would decide the grid or the model's sizes."""

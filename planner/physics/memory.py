@@ -73,12 +73,13 @@ def static_bytes(part: PartCost, shape: Shape, runtime: RuntimeSpec, dtype: str)
     """Bytes of weights, gradients and optimizer of a part whose parameters are counted."""
     dense, expert = part.trained_dense_parameters, part.trained_expert_parameters
     frozen = frozen_weights_bytes(part, shape, runtime, dtype)
+    weights = weights_bytes(dense, expert, shape, runtime, dtype, part.wide_parameters)
+    states = optimizer_bytes(dense, expert, shape, runtime, (part.state_bytes, part.expert_state_bytes))
+    trained, copies = 1 + runtime.critics, BF16 * runtime.frozen_copies * _sharded(dense, expert, shape, runtime, 3)
     return (
-        weights_bytes(dense, expert, shape, runtime, dtype, part.wide_parameters)
-        + frozen
-        + reference_bytes(part, shape, runtime, dtype),
+        weights * trained + frozen + copies + reference_bytes(part, shape, runtime, dtype),
         gradients_bytes(dense, expert, shape, runtime),
-        optimizer_bytes(dense, expert, shape, runtime, (part.state_bytes, part.expert_state_bytes)),
+        states * trained,
     )
 
 

@@ -228,16 +228,15 @@ latter, 24,576 tokens × 152,064)."""
 def between_updates_bytes(pricing: Pricing, table: CostTable, cost: PartCost) -> float:
     """Bytes beside a rank's weights, gradients and states while no micro-batch is trained on.
 
-    They are an optimizer's copies of gradients, or the logits of log-probabilities; before these, states that are on
-    the host meanwhile have made room.
+    They are an optimizer's copies of gradients, the logits of log-probabilities, or what generation takes beside the
+    weights; before the latter two gradients, and states that are on the host meanwhile, have made room.
     """
     objective, shape = pricing.training.objective, table.shape
-    copies = copied_gradients_bytes(pricing, table, cost)
-    if not objective.scored_tokens or not float(cost.logits_bytes):
-        return copies
     logits = objective.scored_tokens * float(padded_vocab(pricing.model, shape, pricing.runtime)) / float(shape.tp)
-    freed = objective.scored_alone * float(cost.optimizer_bytes + cost.gradients_bytes)
-    return max(copies, SCORED_BYTES * logits - freed)
+    scored = SCORED_BYTES * logits * (float(cost.logits_bytes) > 0)
+    generates = objective.rollout_fraction * pricing.cluster.hardware.memory_bytes - float(cost.weights_bytes)
+    freed = float(cost.gradients_bytes) + objective.scored_alone * float(cost.optimizer_bytes)
+    return max(copied_gradients_bytes(pricing, table, cost), max(scored, generates) - freed)
 
 
 HOST_STATE_BYTES = 16

@@ -314,6 +314,10 @@ class FineTuning(Group):
     """Frozen weights are in 8 or 4 bits that products do not read, and are turned into 16 bits before each."""
     plain_forwards: NonNegativeInt = 0
     """Forwards without a gradient for each micro-batch, of a reference model or the trained one (`for_objective`)."""
+    critics: NonNegativeInt = 0
+    """Models of the same size that are trained beside, and hold weights and states meanwhile (`for_objective`)."""
+    frozen_copies: NonNegativeInt = 0
+    """Models of the same size beside that are not trained, in 16 bits."""
     copies_weights: bool = False
     """A reference model's weights stand beside those that are trained, frozen and sharded as these are."""
 

@@ -204,7 +204,8 @@ _NEMO_RL = (
 @pytest.mark.parametrize(
     ("text", "scored"),
     [
-        (_VERL, None),
+        (_VERL, (16384, False)),
+        (_VERL + "data.train_files=~/data/gsm8k/train.parquet", (5120, False)),
         (_VERL + "actor_rollout_ref.model.use_remove_padding=False", (32768, False)),
         (_VERL + "actor_rollout_ref.actor.use_dynamic_bsz=True", (16384, False)),
         (
@@ -222,7 +223,49 @@ _NEMO_RL = (
 )
 def test_log_probabilities_between_updates_are_priced(text: str, scored: tuple[int, bool] | None) -> None:
     found = read_configuration(text).run.get("objective", {})
-    assert found == ({} if scored is None else {"scored_tokens": scored[0], "scored_alone": scored[1]})
+    assert (found.get("scored_tokens"), found.get("scored_alone", False)) == (scored or (None, False))
+
+
+@pytest.mark.parametrize(
+    ("text", "beside"),
+    [
+        (_VERL, {"rollout_fraction": 0.5, "critics": 1}),
+        (_VERL + "algorithm.adv_estimator=grpo actor_rollout_ref.actor.fsdp_config.param_offload=True", {}),
+        (_VERL + "actor_rollout_ref.rollout.gpu_memory_utilization=0.8 critic.model.fsdp_config.optimizer_offload=True",
+         {"rollout_fraction": 0.8}),
+        (_OPENRLHF, {"critics": 1, "frozen_copies": 2}),
+        (_OPENRLHF + "--ref_reward_offload", {"critics": 1}),
+        (_OPENRLHF.replace("train_ppo", "train_ppo_ray") + "--colocate_actor_ref", {"frozen_copies": 1}),
+        (_OPENRLHF.replace("train_ppo", "train_ppo_ray") + "--colocate_all_models --advantage_estimator rloo "
+         "--remote_rm_url http://x", {"frozen_copies": 1}),
+    ],
+)  # fmt: skip
+def test_models_on_the_same_gpus_are_counted(text: str, beside: dict[str, float]) -> None:
+    found = read_configuration(text).run["objective"]
+    assert {name: found.get(name, 0) for name in ("rollout_fraction", "critics", "frozen_copies")} == (
+        {"rollout_fraction": 0, "critics": 0, "frozen_copies": 0} | beside
+    )
+
+
+@pytest.mark.parametrize(
+    ("more", "length", "micro"),
+    [
+        ("", 2048, 1),
+        ("actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4", 1024, 4),
+        ("actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4 data.train_files=[/d/math/a.parquet]", 704, 4),
+        (
+            "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4 actor_rollout_ref.model.use_remove_padding=False",
+            2048,
+            4,
+        ),
+        # 32 sequences of a rank, of which 23 fit at a time
+        ("actor_rollout_ref.actor.use_dynamic_bsz=True data.train_files=x/math/y", 704, 16),
+        ("actor_rollout_ref.actor.use_dynamic_bsz=True", 2048, 8),
+    ],
+)
+def test_sequences_without_padding_are_as_long_as_in_the_mean(more: str, length: int, micro: int) -> None:
+    run = read_configuration(_VERL + more).run
+    assert (run["seq_length"], run["parallelism"]["micro_batch_size"]) == (length, micro)
 
 
 def test_one_gpu_is_refused_by_no_trainer_that_shards() -> None:

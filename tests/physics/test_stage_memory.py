@@ -86,11 +86,11 @@ def test_log_probabilities_need_their_logits_when_nothing_else_is_held(alone: bo
     training = problem.pricing.training.model_copy(update={"objective": objective})
     pricing = replace(problem.pricing, training=training)
     layer = table.layers[problem.model.kinds[0], "none"]
-    beside = []
-    for part in (layer, layer + table.head):
+    whole, beside = layer + table.head, []
+    for part in (layer, whole):
         held = stage_memory(pricing, table, part, 1000.0)
         beside.append(held.activations_bytes + held.logits_bytes + held.workspace_bytes)
-    freed = alone * float((layer + table.head).optimizer_bytes + (layer + table.head).gradients_bytes)
+    freed = float(whole.gradients_bytes) + alone * float(whole.optimizer_bytes)
     assert beside[1] == pytest.approx(
         10 * 10**6 * float(padded_vocab(problem.model, table.shape, pricing.runtime)) - freed
     )

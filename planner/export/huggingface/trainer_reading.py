@@ -112,10 +112,11 @@ def read_openrlhf(config: ConfigFile) -> ImportedRun:
     imported.rename(names)
     imported.source = "openrlhf"
     if is_rl:
-        imported.score(_scored_tokens(given, imported.run["seq_length"] or 0, tokens))
-        imported.notes.append(
-            "one update of the actor is priced; rollouts, the critic, the reference and rewards are not"
+        critics, frozen = _models_beside(given, config.text)
+        imported.reinforce(
+            tokens=_scored_tokens(given, imported.run["seq_length"] or 0, tokens), critics=critics, frozen=frozen
         )
+        imported.notes.append("one update of the actor is priced; rollouts are not, nor models on other GPUs")
     return imported
 
 
@@ -125,6 +126,18 @@ def _scored_tokens(given: Settings, length: int, tokens: int) -> int:
         return max(tokens, number(given, "rollout.max_tokens_per_gpu") or 0)
     is_packed = any(is_on(given.get(name)) for name in ("packing_samples", "ds.packing_samples"))
     return 0 if is_packed else length * (number(given, "rollout.micro_batch_size", "micro_rollout_batch_size") or 1)
+
+
+def _models_beside(given: Settings, text: str) -> tuple[int, int]:
+    """Critics and frozen models on the actor's GPUs: all of them without Ray, or as the run places them."""
+    shares = "train_ppo_ray" not in text or any(
+        is_on(given.get(n)) for n in ("colocate_all_models", "train.colocate_all")
+    )
+    refers = shares or any(is_on(given.get(n)) for n in ("colocate_actor_ref", "train.colocate_actor_ref"))
+    has_critic = str(given.get("advantage_estimator", given.get("algo.advantage.estimator", "gae"))) == "gae"
+    scores = not any(given.get(name) for name in ("remote_rm_url", "reward.remote_url", "agent_func_path"))
+    kept = not is_on(given.get("ref_reward_offload"))
+    return int(shares and has_critic), kept * (int(refers) + int(shares and scores))
 
 
 def run_of_arguments(keyed: KeyedSettings, config: ConfigFile, tool: Dialect | None = None) -> ImportedRun:
