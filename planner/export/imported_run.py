@@ -206,6 +206,9 @@ class ImportedRun:
     """Copies of the sharded optimizer; the number of GPUs says over how many ranks each is sharded."""
     accumulates_whole: bool = False
     """True where sharded weights stay gathered from the first micro-batch of a step to the last."""
+    predicts_further: bool = True
+    """Multi-token prediction of a published model is trained too; without, its blocks are left out, as transformers
+    does and Megatron core unless it is asked for them."""
     microbatches_per_rank: int | None = None
     """Micro-batches of a data-parallel rank in a step, for configurations that count the batch so."""
 
@@ -253,6 +256,10 @@ class ImportedRun:
                 least = least_gpus(layout)
                 multiple = f", a multiple of {least}" if name == "num_gpus" and least > 1 else ""
                 raise SpecError(f"{self.source}: {name} is not in the configuration", hint + multiple)
+        if not self.predicts_further and isinstance(run["model"], str):
+            spec = load_model(run["model"])
+            if spec.num_nextn_predict_layers:
+                run["model"] = spec.model_copy(update={"num_nextn_predict_layers": 0}).model_dump(mode="json")
         if self.accumulates_whole:
             each = layout.get("micro_batch_size", 1) * (layout.get("dp") or run["num_gpus"] // ranks)
             layout["zero_stage"] = 1 if run["global_batch_size"] > each else layout["zero_stage"]

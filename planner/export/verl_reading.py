@@ -101,8 +101,7 @@ def _of_megatron(settings: Settings, model: str, is_rl: bool) -> ImportedRun:
     if rank:
         targets = settings.get(f"{_MODEL}lora.target_modules") or settings.get("model.lora.target_modules")
         add_lora(imported, {"dim": rank, "target_modules": targets})
-    if is_on(settings.get(f"{_MODEL}mtp.enable_train")) and isinstance(imported.run["model"], str):
-        imported.notes.append("the multi-token prediction of the published model is trained as well")
+    imported.predicts_further = is_on(settings.get(f"{_MODEL}mtp.enable_train"))
     _offload(imported, settings, f"{_ACTOR}megatron.")
     _list_unread(imported, settings, names.values())
     return imported

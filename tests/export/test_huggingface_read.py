@@ -13,6 +13,8 @@ from planner.decide.check import judged
 from planner.errors import SpecError
 from planner.export.import_run import read, read_configuration
 from planner.layout.runs import parse_run
+from planner.specs.model import ModelSpec
+from planner.specs.registry import load_model
 
 OFFLOADED = {"optimizer_offload": 1.0, "parameter_offload": True}
 
@@ -184,6 +186,19 @@ def test_a_variable_of_the_surroundings_is_asked_for_by_name(command: str, varia
 def test_a_model_named_by_the_user_stands_for_a_variable() -> None:
     imported = read_configuration("swift sft --model ${MODEL_PATH} --max_length 2048")
     assert imported.complete(hardware="h100", num_gpus=8, model="qwen3-8b")["model"] == "qwen3-8b"
+
+
+@pytest.mark.parametrize(
+    ("command", "blocks"),
+    [
+        ("swift sft --model Qwen/Qwen3.5-27B --max_length 2048", 0),
+        ("megatron sft --model Qwen/Qwen3.5-27B --max_length 2048 --tensor_model_parallel_size 8", 0),
+        ("megatron sft --model Qwen/Qwen3.5-27B --max_length 2048 --mtp_num_layers 1", 1),
+    ],
+)
+def test_further_tokens_are_predicted_only_where_it_is_asked_for(command: str, blocks: int) -> None:
+    model = read_configuration(command).complete(hardware="h200", num_gpus=8)["model"]
+    assert (load_model(model) if isinstance(model, str) else ModelSpec(**model)).num_nextn_predict_layers == blocks
 
 
 _VERL = (

@@ -159,6 +159,7 @@ def run_of_arguments(keyed: KeyedSettings, config: ConfigFile, tool: Dialect | N
             if not is_off(settings.get(key)):
                 refuse_other(what, key)
     imported = new_run("huggingface", FSDP_RUNTIME, parallelism={"zero_stage": 0})
+    imported.predicts_further = False
     tool = tool or tool_of(settings, config.text)
     unasked = {
         name: value
