@@ -201,6 +201,22 @@ def test_further_tokens_are_predicted_only_where_it_is_asked_for(command: str, b
     assert (load_model(model) if isinstance(model, str) else ModelSpec(**model)).num_nextn_predict_layers == blocks
 
 
+@pytest.mark.parametrize(
+    ("path", "name", "bits"),
+    [
+        ("/mnt/Qwen3-30B-A3B-Macore", "qwen3-30b-a3b", 16),
+        ("~/hub/someone__Qwen3-30B-A3B-Thinking-2507-AWQ/", "qwen3-30b-a3b", 4),
+        ("~/.cache/models--Qwen--Qwen3-8B/snapshots/0a1b", "qwen3-8b", 16),
+        ("unsloth/Qwen3-8B-bnb-4bit", "qwen3-8b", 4),
+        ("x/Llama-3.1-8B-Lexi-Uncensored", "llama-3.1-8b", 16),
+        ("x/Llama-3-8b-262k", None, 16),
+    ],
+)
+def test_names_that_people_give_are_of_models_that_are_known(path: str, name: str | None, bits: int) -> None:
+    run = read_configuration(f"swift sft --model {path} --max_length 2048").run
+    assert (run["model"], run["adapters"]["base_bits"]) == (name, bits)
+
+
 _VERL = (
     "python -m verl.trainer.main_ppo actor_rollout_ref.model.path=Qwen/Qwen2.5-7B trainer.n_gpus_per_node=8 "
     "data.max_prompt_length=512 data.max_response_length=1536 actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1 "

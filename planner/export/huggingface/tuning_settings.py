@@ -442,10 +442,14 @@ def read_adapters(settings: Said, bits: int | None = None) -> tuple[Fields, dict
     return adapters, unknown
 
 
+_IN_4_BITS = re.compile(r"(?i)[-_](awq|gptq(?!.{0,5}int8)|bnb-4bit|int4|nf4)\b")
+
+
 def bits_of(settings: Said) -> int:
-    """Bits of the frozen weights, by the flags of bitsandbytes and of the trainers around it."""
+    """Bits of the frozen weights, by the flags of bitsandbytes and trainers around it, or by the name of the model."""
     named = settings.get("quantization_bit") or settings.get("load_in_bits")
-    if settings.get("load_in_4bit") in (True, "true", "True") or str(named) == "4":
+    called = " ".join(str(settings.get(name) or "") for name in ("model", "model_name_or_path", "base_model"))
+    if settings.get("load_in_4bit") in (True, "true", "True") or str(named) == "4" or _IN_4_BITS.search(called):
         return 4
     if settings.get("load_in_8bit") in (True, "true", "True") or str(named) == "8":
         return 8
