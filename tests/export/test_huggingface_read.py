@@ -183,6 +183,26 @@ def test_a_variable_of_the_surroundings_is_asked_for_by_name(command: str, varia
     assert f"--set {variable}=" in refused.value.hint
 
 
+_CELLS = {
+    "a shell's command": ["!pip install trl", "!accelerate launch sft.py " + _SFT.replace(" --bf16", "\\\n--bf16")],
+    "a trainer's call": ["!pip install trl", "from trl import SFTTrainer, SFTConfig\nSFTTrainer(model='Qwen/Qwen3-8B', "
+                        "args=SFTConfig(per_device_train_batch_size=1, bf16=True, max_length=4096))"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("how", _CELLS)
+def test_a_notebook_trains_by_a_command_or_by_a_call(how: str) -> None:
+    cells = [{"cell_type": "code", "source": [source]} for source in _CELLS[how]]
+    run = read_configuration(json.dumps({"cells": cells, "nbformat": 4})).run
+    assert (run["model"], run["seq_length"], run["parallelism"]["micro_batch_size"]) == ("qwen3-8b", 4096, 1)
+
+
+def test_a_line_of_a_cell_that_goes_on_has_a_space() -> None:
+    run = read_configuration("!sudo python3 -m verl.trainer.main_ppo data.train_batch_size=64\\\n"
+                             "actor_rollout_ref.model.path=Qwen/Qwen3-8B\\\ntrainer.n_gpus_per_node=4").run  # fmt: skip
+    assert (run["model"], run["num_gpus"]) == ("qwen3-8b", 4)
+
+
 def test_a_model_named_by_the_user_stands_for_a_variable() -> None:
     imported = read_configuration("swift sft --model ${MODEL_PATH} --max_length 2048")
     assert imported.complete(hardware="h100", num_gpus=8, model="qwen3-8b")["model"] == "qwen3-8b"
