@@ -81,6 +81,8 @@ def _of_automodel(name: str, settings: Settings, num_gpus: int | None) -> Import
     keeps = (layout["pp"] > 1 and moe_of(model) is not None) or str(found.get("reshards")) == "False"
     layout["zero_stage"] = 1 if keeps else 3
     imported.accumulates_whole = is_on(found.get("keeps_weights"))
+    if is_on(found.get("offloads")):
+        imported.offload_all("policy.dtensor_cfg.cpu_offload")
     dispatcher = str(found.get("dispatcher", "torch"))
     if moe_of(model) is not None:
         run["features"]["dispatcher"] = dispatcher if dispatcher in ("deepep", "hybridep") else "alltoall"

@@ -268,6 +268,13 @@ class ImportedRun:
             layout["fsdp"] = max(1, shards)
         return {name: value for name, value in run.items() if value is not None}
 
+    def offload_all(self, name: str, value: object = "true") -> None:
+        """FSDP's CPUOffload, which the setting `name` says, of a run that shards its weights."""
+        if self.run["parallelism"].get("zero_stage") == 3:
+            self.run["features"]["parameter_offload"] = "all"
+        else:
+            self.unknown[name] = str(value)
+
     def reinforce(
         self, *, tokens: int, alone: bool = False, share: float = 0.0, critics: int = 0, frozen: int = 0
     ) -> None:

@@ -8,7 +8,6 @@ from collections.abc import Collection
 from planner.errors import SpecError
 from planner.export.followed.shell_script import read_script
 from planner.export.huggingface.trainer_reading import run_of_arguments
-from planner.export.huggingface.tuning_settings import offload_all
 from planner.export.imported_run import ConfigFile, ImportedRun, yaml_of
 from planner.export.keyed_settings import (
     KeyedSettings,
@@ -152,7 +151,7 @@ def _offload(imported: ImportedRun, settings: Settings, prefix: str) -> None:
         imported.notes.append(f"{', '.join(found)}: on the host during rollouts, on the GPU during the update")
     for name in ("offload_policy", "cpu_offload", "offload_params"):
         if is_on(settings.get(prefix + name)):
-            offload_all(imported, prefix + name)
+            imported.offload_all(prefix + name)
 
 
 def _list_unread(imported: ImportedRun, settings: Settings, read: Collection[str]) -> None:

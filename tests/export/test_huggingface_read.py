@@ -29,7 +29,7 @@ def test_accelerate_with_fsdp() -> None:
     layout = layout_of(imported)
     assert (layout["zero_stage"], layout["fsdp"], layout["recompute"]) == (3, 8, "full")
     assert not imported.unknown
-    assert imported.run["features"] == OFFLOADED
+    assert imported.run["features"] == {"parameter_offload": "all"}
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,6 @@ from planner.export.huggingface.tuning_settings import (
     dtype_of,
     fsdp_layout,
     note_sections,
-    offload_all,
     read_fine_tuning,
     set_model,
 )
@@ -294,7 +293,7 @@ def _read_sharding(imported: ImportedRun, settings: Fields, config: ConfigFile) 
         options = options if isinstance(options, dict) else {}
         layout |= fsdp_layout({"fsdp": words}, options)
         if "offload" in str(words) or is_on(options.get("fsdp_offload_params", options.get("offload_params"))):
-            offload_all(imported, "fsdp", f"{words or ''} offload of parameters".strip())
+            imported.offload_all("fsdp", f"{words or ''} offload of parameters".strip())
 
 
 def _list_unread(imported: ImportedRun, settings: Fields) -> None:
@@ -432,7 +431,7 @@ def _read_layout(imported: ImportedRun, data: Fields) -> None:
         if (_number(data, name) or 1) > 1:
             imported.unknown[name] = str(data[name])
     if data.get("fsdp_cpu_offload"):
-        offload_all(imported, "fsdp_cpu_offload")
+        imported.offload_all("fsdp_cpu_offload")
     if data.get("optimizer_in_bwd"):
         imported.unknown["optimizer_in_bwd"] = str(data["optimizer_in_bwd"])
     dataset = _section(data, "dataset")

@@ -25,18 +25,6 @@ from planner.specs.training import ATTENTION, GROUPS, LATENT, TARGETS, AdapterSp
 from planner.trainers.load import load_runtime, switches_of
 from planner.trainers.switches import SWITCHES
 
-OFFLOADS_ALL = {"optimizer_offload": 1.0, "parameter_offload": True}
-"""Features of a run whose sharded weights, gradients and states are all on the host (FSDP's CPUOffload)."""
-
-
-def offload_all(imported: ImportedRun, name: str, value: Any = "true") -> None:
-    """Put FSDP's CPUOffload into a run, where it shards weights; `name` is the setting that says so."""
-    if imported.run["parallelism"].get("zero_stage") == 3:
-        imported.run["features"] |= OFFLOADS_ALL
-    else:
-        imported.unknown[name] = str(value)
-
-
 FSDP_RUNTIME, HF_RUNTIME = "torch-fsdp", "hf"
 """FSDP around fp32 weights, which mixed precision makes of them; and transformers' own weights as they are loaded."""
 _SHARDING = {
@@ -193,7 +181,11 @@ def _read_sharding(imported: ImportedRun, settings: Said) -> None:
     if not is_tuned or run["runtime"] not in (FSDP_RUNTIME, DEEPSPEED_RUNTIME):
         return
     if run["runtime"] == DEEPSPEED_RUNTIME:
-        kept = {name: run["features"][name] for name in OFFLOADS_ALL if run["features"].get(name)}
+        kept = {
+            name: run["features"][name]
+            for name in ("optimizer_offload", "parameter_offload")
+            if run["features"].get(name)
+        }
         run["features"] = {"sharding": "deepspeed", **kept}
     else:
         run["features"]["sharding"] = "fsdp" if sharded >= 2 else "ddp"
@@ -301,7 +293,7 @@ def apply_accelerate(imported: ImportedRun, settings: Said, config: ConfigFile) 
         options = _section(settings, "fsdp_config")
         run["parallelism"] |= fsdp_layout({}, options)
         if is_on(options.get("fsdp_offload_params")):
-            offload_all(imported, "fsdp_config.fsdp_offload_params")
+            imported.offload_all("fsdp_config.fsdp_offload_params")
         apply_parallelism(imported, _section(settings, "parallelism_config"))
     elif kind == "DEEPSPEED":
         _apply_deepspeed(imported, _section(settings, "deepspeed_config"), config)
