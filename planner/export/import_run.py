@@ -154,4 +154,5 @@ def read_file(config: ConfigFile, source: str | None) -> ImportedRun:
     if job is not None:
         imported.run["num_gpus"] = imported.run.get("num_gpus") or job.num_gpus
         imported.run.setdefault("hardware", job.hardware)
+        imported.unknown |= job.unknown
     return imported
