@@ -29,7 +29,8 @@ def test_a_manifest_is_the_script_that_it_starts(name: str) -> None:
     [
         ("SkyPilot", "num_nodes"), ("SkyPilot", "accelerators"), ("SkyPilot", "envs"), ("dstack", "nodes"),
         ("dstack", "gpu"), ("dstack", "env"), ("Azure ML", "process_count_per_instance"),
-        ("Azure ML", "instance_count"), ("PyTorchJob", "replicas"), ("PyTorchJob", "nvidia.com/gpu"), ("RayJob", "nvidia.com/gpu"),
+        ("Azure ML", "instance_count"), ("PyTorchJob", "replicas"),
+        ("PyTorchJob", "nvidia.com/gpu"), ("RayJob", "nvidia.com/gpu"),
     ],
 )  # fmt: skip
 def test_a_key_that_is_not_read_is_named(name: str, key: str) -> None:
@@ -37,9 +38,10 @@ def test_a_key_that_is_not_read_is_named(name: str, key: str) -> None:
     assert not read_configuration(MANIFESTS[name]["text"]).unknown
     renamed = re.sub(rf"\b{re.escape(key)}:", f"{key}_x:", MANIFESTS[name]["text"])
     try:
-        assert any(told.endswith(f"{key}_x") for told in read_configuration(renamed).unknown)
+        told = [*read_configuration(renamed).unknown]
     except SpecError as refused:
-        assert "--set" in refused.hint
+        told = [f"{key}_x"] if "--set" in (refused.hint or "") else []
+    assert any(each.endswith(f"{key}_x") for each in told)
 
 
 def test_a_launch_reads_the_files_and_programs_that_it_names(tmp_path: Path) -> None:
