@@ -225,7 +225,9 @@ def test_further_tokens_are_predicted_only_where_it_is_asked_for(command: str, b
     ("path", "name", "bits"),
     [
         ("/mnt/Qwen3-30B-A3B-Macore", "qwen3-30b-a3b", 16),
-        ("~/hub/someone__Qwen3-30B-A3B-Thinking-2507-AWQ/", "qwen3-30b-a3b", 4),
+        ("~/hub/someone__Qwen3-30B-A3B-Thinking-2507-GPTQ-Int4/", "qwen3-30b-a3b", 4),
+        # training unpacks them
+        ("~/hub/Qwen3-30B-A3B-Thinking-2507-AWQ/", "qwen3-30b-a3b", 16),
         ("~/.cache/models--Qwen--Qwen3-8B/snapshots/0a1b", "qwen3-8b", 16),
         ("unsloth/Qwen3-8B-bnb-4bit", "qwen3-8b", 4),
         ("x/Llama-3.1-8B-Lexi-Uncensored", "llama-3.1-8b", 16),

@@ -434,7 +434,7 @@ def read_adapters(settings: Said, bits: int | None = None) -> tuple[Fields, dict
     return adapters, unknown
 
 
-_IN_4_BITS = re.compile(r"(?i)[-_](awq|gptq(?!.{0,5}int8)|bnb-4bit|int4|nf4)\b")
+_IN_4_BITS = re.compile(r"(?i)[-_](gptq(?!.{0,5}int8)|bnb-4bit|int4|nf4)\b")
 
 
 def bits_of(settings: Said) -> int:
