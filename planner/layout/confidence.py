@@ -116,7 +116,7 @@ probe's own residuals say how wide it is (`Efficiency.step_width`); one that doe
 AMD_STEP_WIDTH = 0.20
 """Half-width for a dense model's step on AMD's GPUs, however well kernels are known, unless a probe or a run timed the
 software too: its generations span more than kernels do. 54 of 59 published runs lie inside theirs (docs/AMD.md)."""
-MOE_STEP_WIDTH = 0.09
+MOE_STEP_WIDTH = 0.08
 """Half-width that mixtures of experts add to a step: routing, grouped products of small experts, the host's time."""
 FITTED_TO_MIXTURES = ("megatron", "primus-megatron")
 """Trainers of whose mixtures many runs were published."""
@@ -124,14 +124,14 @@ MOE_UNFITTED_WIDTH = 0.16
 """The same under a trainer to whose mixtures nothing was fitted: all but Megatron and Primus' kind of it."""
 ROUTING_WIDTH = 0.30
 """Half-width per unit by which the fullest expert rank is taken to have more than the mean: it is seldom measured."""
-SCAN_STEP_WIDTH, SPARSE_STEP_WIDTH = 0.18, 0.35
+SCAN_STEP_WIDTH, SPARSE_STEP_WIDTH = 0.15, 0.35
 """Half-widths that layers which scan, and layers that attend to chosen keys, add to a step: their kernels are priced
 from the data sheet and the algorithm, and 50 published runs of Nemotron 3 lie within 24%."""
 TRACED_WIDTH = 0.15
 """Half-width that layers traced in eager torch add under a trainer that runs other kernels than torch's."""
 VISION_WIDTH = 0.10
 """Half-width that a tower adds: no run of one was held against its price."""
-HOST_WIDTH = 0.20
+HOST_WIDTH = 0.19
 SAID_HOST_WIDTH = 0.15
 TEXTS_WIDTH = 0.20
 """Half-widths per share of a layer's time that its host needs: hosts differ, unless someone says which one it is, one
