@@ -115,7 +115,9 @@ class Pricing:
         layers: dict[tuple[LayerKind, Recompute], PartCost] = {}
         for kind in model.kinds:
             items = self.layer(kind, shape)
-            layers.update({(kind, mode): part for mode, part in self._modes(items, shape, modes).items()})
+            plain = self._plain(items, shape)
+            for mode in modes:
+                layers[kind, mode] = plain if mode == "none" else self._recomputed(items, shape, plain, mode)
         own_head = self._head(shape, shares_embedding=False)
         if self.runtime.counts_moments:
             # a layer's backward comes when all that the head kept is gone
@@ -251,11 +253,6 @@ class Pricing:
     @property
     def _documents(self) -> Documents:
         return masked_documents(self.training, self.runtime)
-
-    def _modes(self, items: Sequence[Item], shape: Shape, modes: Sequence[Recompute]) -> dict[Recompute, PartCost]:
-        """Cost of one layer under each recompute mode."""
-        plain = self._plain(items, shape)
-        return {mode: plain if mode == "none" else self._recomputed(items, shape, plain, mode) for mode in modes}
 
     def _recomputed(self, items: Sequence[Item], shape: Shape, plain: PartCost, mode: Recompute) -> PartCost:
         """Cost in another recompute mode of a layer that costs `plain` without recomputing.
