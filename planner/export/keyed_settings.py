@@ -297,11 +297,7 @@ def _of_python(text: str, calls: re.Pattern[str] | None, given: Settings | None 
     return keyed
 
 
-_OBJECTS = frozenset({
-    "model", "args", "tokenizer", "processing_class", "train_dataset", "eval_dataset", "data_collator", "callbacks",
-    "peft_config", "quantization_config", "config", "formatting_func", "compute_metrics", "device_map", "optimizers",
-    "reward_funcs", "dataset_kwargs", "model_init", "ref_model", "run_name", "random_state",
-})  # fmt: skip
+_OBJECTS = frozenset(table()["huggingface"]["objects"].split())
 """Keywords that take objects whose own settings are read where they are made, or that decide nothing."""
 
 

@@ -11,7 +11,7 @@ from planner.export.followed.python_recipe import Evaluator, chosen_recipe
 from planner.export.followed.python_values import CallRecord, Unknown
 from planner.export.followed.shell_script import Script, read_script
 from planner.export.imported_run import ConfigFile, ImportedRun, json_of, yaml_of
-from planner.export.keyed_settings import refused_settings
+from planner.export.keyed_settings import refused_settings, table
 from planner.export.megatron.keyed_reading import add_lora
 from planner.export.megatron.model_options import HYBRID_OPTIONS
 from planner.export.megatron.option_rows import BRIDGE, FLAGS, OF_BRIDGE, READ_FLAGS, TANH, YARN, Options, options_of
@@ -68,6 +68,7 @@ def _of_gemma(fields: Said, recipe: str) -> Fields:
     return found
 
 
+_ROW = table()["bridge"]
 _PATHS = {path: option for option, path in BRIDGE.items()}
 # the check of the loss is read as that of the gradients
 _FLAGS = {flag.field: flag for flag in (*FLAGS, *READ_FLAGS) if not flag.field.startswith("rerun_state_machine.")}
@@ -90,14 +91,6 @@ _OF_HYBRIDS = re.compile(
 )
 """Fields that describe a hybrid model of which the name is given."""
 _OPTION_MOMENTS = {theirs: ours for ours, theirs in OF_BRIDGE["moments"].items()}
-_RECIPES = (
-    (r"mxfp8", {"mixed_precision.fp8": "e4m3", "mixed_precision.fp8_recipe": "mxfp8"}),
-    (r"nvfp4", {"mixed_precision.fp4": "e2m1"}),
-    (r"current_scaling|fp8_cs|fp8cs", {"mixed_precision.fp8": "hybrid", "mixed_precision.fp8_recipe": "tensorwise"}),
-    (r"subchannel|blockwise|fp8_sc", {"mixed_precision.fp8": "hybrid", "mixed_precision.fp8_recipe": "blockwise"}),
-    (r"fp8", {"mixed_precision.fp8": "hybrid", "mixed_precision.fp8_recipe": "delayed"}),
-)
-"""Dtypes that the names of precisions say beside bf16 and fp16."""
 
 
 def fields_of(record: CallRecord) -> Fields:
@@ -141,7 +134,7 @@ def precision_named(name: str) -> Fields:
     half = "fp16" in name and "bf16" not in name
     fields: Fields = dict.fromkeys(("mixed_precision.bf16", "mixed_precision.grad_reduce_in_fp32"), not half)
     fields["mixed_precision.fp16"] = half
-    return fields | next((more for pattern, more in _RECIPES if re.search(pattern, name)), {})
+    return fields | next((more for pattern, more in _ROW["precisions"].items() if re.search(pattern, name)), {})
 
 
 def options_of_fields(fields: Said) -> dict[str, list[str]]:
@@ -277,18 +270,7 @@ def _read_recipe(config: ConfigFile) -> ImportedRun:
     return imported
 
 
-_SHARDED: Fields = {"ddp.use_distributed_optimizer": True, "mixed_precision": "bf16_mixed"}
-BASES: dict[str, Fields] = {
-    "": _SHARDED,
-    "_pretrain_common": {
-        **_SHARDED, "train.global_batch_size": 32, "train.micro_batch_size": 2, "dataset.seq_length": 4096,
-        "ddp.overlap_grad_reduce": True, "ddp.overlap_param_gather": True,
-    },
-    **{
-        name: {**_SHARDED, "train.global_batch_size": 128, "train.micro_batch_size": 1, "dataset.seq_length": 2048}
-        for name in ("_sft_common", "_peft_common")
-    },
-}  # fmt: skip
+BASES: dict[str, Fields] = _ROW["bases"]
 """Fields that functions set which recipes of Megatron-Bridge begin with (recipes/common.py, August 2026)."""
 _SECTIONS = {
     **dict.fromkeys(("micro_batch_size", "global_batch_size"), "train"),

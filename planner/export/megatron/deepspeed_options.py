@@ -14,34 +14,14 @@ from planner.export.megatron.model_options import PATTERNS
 from planner.export.megatron.option_rows import Options, number, text
 from planner.specs.base import Fields
 
-MARKS = {
-    "--deepspeed", "--zero-stage", "--deepspeed_config", "--deepspeed-config", "--checkpoint-activations",
-    "--deepspeed-activation-checkpointing", "--activations-checkpoint-method", "--ds-sequence-parallel-size",
-    "--embed-layernorm", "--pad-vocab-size-to",
-}  # fmt: skip
+_ROW = table()["megatron-deepspeed"]
+MARKS = {*_ROW["marks"].split()}
 """Options that Megatron-DeepSpeed alone has."""
-_RENAMED = {
-    "--moe-expert-parallel-size": "--expert-model-parallel-size",
-    "--num-key-value-heads": "--num-query-groups",
-    "--tokenizer-name-or-path": "--tokenizer-model",
-    "--pad-vocab-size-to": "--vocab-size",
-    "--rotary-position-embeddings-theta": "--rotary-base",
-    "--topk": "--moe-router-topk",
-    "--model-parallel-size": "--tensor-model-parallel-size",
-    "--pipe-parallel-size": "--pipeline-model-parallel-size",
-    "--activations-checkpoint-method": "--recompute-method",
-    "--activations-checkpoint-num-layers": "--recompute-num-layers",
-    "--use-flash-attn-v1": "--use-flash-attn",
-    "--use-flash-attn-v2": "--use-flash-attn",
-    "--use-flash-attn-triton": "--use-flash-attn",
-    "--use-flash-attn-builder": "--use-flash-attn",
-}
+_RENAMED: dict[str, str] = _ROW["renamed"]
 """Options with another name and the same value."""
 _POSITIONS = {"absolute": "learned_absolute", "learned": "learned_absolute", "rotary": "rope"}
 _GATED = ("swiglu", "geglu", "reglu", "liglu")
-DEEPSPEED_OPTIONS = MARKS | {*_RENAMED, "--glu-activation", "--pp-partition-method", "--expert-interval", "--mlp-type",
-                "--no-pipeline-parallel",
-                "--checkpoint-num-layers", "--create-moe-param-group", "--cpu-optimizer"}  # fmt: skip
+DEEPSPEED_OPTIONS = MARKS | {*_RENAMED, *_ROW["read"].split()}
 """Options that are read here."""
 
 

@@ -10,7 +10,7 @@ from planner.errors import SpecError
 from planner.export.followed.shell_script import Script, read_script
 from planner.export.huggingface.tuning_settings import read_adapters
 from planner.export.imported_run import ConfigFile, ImportedRun, yaml_of
-from planner.export.keyed_settings import KeyedSettings, Settings, dialect, is_empty, is_off, is_on, settings_of
+from planner.export.keyed_settings import KeyedSettings, Settings, dialect, is_empty, is_off, is_on, settings_of, table
 from planner.export.megatron.deepspeed_options import as_megatron, read_zero
 from planner.export.megatron.option_rows import Options, all_rows, options_of
 from planner.export.megatron.script_reading import READ_OPTIONS, run_of
@@ -116,15 +116,7 @@ def _add_adapters(imported: ImportedRun, settings: Settings) -> None:
 
 
 EXPERT_TARGETS = ("experts.gate_up_proj", "experts.down_proj")
-LORA_MODULES = {
-    "linear_qkv": ("q_proj", "k_proj", "v_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "in_proj"),
-    "linear_q": ("q_proj",), "linear_k": ("k_proj",), "linear_v": ("v_proj",), "linear_proj": ("o_proj",),
-    "linear_q_down_proj": ("q_a_proj",), "linear_q_up_proj": ("q_b_proj",), "linear_q_proj": ("q_proj",),
-    "linear_kv_down_proj": ("kv_a_proj_with_mqa",), "linear_kv_up_proj": ("kv_b_proj",),
-    "linear_fc1": ("gate_proj", "up_proj", EXPERT_TARGETS[0]), "linear_fc1_up": ("up_proj",),
-    "linear_fc1_gate": ("gate_proj", EXPERT_TARGETS[0]), "linear_fc2": ("down_proj", EXPERT_TARGETS[1]),
-    "in_proj": ("in_proj",), "out_proj": ("out_proj",),
-}  # fmt: skip
+LORA_MODULES = {name: words.split() for name, words in table()["bridge"]["lora_modules"].items()}
 """Modules of Megatron core that Bridge's LoRA adapts, and peft's names of their products."""
 _ALL_MODULES = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 

@@ -11,14 +11,14 @@ from planner.export.followed.python_recipe import Evaluator, chosen_recipe
 from planner.export.followed.python_values import CallRecord
 from planner.export.followed.shell_script import Script, read_script
 from planner.export.imported_run import ConfigFile, ImportedRun, yaml_of
-from planner.export.keyed_settings import dialect, flat, resolved
+from planner.export.keyed_settings import dialect, flat, resolved, table
 from planner.export.megatron.bridge_reading import fields_of, options_of_fields, precision_named, read_peft, sort_fields
 from planner.export.megatron.script_reading import run_of
 from planner.export.named_models import model_called, vocabulary_of
 from planner.specs.base import Fields, Said
 
 _ROW = dialect("nemo")
-_NORMS = {"rmsnorm": "RMSNorm", "layernorm": "LayerNorm", "layernorm1p": "LayerNorm"}
+_NORMS: dict[str, str] = table()["nemo"]["norms"]
 
 
 def as_fields(given: Said) -> tuple[Fields, int | None]:
@@ -53,13 +53,7 @@ def as_fields(given: Said) -> tuple[Fields, int | None]:
     return fields, nodes * devices if isinstance(nodes, int) and isinstance(devices, int) else None
 
 
-_HELPERS = {
-    "tensor_parallelism": "model.tensor_model_parallel_size", "context_parallelism": "model.context_parallel_size",
-    "pipeline_parallelism": "model.pipeline_model_parallel_size", "sequence_parallelism": "model.sequence_parallel",
-    "virtual_pipeline_parallelism": "model.virtual_pipeline_model_parallel_size",
-    "expert_parallelism": "model.expert_model_parallel_size", "global_batch_size": "train.global_batch_size",
-    "micro_batch_size": "train.micro_batch_size", "seq_length": "dataset.seq_length",
-}  # fmt: skip
+_HELPERS: dict[str, str] = table()["nemo"]["keywords"]
 """Keywords of the functions that NeMo's recipes make a trainer with, where these are in no file beside the recipe."""
 _MAX_DEPTH = 60
 _BESIDE = re.compile(r"trainer\.|model\.optim\.(?!(name|overlap_(grad|param)_sync|grad_sync_dtype)$)")
