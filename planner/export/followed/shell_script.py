@@ -49,6 +49,11 @@ class Script:
     """Variables that the script does not set, each by the option before it, or by itself where none is."""
 
 
+def launched_on(num_gpus: Any) -> Script:
+    """A launch of which nothing is known but the number of GPUs, where that is known."""
+    return Script(variables={"WORLD_SIZE": [str(num_gpus)]} if num_gpus else {})
+
+
 def read_shell(text: str, files: Files = lambda name: None) -> Script:
     """Read `text`; unknown variables are empty, and most commands in `$(…)` give nothing."""
     script = Script(directives=_directives(text))
@@ -390,14 +395,14 @@ def _options_file(text: str) -> Script | None:
         return Script(words=[str(word) for word in data])
     if not isinstance(data, dict):
         return None
-    options = data.get("MODEL_ARGS") or data.get("args") or data
-    variables = {"WORLD_SIZE": [str(data["world_size"])]} if data.get("world_size") else {}
+    options, script = data.get("MODEL_ARGS") or data.get("args") or data, launched_on(data.get("world_size"))
     if isinstance(options, list):
-        return Script(words=[str(word) for word in options], variables=variables)
-    if not isinstance(options, dict):
+        script.words = [str(word) for word in options]
+    elif isinstance(options, dict):
+        script.words = [word for option, value in options.items() for word in _words(str(option), value)]
+    else:
         return None
-    words = [word for option, value in options.items() for word in _words(str(option), value)]
-    return Script(words=words, variables=variables)
+    return script
 
 
 def _words(option: str, value: Any) -> list[str]:

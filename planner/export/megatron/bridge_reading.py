@@ -9,7 +9,7 @@ from typing import Any
 from planner.errors import SpecError
 from planner.export.followed.python_recipe import Evaluator, chosen_recipe
 from planner.export.followed.python_values import CallRecord, Unknown
-from planner.export.followed.shell_script import Script, read_script
+from planner.export.followed.shell_script import Script, launched_on, read_script
 from planner.export.imported_run import ConfigFile, ImportedRun, json_of, yaml_of
 from planner.export.keyed_settings import refused_settings, table
 from planner.export.megatron.keyed_reading import add_lora
@@ -120,6 +120,11 @@ def _named(value: Any) -> Any:
     return value.kind.rpartition(".")[2] if isinstance(value, CallRecord) else value
 
 
+def plain(value: Any) -> Any:
+    """A value of a class's field; functions and classes by their names."""
+    return named if isinstance(named := _named(value), (int, float, str, list)) else None
+
+
 class Unread(str):
     """The text of a value that only a run knows."""
 
@@ -204,16 +209,25 @@ def _derived(fields: Said, options: Options) -> dict[str, list[str]]:
     return derived
 
 
-def sort_fields(fields: Said, ignored: dict[str, str], unknown: dict[str, str]) -> None:
+def run_of_fields(
+    source: str, fields: Said, world: int | None, named: Model | None = None, listed: Said | None = None
+) -> ImportedRun:
+    """The run that fields of Bridge's tree describe; of those that are not read `listed` are noted, or all."""
+    imported = run_of(options_of_fields(fields), launched_on(world), source, named=named)
+    imported.run["runtime"] = "bridge"
+    imported.unknown.clear()
+    _sort_fields(fields if listed is None else listed, imported)
+    return imported
+
+
+def _sort_fields(fields: Said, imported: ImportedRun) -> None:
     """Note every field that is not read as ignored where it is known to be harmless or off, else as unknown."""
     for path, value in fields.items():
-        if isinstance(value, Unread) and not IGNORED.match(path):
-            unknown[path] = f"{value}: only a run knows it"
-            continue
-        if path in READ_FIELDS:
-            continue
         is_off = value is None or value is False or value in ([], "", "none", "float32")
-        (ignored if is_off or IGNORED.match(path) else unknown)[path] = str(value)[:200]
+        if isinstance(value, Unread) and not IGNORED.match(path):
+            imported.unknown[path] = f"{value}: only a run knows it"
+        elif path not in READ_FIELDS:
+            (imported.ignored if is_off or IGNORED.match(path) else imported.unknown)[path] = str(value)[:200]
 
 
 _LENGTHS = ("model.seq_length", "dataset.seq_length")
@@ -252,7 +266,7 @@ def _read_recipe(config: ConfigFile) -> ImportedRun:
     base = record.kind.rpartition(".")[2]
     unasked = {path: value for path, value in BASES.get(base, BASES[""]).items() if path not in fields}
     is_alone = bool(base) and base != "ConfigContainer"
-    script = Script(variables={"WORLD_SIZE": [match[1]]} if (match := re.search(r"_(\d+)gpus?_", name)) else {})
+    script = launched_on(int(match[1]) if (match := re.search(r"_(\d{1,9})gpus?_", name)) else None)
     imported = _run({**(unasked if is_alone else {}), **fields}, script, name, _hub_name(record))
     imported.assumed |= {path: str(value) for path, value in unasked.items()} if is_alone else {}
     if is_alone and base not in BASES:
@@ -297,11 +311,7 @@ def read_peft(imported: ImportedRun, peft: Any) -> None:
         if kind in ("default_peft_config", "", "Config"):
             kind = str(next(iter(record_of.arguments), record_of.fields.get("peft_scheme") or "lora"))
         if kind.lower() not in ("none", "null"):
-            add_lora(imported, {name: _of_kind(value) for name, value in record_of.fields.items()}, kind)
-
-
-def _of_kind(value: Any) -> Any:
-    return value if isinstance(value, (int, float, str, list)) else None
+            add_lora(imported, {name: plain(value) for name, value in record_of.fields.items()}, kind)
 
 
 def _provided(record: CallRecord) -> Fields:
@@ -333,7 +343,7 @@ def _run(fields: Said, script: Script, recipe: str, hub_name: str = "") -> Impor
     if imported.run["model"] is not None and named is None:
         imported.run["model"] |= model_fields(fields, recipe)
     imported.unknown.clear()
-    sort_fields(fields, imported.ignored, imported.unknown)
+    _sort_fields(fields, imported)
     if named is not None:
         # a model by name has these layers
         for path in [path for path in imported.unknown if _OF_HYBRIDS.match(path)]:
@@ -365,11 +375,10 @@ def _words(config: ConfigFile) -> tuple[list[str], Script, str]:
     text = config.text
     if text.lstrip().startswith("{"):
         data = json_of(text, "give the bridge.json that plan export wrote")
-        world = {"WORLD_SIZE": [str(data["world_size"])]} if data.get("world_size") else {}
         overrides = data.get("overrides", [])
         if not isinstance(overrides, list):
             raise SpecError(f"overrides: holds {kind_of(overrides)}, not a list", 'write ["train.train_iters=100", …]')
-        return [str(word) for word in overrides], Script(variables=world), str(data.get("recipe", ""))
+        return [str(word) for word in overrides], launched_on(data.get("world_size")), str(data.get("recipe", ""))
     if re.match(r"(#.*\n|\s|---)*(model|train|ddp|optimizer):\s*(#.*)?\n", text):
         data = yaml_of(text, "give the file of overrides")
         rows = _flat(data) if isinstance(data, dict) else []

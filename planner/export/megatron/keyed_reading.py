@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 
 from planner.errors import SpecError
-from planner.export.followed.shell_script import Script, read_script
+from planner.export.followed.shell_script import Script, launched_on, read_script
 from planner.export.huggingface.tuning_settings import read_adapters
 from planner.export.imported_run import ConfigFile, ImportedRun, yaml_of
 from planner.export.keyed_settings import KeyedSettings, Settings, dialect, is_empty, is_off, is_on, settings_of, table
@@ -240,8 +240,7 @@ def read_neox(config: ConfigFile) -> ImportedRun:
         raise SpecError(f"attention_config: {other[0]}: no transformer's layers", "give the configuration of a GPT")
     given = {**_ROW.unasked, **settings}
     options = as_megatron(_options(given))
-    script = Script(variables={"WORLD_SIZE": [str(given["global_num_gpus"])]} if given.get("global_num_gpus") else {})
-    imported = run_of(options, script, "neox")
+    imported = run_of(options, launched_on(given.get("global_num_gpus")), "neox")
     run, layout = imported.run, imported.run["parallelism"]
     run["runtime"] = "megatron-deepspeed"
     imported.unknown, imported.ignored, imported.notes = {}, {}, []
