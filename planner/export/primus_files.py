@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from planner.answer import Plan
-from planner.export.environment import primus_environment
+from planner.export.launchers import primus_environment
 from planner.export.megatron.megatron_files import LOG, megatron_arguments, notes_on_options, training_arguments
 from planner.export.megatron.option_rows import NEGATED, PRIMUS_SCHEDULES, key_of
 from planner.export.named_models import FLAVORS

@@ -11,9 +11,9 @@ import yaml
 from planner.answer import Plan
 from planner.distribution import install_line
 from planner.errors import SpecError
-from planner.export.environment import node_environment
 from planner.export.imported_run import ConfigFile, ImportedRun, new_run, positive_number, yaml_of
 from planner.export.keyed_settings import dialect
+from planner.export.launchers import node_environment
 from planner.export.named_models import exported_model
 from planner.export.refusal import broken_rules, hint_for, notes_on_price, refuse
 from planner.export.stages import (

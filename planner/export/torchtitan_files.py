@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import groupby
 
 from planner.answer import Plan
-from planner.export.environment import node_environment, variables
+from planner.export.launchers import node_environment, variables
 from planner.export.refusal import broken_rules, hint_for, notes_on_price, refuse
 from planner.export.run_settings import BIAS_UPDATE_RATE, FIRST_RUN_STEPS, notes_on_model, run_settings, stated
 from planner.export.stages import (

@@ -8,9 +8,9 @@ from itertools import pairwise
 
 from planner.answer import Plan
 from planner.errors import SpecError
-from planner.export.environment import node_environment
 from planner.export.imported_run import ConfigFile, ImportedRun, json_of, new_run, positive_number
 from planner.export.keyed_settings import beginnings, dialect, flat, refused_settings
+from planner.export.launchers import node_environment
 from planner.export.named_models import exported_model
 from planner.export.refusal import broken_rules, hint_for, notes_on_price, refuse
 from planner.export.run_settings import FIRST_RUN_STEPS, run_settings

@@ -6,7 +6,6 @@ import re
 from typing import Literal
 
 from planner.answer import Plan
-from planner.export.environment import node_environment
 from planner.export.huggingface.tuning_settings import (
     ACCELERATE_FILE,
     ADAPTER_FILE,
@@ -16,7 +15,7 @@ from planner.export.huggingface.tuning_settings import (
     quantization_config,
 )
 from planner.export.keyed_settings import table
-from planner.export.launchers import nodes_of
+from planner.export.launchers import node_environment, nodes_of
 from planner.export.refusal import broken_rules, hint_for, notes_on_price, refuse
 from planner.export.run_settings import FIRST_RUN_STEPS
 from planner.export.stages import objections_to

@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 
 from planner.answer import Plan
-from planner.export.environment import megatron_environment
+from planner.export.launchers import megatron_environment
 from planner.export.megatron.model_options import model_arguments
 from planner.export.megatron.option_rows import holds, options_of, sections_of, table
 from planner.export.megatron.plan_options import (
