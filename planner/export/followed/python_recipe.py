@@ -82,9 +82,10 @@ class Evaluator:
         """The functions that the file itself defines, in their order."""
         return {name: function for name, function in self.functions().items() if function.module is self.module}
 
-    def called_alone(self, function: PythonFunction) -> Any:
+    def call(self, name: str) -> Any:
         """The value that a function returns if it is called without arguments."""
-        return self._call(function, [], {})
+        function = self.resolved(self.module.names[name])
+        return self._call(function, [], {}) if isinstance(function, PythonFunction) else None
 
     def _load(self, config: ConfigFile) -> PythonModule:
         tree = parse_python(config.text, "", "give the recipe's file")
@@ -409,7 +410,7 @@ def chosen_recipe(evaluator: Evaluator, recipe: str | None, marks: Texts) -> Cal
             raise SpecError(
                 f"--recipe: the file has no function {recipe[:80]!r}", close or f"one of {', '.join([*own][:40])}"
             )
-        record = evaluator.called_alone(known[recipe])
+        record = evaluator.call(recipe)
         if not isinstance(record, CallRecord):
             raise SpecError(
                 f"--recipe: {recipe[:80]} returns no configuration that can be followed", "name another one"
@@ -417,7 +418,7 @@ def chosen_recipe(evaluator: Evaluator, recipe: str | None, marks: Texts) -> Cal
         return record
     free = {name: f for name, f in (own or known).items() if name[0] != "_" and not f.has_parameters}
     annotated = {name: f for name, f in free.items() if re.search("Config|Partial", f.returns)}
-    records = {name: evaluator.called_alone(function) for name, function in (annotated or free).items()}
+    records = {name: evaluator.call(name) for name in annotated or free}
     found = {
         name: record
         for name, record in records.items()
