@@ -18,7 +18,7 @@ from planner.export.imported_run import ConfigFile, json_of
 from planner.export.imported_run import ImportedRun as ImportedRun
 from planner.export.keyed_settings import table
 from planner.export.targets import READERS, SOURCES, UNMARKED
-from planner.specs.base import Fields, Said
+from planner.specs.base import Fields, Named, Said
 from planner.specs.reading import STDIN, label, parse_yaml, read_configuration_text, shipped_table, text_beside
 from planner.specs.shipped import find
 
@@ -191,7 +191,7 @@ def _of_row(data: Said, row: Said) -> StartedScript:
     script = "\n".join(map(str, commands)) if isinstance(commands, list) else str(commands or "")
     nodes = _count(_at(data, row.get("nodes", ""))) or 1
     kind, each = _asked(_at(data, row["gpus"]), row.get("called", {}))
-    given: dict[str, str] = {}
+    given: Named = {}
     for name in row.get("env", ()):
         given |= _variables(_at(data, name))
     said = {"nodes": nodes, "gpus": each, "all": None if each is None else nodes * each}
@@ -278,7 +278,7 @@ def _asked(said: Any, called: Mapping[str, str]) -> tuple[str | None, int | None
     return known, (numbers[-1] if numbers else 1) if parts else None
 
 
-def _variables(said: Any) -> dict[str, str]:
+def _variables(said: Any) -> Named:
     """Variables of a mapping, of `NAME=VALUE`s, or of Kubernetes' pairs of name and value; those with a value."""
     pairs: Fields = dict(said) if isinstance(said, Mapping) else {}
     for one in _listed(said):

@@ -29,7 +29,7 @@ from planner.export.trainer_files import (
     shell_words,
     slug,
 )
-from planner.specs.base import Fields, Said
+from planner.specs.base import Fields, Named, Said
 from planner.specs.reading import shipped_table
 
 PREFLIGHT = "preflight.py"
@@ -279,7 +279,7 @@ def network_of(plan: Plan) -> Fields:
     return networks().get(plan.cluster.hardware.network, {}) if _has_nodes(plan) else {}
 
 
-def variables(plan: Plan, *names: str) -> dict[str, str]:
+def variables(plan: Plan, *names: str) -> Named:
     """The variables of rows of settings.yaml that a plan has."""
     layout, network = plan.parallelism, plan.cluster.hardware.network
     has_nodes, has_verbs = _has_nodes(plan), network not in _BY_THREADS
@@ -298,10 +298,10 @@ def _has_nodes(plan: Plan) -> bool:
     return plan.parallelism.num_gpus_used > plan.cluster.node_size
 
 
-def node_environment(plan: Plan) -> dict[str, str]:
+def node_environment(plan: Plan) -> Named:
     """The variables of a plan, whichever trainer runs it."""
     names = ("environment", *(("environment-amd",) if plan.cluster.hardware.is_amd else ()))
-    of_network: dict[str, str] = network_of(plan).get("environment", {})
+    of_network: Named = network_of(plan).get("environment", {})
     return variables(plan, *names) | of_network
 
 
@@ -316,14 +316,14 @@ def overlaps_experts(plan: Plan) -> bool:
     return plan.parallelism.ep > 1 and plan.runtime_spec.overlaps_experts
 
 
-def megatron_environment(plan: Plan) -> dict[str, str]:
+def megatron_environment(plan: Plan) -> Named:
     """The variables of a plan."""
     is_amd = plan.cluster.hardware.is_amd
     own = variables(plan, "environment-megatron-amd" if is_amd else "environment-megatron")
     return connections(plan) | node_environment(plan) | own | ({} if is_amd else nvlink_topology(plan))
 
 
-def connections(plan: Plan) -> dict[str, str]:
+def connections(plan: Plan) -> Named:
     """CUDA_DEVICE_MAX_CONNECTIONS: 1 orders communication before compute, more lets both run side by side.
 
     Up to Hopper, tensor and context parallelism want the order. FSDP refuses it, and overlapped exchanges of experts
@@ -342,7 +342,7 @@ def connections(plan: Plan) -> dict[str, str]:
     return {"CUDA_DEVICE_MAX_CONNECTIONS": str(number)}
 
 
-def nvlink_topology(plan: Plan) -> dict[str, str]:
+def nvlink_topology(plan: Plan) -> Named:
     """Variables from which HybridEP learns how many ranks of an exchange are joined by NVLink, and if across nodes."""
     if switch_arguments(plan).get("--moe-flex-dispatcher-backend") != "hybridep":
         return {}
@@ -355,7 +355,7 @@ def nvlink_topology(plan: Plan) -> dict[str, str]:
     }
 
 
-def primus_environment(plan: Plan) -> dict[str, str]:
+def primus_environment(plan: Plan) -> Named:
     """The variables that differ from what the launcher sets; under FSDP it also sets the number of queues."""
     own = variables(plan, "environment-primus") | network_of(plan).get("environment", {})
     return own if is_fsdp(plan) else {**connections(plan), **own}

@@ -46,7 +46,7 @@ from planner.export.megatron.deepspeed_options import refuse_other
 from planner.export.megatron.keyed_reading import is_adapter, read_adapter
 from planner.export.megatron.option_rows import options_of
 from planner.export.named_models import Model, exported_gpus, exported_model, model_called, num_layers_of
-from planner.specs.base import Fields
+from planner.specs.base import Fields, Named
 from planner.specs.training import MLP
 
 _FULL = (None, "", "full", 0, "0", False, "false", "False", "none", "LORA")
@@ -292,14 +292,14 @@ def _model_options(settings: Fields) -> Fields:
     return {name: inner[name] for name in ("dtype", "attn_implementation") if name in inner}
 
 
-MODULES: dict[str, str] = table()["torchtune"]["modules"]
+MODULES: Named = table()["torchtune"]["modules"]
 """Attention's projections by peft's names, and by torchtune's (lora_attn_modules)."""
-OPTIMIZERS: dict[str, str] = table()["torchtune"]["optimizers"]
+OPTIMIZERS: Named = table()["torchtune"]["optimizers"]
 """Values of the switch `optimizer`, and the classes that recipes name."""
 _BUILDER = re.compile(r"torchtune\.models\.\w+\.(q?lora_|q?dora_)?(\w+)")
 
 
-_BUILDERS: dict[str, str] = table()["torchtune"]["builders"]
+_BUILDERS: Named = table()["torchtune"]["builders"]
 """Builders in torchtune/models, of the models that ship here."""
 
 

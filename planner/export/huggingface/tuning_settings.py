@@ -25,7 +25,7 @@ from planner.export.keyed_settings import (
     word,
 )
 from planner.export.named_models import has_towers, model_called, num_layers_of
-from planner.specs.base import Fields, Said
+from planner.specs.base import Fields, Named, Said
 from planner.specs.model import ModelSpec
 from planner.specs.training import ATTENTION, GROUPS, LATENT, TARGETS, AdapterSpec
 from planner.trainers.load import load_runtime, switches_of
@@ -91,7 +91,7 @@ def set_model(imported: ImportedRun, name: Any) -> None:
         imported.notes.append(f"{name[:80]}: the language model alone is planned")
 
 
-OPTIMIZERS: dict[str, str] = table()["transformers"]["optimizers"]
+OPTIMIZERS: Named = table()["transformers"]["optimizers"]
 """Values of the switch `optimizer`, and their names in `optim`; it has none for Muon."""
 _ADAMS = re.compile(r"adamw?(_torch|_hf|_torch_fused|_apex_fused|_torch_xla)?$")
 _OPTIMIZERS = {name: value for value, name in OPTIMIZERS.items()} | table()["transformers"]["older_optimizers"]
@@ -377,13 +377,13 @@ def quantization_config(adapters: AdapterSpec, is_sharded: bool) -> Fields | Non
     return None
 
 
-def read_adapters(settings: Said, bits: int | None = None) -> tuple[Fields, dict[str, str]]:
+def read_adapters(settings: Said, bits: int | None = None) -> tuple[Fields, Named]:
     """Fields of AdapterSpec that settings of peft, or of a trainer around it, say; and what it cannot say.
 
     Raises SpecError for a rank or a dropout that is no number.
     """
     adapters: Fields = {"base_bits": bits or bits_of(settings)}
-    unknown: dict[str, str] = {}
+    unknown: Named = {}
     rank, dropout = first(settings, "r", "lora_r", "lora_rank"), first(settings, "lora_dropout")
     if rank is not None:
         adapters["rank"] = int(_number("r", rank))

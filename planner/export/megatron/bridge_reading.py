@@ -14,10 +14,20 @@ from planner.export.imported_run import ConfigFile, ImportedRun, json_of, yaml_o
 from planner.export.keyed_settings import refused_settings, table
 from planner.export.megatron.keyed_reading import add_lora
 from planner.export.megatron.model_options import HYBRID_OPTIONS
-from planner.export.megatron.option_rows import BRIDGE, FLAGS, OF_BRIDGE, READ_FLAGS, TANH, YARN, Options, options_of
+from planner.export.megatron.option_rows import (
+    BRIDGE,
+    FLAGS,
+    OF_BRIDGE,
+    READ_FLAGS,
+    TANH,
+    YARN,
+    Options,
+    OptionWords,
+    options_of,
+)
 from planner.export.megatron.script_reading import run_of
 from planner.export.named_models import Model, model_called
-from planner.specs.base import Fields, Said
+from planner.specs.base import Fields, Named, Said
 from planner.specs.reading import kind_of
 from planner.specs.registry import load_model
 
@@ -73,7 +83,7 @@ _PATHS = {path: option for option, path in BRIDGE.items()}
 # the check of the loss is read as that of the gradients
 _FLAGS = {flag.field: flag for flag in (*FLAGS, *READ_FLAGS) if not flag.field.startswith("rerun_state_machine.")}
 _ACTIVATIONS = {"squared_relu": "--squared-relu", "quick_gelu": "--quick-geglu"}
-_VALUED: dict[str, str] = OF_BRIDGE["valued"] | {
+_VALUED: Named = OF_BRIDGE["valued"] | {
     f"model.{name.removeprefix('--').replace('-', '_')}": name for name in sorted(HYBRID_OPTIONS)
 }
 READ_FIELDS = frozenset({
@@ -142,7 +152,7 @@ def precision_named(name: str) -> Fields:
     return fields | next((more for pattern, more in _ROW["precisions"].items() if re.search(pattern, name)), {})
 
 
-def options_of_fields(fields: Said) -> dict[str, list[str]]:
+def options_of_fields(fields: Said) -> OptionWords:
     """The fields as options of Megatron-LM."""
     precision = fields.get("mixed_precision")
     if isinstance(precision, dict):
@@ -150,7 +160,7 @@ def options_of_fields(fields: Said) -> dict[str, list[str]]:
         fields = {**fields, **{f"mixed_precision.{name}": value for name, value in said.items()}}
     elif isinstance(precision, str):
         fields = {**precision_named(precision), **fields}
-    options: dict[str, list[str]] = {}
+    options: OptionWords = {}
     for path, value in fields.items():
         if isinstance(value, Unread):
             continue
@@ -182,9 +192,9 @@ def _layout_string(stages: list[Any]) -> str:
     )
 
 
-def _derived(fields: Said, options: Options) -> dict[str, list[str]]:
+def _derived(fields: Said, options: Options) -> OptionWords:
     """Options whose meaning several fields take together."""
-    derived: dict[str, list[str]] = {}
+    derived: OptionWords = {}
     if "--num-query-groups" in options:
         derived["--group-query-attention"] = []
     if fields.get("model.overlap_p2p_comm") is False and "--num-virtual-stages-per-pipeline-rank" in options:

@@ -12,10 +12,10 @@ from planner.export.huggingface.tuning_settings import read_adapters
 from planner.export.imported_run import ConfigFile, ImportedRun, yaml_of
 from planner.export.keyed_settings import KeyedSettings, Settings, dialect, is_empty, is_off, is_on, settings_of, table
 from planner.export.megatron.deepspeed_options import as_megatron, read_zero
-from planner.export.megatron.option_rows import Options, all_rows, options_of
+from planner.export.megatron.option_rows import Options, OptionWords, all_rows, options_of
 from planner.export.megatron.script_reading import READ_OPTIONS, run_of
 from planner.export.named_models import Model, model_called
-from planner.specs.base import Fields
+from planner.specs.base import Fields, Named
 
 _CONFIG_KEYS = {
     "virtual_pipeline_model_parallel_size": "--num-virtual-stages-per-pipeline-rank",
@@ -25,7 +25,7 @@ _CONFIG_KEYS = {
     "fp4_format": "--fp4-format",
 }
 """Fields of Megatron core's configuration classes whose options have other names."""
-OPTION_OF_KEY: dict[str, str] = (
+OPTION_OF_KEY: Named = (
     {row.bridge.rpartition(".")[2]: row.name for row in all_rows() if row.bridge}
     | {
         path.rpartition(".")[2]: row.name
@@ -46,7 +46,7 @@ OFF_KEYS = {row.primus.removeprefix("not "): row.name for row in all_rows() if r
 
 def options_of_keys(values: Settings, renamed: Mapping[str, str] = {}) -> Options:
     """Keys and values as options of Megatron-LM; those that are off or unsaid are left out."""
-    options: dict[str, list[str]] = {}
+    options: OptionWords = {}
     for key, value in values.items():
         option = renamed.get(key, OPTION_OF_KEY.get(key) or "--" + key.replace("_", "-"))
         if not option or value in (None, "", "None", "null", []):
@@ -270,7 +270,7 @@ def _precision(given: Settings) -> str:
     return {"bfloat16": "bf16", "fp32": "fp32"}.get(str(given["precision"]), "fp16")
 
 
-def _options(given: Settings) -> dict[str, list[str]]:
+def _options(given: Settings) -> OptionWords:
     """The keys in the words of Megatron-DeepSpeed; a pipeline of 0 stages is none."""
     options = {
         option: [str(given[key])] for key, option in _ROW.renamed.items() if given.get(key) not in (None, "", 0, [], {})

@@ -14,11 +14,11 @@ from planner.export.imported_run import ConfigFile, ImportedRun, yaml_of
 from planner.export.keyed_settings import dialect, flat, is_empty, resolved, table
 from planner.export.megatron.bridge_reading import fields_of, plain, precision_named, read_peft, run_of_fields
 from planner.export.named_models import model_called, vocabulary_of
-from planner.specs.base import Fields, Said
+from planner.specs.base import Fields, Named, Said
 
 _ROW = dialect("nemo")
-_PLACES: dict[str, str] = table()["nemo"]["places"]
-_NORMS: dict[str, str] = table()["nemo"]["norms"]
+_PLACES: Named = table()["nemo"]["places"]
+_NORMS: Named = table()["nemo"]["norms"]
 
 
 def as_fields(given: Said) -> Fields:
@@ -52,7 +52,7 @@ def as_fields(given: Said) -> Fields:
     return fields
 
 
-_HELPERS: dict[str, str] = table()["nemo"]["keywords"]
+_HELPERS: Named = table()["nemo"]["keywords"]
 """Keywords of the functions that NeMo's recipes make a trainer with, where these are in no file beside the recipe."""
 _MAX_DEPTH = 60
 _BESIDE = re.compile(r"trainer\.|model\.optim\.(?!(name|overlap_(grad|param)_sync|grad_sync_dtype)$)")

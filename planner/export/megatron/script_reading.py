@@ -31,7 +31,7 @@ from planner.export.megatron.plan_options import (
 )
 from planner.export.named_models import Model, moe_of, num_layers_of
 from planner.export.spelling import canonical, read_switches, unexplained
-from planner.specs.base import Fields
+from planner.specs.base import Fields, Named
 from planner.trainers.switches import SWITCHES
 
 _OF_MIXTURES = ("dispatcher", "shared_expert_overlap", "fused_experts", "ep_overlap", "token_drop")
@@ -234,7 +234,7 @@ def _options_of_model(model: Model) -> Options:
     return {"--num-layers": [str(num_layers_of(model))], **experts}
 
 
-def unsaid_options(options: Options) -> dict[str, str]:
+def unsaid_options(options: Options) -> Named:
     """The options that decide and are not given, with what they are then."""
     has_experts = "--num-experts" in options
     parts = ["unasked", *(["unasked_of_model"] if "--hidden-size" in options else [])]
