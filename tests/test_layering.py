@@ -57,7 +57,7 @@ ALLOWED = {
     # a saved plan is replayed to draw its pipeline and its memory over time
     "report": {
         "errors", "files", "specs", "trainers", "schedule", "answer", "search.why.explanation", "search.why.recipe",
-        "layout.price", "export.environment", "decide", "observe.observation",
+        "layout.price", "export.launchers", "decide", "observe.observation",
         "observe.traces", "observe.gap_rows", "observe.accounts", "observe.follower",
         # a trace draws what runs inside and beside a candidate's passes, and its memory
         "layout.candidate", "layout.memory_curve", "layout.step",
