@@ -7,6 +7,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import fields
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -106,10 +107,6 @@ def mcp_command(ctx: typer.Context, folder: str = ".", port: Whole = None) -> No
       plan mcp
       plan mcp --folder runs --port 8010
     """
-    from pathlib import Path
-
-    from planner.distribution import install_line
-    from planner.errors import PlannerError, SpecError
 
     root = Path(folder)
     if not root.is_dir():

@@ -8,7 +8,10 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from planner.cli.options import Whole, Word
+from planner.cli.output import Printing, dumps, show_and_save, tell, waiting
+from planner.cli.output import show as print_out
 from planner.errors import SpecError
+from planner.files import STDOUT, refuse_to_overwrite, write_bytes, write_text
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -43,8 +46,6 @@ def show_command(
       plan show plan.json --show rejected,proof
       plan show plan.json --page report.html --trace trace.json
     """
-    from planner.cli.output import Printing, dumps
-    from planner.cli.output import show as print_out
     from planner.specs.reading import SAVED, label, load_yaml
 
     if page is not None or trace is not None:
@@ -75,7 +76,7 @@ def _drawn(data: dict[str, Any], where: str, form: Printing, alternative: int | 
     keys = data.keys()
     if keys >= {"comparisons", "run", "ranks"}:
         from planner.cli.measurements import probe_of
-        from planner.cli.probe_report import render as render_probe
+        from planner.report.machines import render_probe
 
         return render_probe(probe_of(data, where))
     if keys >= {"observation", "verdict"}:
@@ -85,12 +86,12 @@ def _drawn(data: dict[str, Any], where: str, form: Printing, alternative: int | 
         return render_observed(observed_of(data, where))
     if keys >= {"points", "pareto", "answers"}:
         from planner.decide.sweep import Sweep
-        from planner.report.sweep import render_sweep
+        from planner.report.decisions import render_sweep
 
         return render_sweep(checked(Sweep, {name: data[name] for name in ("points", "goal") if name in data}, where))
     if keys >= {"sides", "differences", "waterfall"}:
         from planner.decide.compare import Compared, compare
-        from planner.report.comparison import render_comparison
+        from planner.report.decisions import render_comparison
 
         return render_comparison(compare([checked(Compared, side, where) for side in data["sides"]]))
     if keys >= {"phases", "changes", "total"} or keys >= {"proposed", "outcomes", "layouts"}:
@@ -156,7 +157,6 @@ def trace_command(
 
 def _saved_plan(file: str, alternative: int | None, written: list[str], force: bool) -> Plan:
     """A saved plan, or one of its alternatives. SpecError before it is read where a file to write exists."""
-    from planner.files import refuse_to_overwrite
     from planner.plan_file import read_plan, with_alternative
 
     for path in written:
@@ -166,8 +166,6 @@ def _saved_plan(file: str, alternative: int | None, written: list[str], force: b
 
 def _write_page(plan: Plan, path: str, force: bool) -> None:
     """Write the report of a plan as HTML."""
-    from planner.cli.output import waiting
-    from planner.files import STDOUT
     from planner.report.page import write_report
 
     with waiting("drawing"):
@@ -178,8 +176,6 @@ def _write_page(plan: Plan, path: str, force: bool) -> None:
 
 def _write_trace(chosen: Plan, file: str, micro_batches: int | None, path: str, force: bool) -> None:
     """Write a step of a plan as Chrome trace events, which Perfetto opens."""
-    from planner.cli.output import waiting
-    from planner.files import STDOUT, write_text
     from planner.layout.price import num_actions, with_microbatches
     from planner.report.trace import MAX_ACTIONS, trace_text
 
@@ -219,8 +215,6 @@ def memory_command(
       plan memory plan.json --stage 0 --plot stage0.svg
       plan memory plan.json --stage 0 --snapshot stage0.pickle
     """
-    from planner.cli.output import show_and_save, waiting
-    from planner.files import STDOUT, refuse_to_overwrite
     from planner.layout.alive import explore, shown
     from planner.layout.price import reprice
     from planner.plan_file import read_plan, with_alternative
@@ -265,7 +259,6 @@ def _drawing_to(path: str) -> Callable[[MemoryOfStage, str, bool], None]:
 
 
 def _write_snapshot(answer: MemoryAnswer, stage: MemoryOfStage, candidate: Candidate, path: str, force: bool) -> None:
-    from planner.files import write_bytes
     from planner.layout.alive import step_of
     from planner.layout.memory_curve import memory_curves
     from planner.report.memory import snapshot
@@ -291,9 +284,8 @@ def compare_command(files: list[str], json: bool = False) -> None:
       plan import pretrain.sh --gpus 64 -o mine.json
       plan compare mine.json plan.json
     """
-    from planner.cli.output import dumps, show
     from planner.decide.compare import compare
-    from planner.report.comparison import render_comparison
+    from planner.report.decisions import render_comparison
 
     if not 2 <= len(files) <= MOST_FILES:
         raise SpecError(
@@ -302,10 +294,7 @@ def compare_command(files: list[str], json: bool = False) -> None:
     if files.count("-") > 1:
         raise SpecError("plan compare: two files are standard input", "name a file for one of them")
     comparison = compare([_side(path) for path in files])
-    if json:
-        sys.stdout.write(dumps(comparison.to_json()))
-    else:
-        show(render_comparison(comparison))
+    tell(comparison.to_json() if json else render_comparison(comparison))
 
 
 def _side(path: str) -> Compared:

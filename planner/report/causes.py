@@ -5,8 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from planner.answer import Layout, Plan, PricedLayout
-from planner.report.format import digits, fits_with, gibibytes, large, percent, seconds
-from planner.report.labels import BREAKDOWN, LEAST_SHARE, MEMORY, is_proven, says_bound
+from planner.report.format import (
+    BREAKDOWN,
+    LEAST_SHARE,
+    MEMORY,
+    digits,
+    fits_with,
+    gibibytes,
+    is_proven,
+    large,
+    percent,
+    says_bound,
+    seconds,
+)
 from planner.specs.base import Spec
 from planner.specs.cluster import ClusterSpec
 from planner.specs.units import GIB

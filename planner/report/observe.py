@@ -19,9 +19,19 @@ from planner.observe.observation import GapCause, GapRemedy, Observation, Observ
 from planner.observe.traces.dumps import FlightReport, SnapshotReport
 from planner.observe.traces.events import HOST, CollectiveTime, TraceReport, TraceStep
 from planner.observe.traces.recorded import Recorded, steady
-from planner.report.format import bar, digits, gibibytes, large, percent, seconds, signed_seconds, span
-from planner.report.labels import BREAKDOWN, LEAST_SHARE
-from planner.report.months import duration
+from planner.report.format import (
+    BREAKDOWN,
+    LEAST_SHARE,
+    bar,
+    digits,
+    duration,
+    gibibytes,
+    large,
+    percent,
+    seconds,
+    signed_seconds,
+    span,
+)
 from planner.report.pieces import TextBar, as_group, bullets, columns, headed, section
 from planner.specs.reading import printable
 
@@ -247,7 +257,7 @@ def gap_section(observed: Observed) -> RenderableType | None:
     every = (*observed.waterfall, *observed.beside)
     largest_s = max(abs(term.seconds) for term in every)
     like_s = min(step_s, prediction.step_s) if prediction else step_s
-    table = headed(("", "", "", "to win back"), "lrlr", style="dim")
+    table = headed(("", "", "", "to win back"), "lrlr")
     if prediction is not None and observed.waterfall:
         table.add_row("predicted step", seconds(prediction.step_s, like_s), "", "", style="bold")
         _add_terms(table, observed.waterfall, like_s, largest_s, LEAST_SHARE * step_s)
@@ -257,7 +267,7 @@ def gap_section(observed: Observed) -> RenderableType | None:
         _add_terms(table, observed.beside, like_s, largest_s, LEAST_SHARE * step_s)
         wall_s = step_s + sum(term.seconds for term in observed.beside)
         table.add_row("wall time per step", seconds(wall_s, like_s), "", "", style="bold")
-        parts += [Text(words, style="dim") for words in _whole(observation)]
+        parts += [Text(words) for words in _whole(observation)]
     if said := list(_evidence(observed.waterfall, _WORTH_A_SENTENCE * step_s)):
         parts += ["", bullets(said)]
     return section("Where the seconds go", Group(*parts))
@@ -330,7 +340,7 @@ def _clause(cause: GapCause) -> str:
 def _cause(cause: GapCause, step_s: float | None) -> Iterator[RenderableType]:
     row = GAP_ROWS.get(cause.name)
     head = Text(row.at(cause.where) if row else cause.name)
-    head.append(f"  {cause.name}", style="dim")
+    head.append(f"  {cause.name}")
     yield head
     yield Padding(_details(cause, step_s), (0, 0, 0, 3))
 

@@ -271,7 +271,7 @@ def _number(text: str) -> int | None:
 
 def _trace(plan: Plan) -> str:
     """The whole step, or a shorter one of the same pipeline where it is too long for a trace."""
-    from planner.report.timeline import shown_step
+    from planner.report.schedules import shown_step
     from planner.report.trace import MAX_ACTIONS, trace_text
 
     layout, sizes = plan.best, plan.parallelism

@@ -14,9 +14,8 @@ from planner.answer import Plan, SearchReport
 from planner.errors import Infeasible, PlannerError
 from planner.export.targets import LAUNCHERS, TRAINERS
 from planner.plan_file import with_alternative
-from planner.report.format import gibibytes, percent, seconds
+from planner.report.format import gibibytes, is_proven, percent, seconds
 from planner.report.html import STYLE, Card, Html, beside, cards, folded, joined, section, table, tag
-from planner.report.labels import is_proven
 from planner.report.page import breakdown, drawn, header
 from planner.report.pictures import pictures
 from planner.report.rows import MFU, Entry

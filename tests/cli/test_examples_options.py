@@ -10,7 +10,7 @@ from planner.cli.inputs import read_job, read_limits
 from planner.cli.options import JobOptions, SearchOptions, command_line
 from planner.errors import SpecError
 from planner.layout.evaluate import evaluate
-from planner.report.months import cost_figures
+from planner.report.rows import cost_figures
 from planner.specs.training import Parallelism, TrainingSpec
 from planner.trainers.documents import example_lengths, mean_length
 

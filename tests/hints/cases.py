@@ -95,7 +95,6 @@ _SEARCHES = "typing it searches for seconds, or starts processes"
 _IMAGES = "it speaks of a config.json with a tower, which tests/specs/test_vision.py has"
 _A_FILE = "it mends a file, at the place that the error names, and no option"
 _A_PLAN = "it needs a plan of a running job, a probe or an observation; the command's own tests have it"
-_OF_A_PLAN = "it speaks of a saved plan, which tests/cli/test_next_command.py has"
 _PROSE = "a limit in words, and nothing that can be copied"
 
 NOT_TYPED_IN: dict[str, str] = {
@@ -136,10 +135,6 @@ NOT_TYPED: dict[tuple[str, str], str] = {
     ("cli/inputs.py", "write 4, 4x256"): _IMAGES,
     ("cli/inputs.py", "--images {number}"): _IMAGES,
     ("cli/inputs.py", "config.json of one that has"): _IMAGES,
-    ("cli/measurements.py", "--history DIR, or"): "a machine without a home folder alone sees it",
-    ("cli/next_command.py", "write --days 30"): _OF_A_PLAN,
-    ("cli/next_command.py", "numbers of the table"): _OF_A_PLAN,
-    ("cli/next_command.py", "plan validate --add"): _OF_A_PLAN,
     ("cli/options.py", "write {row.name} {example}"): _PROSE,
     ("cli/options.py", "leave {row.name} out"): "it is to type nothing",
     ("cli/schedule.py", "plan schedule 1f1b --pp 4"): _PROSE,

@@ -14,10 +14,10 @@ pytest.importorskip("torch", reason="needs the probe extra (torch)")
 
 from small_plans import plan_of
 
-from planner.cli.probe_report import render
 from planner.probe.device_state import DeviceState
 from planner.probe.result import ChunkSeconds, ComparedQuantity, ProbedExchange, ProbedMemory, ProbeResult, RankResult
 from planner.probe.verdict.evidence import UNSEEN, conditions_of
+from planner.report.machines import render_probe as render
 
 
 def rank(number: int = 0, spread: float = 0.001, **states: dict[str, Any]) -> RankResult:

@@ -9,7 +9,7 @@ import pytest
 
 from planner.answer import Plan, PricedLayout
 from planner.report.causes import largest_cause, memory_differences, says_misfit, says_slower, step_differences
-from planner.report.labels import MEMORY
+from planner.report.format import MEMORY
 
 MakePlan = Callable[..., Plan]
 

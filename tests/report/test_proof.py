@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from planner.answer import SearchReport
-from planner.report.labels import says_bound, says_outcome
+from planner.report.format import says_bound, says_outcome
 
 
 def report(**changes: Any) -> SearchReport:

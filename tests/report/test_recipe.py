@@ -11,7 +11,7 @@ from pages import printed
 from planner.answer import Offer, Plan, RecipeGain, RecipeRefusal
 from planner.cli.inputs import read_job, read_limits
 from planner.cli.options import SearchOptions
-from planner.report.labels import differences, recipe_heading, recipe_lines, says_offer, says_refusal
+from planner.report.format import differences, recipe_heading, recipe_lines, says_offer, says_refusal
 from planner.report.terminal import render
 from planner.report.view import view_of
 from planner.trainers.load import load_runtime, switches_of

@@ -10,7 +10,7 @@ import pytest
 from priced_plans import priced_plan
 
 from planner.report.pictures import ACTION_COLOURS, pipeline, timeline_file
-from planner.report.timeline import MOST, WHOLE, DrawnStep, caption, shown_step
+from planner.report.schedules import MOST, WHOLE, DrawnStep, caption, shown_step
 from planner.schedule.compare import RankSeconds
 from planner.schedule.orders import build_schedule
 from planner.schedule.replay import replay
@@ -103,7 +103,7 @@ def test_the_axis_has_the_unit_that_suits_the_step(pass_s: float, unit: str) -> 
 def test_of_a_step_of_too_many_actions_a_shorter_one_is_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = priced_plan("8b", 16, 2048, 256, pp=4)
     assert shown_step(plan).num_microbatches == plan.parallelism.num_microbatches == 64
-    monkeypatch.setattr("planner.report.timeline.LONG", 500)
+    monkeypatch.setattr("planner.report.schedules.LONG", 500)
     short = shown_step(plan)
     assert short.num_microbatches == 40
     drawing = pipeline(replay(short.order, short.durations), 0.01, 64)

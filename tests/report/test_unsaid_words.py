@@ -8,7 +8,7 @@ import pytest
 
 from planner.cli import main
 from planner.layout.evaluate import evaluate
-from planner.report.labels import says_unsaid
+from planner.report.format import says_unsaid
 from planner.report.page import report_page
 from planner.report.terminal import summary
 from planner.report.view import view_of
