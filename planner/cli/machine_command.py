@@ -143,7 +143,7 @@ def _probe(
         raise SpecError("--steps, --budget: one says how many steps, the other how long they take", "leave one out")
     for name, number in (("--timeout", asked["timeout_s"]), ("--budget", budget_s), ("--tolerance", tolerance)):
         if number is not None and not number > 0:
-            raise SpecError(f"{name} {number:g}: must be positive")
+            raise SpecError(f"{name} {number:g}: must be positive", f"leave {name} out, or write {name} 20")
     try:
         from planner.probe.probe import ProbeOptions, probe
         from planner.probe.torch_build import default_device

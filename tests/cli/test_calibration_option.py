@@ -102,14 +102,3 @@ def test_seconds_that_factors_do_not_explain_leave_the_profile_and_widen_the_int
     assert after.step.breakdown.compute_s == before.step.breakdown.compute_s
     low_s, high_s = after.step.step_s_interval or (0.0, 0.0)
     assert high_s / low_s > 1.3**2
-
-
-def test_a_file_that_is_no_probe_is_refused(plan_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*LAYOUT, "--calibration", str(plan_file)]) == 2
-    assert "plan.json: is no probe's result" in capsys.readouterr().err
-
-
-def test_runs_say_their_hardware_themselves(plan_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    probe = save_probe(plan_file, 1.0)
-    assert main(["evaluate", "--runs", "runs.jsonl", "--calibration", str(probe)]) == 2
-    assert "--runs and --calibration: both given" in capsys.readouterr().err

@@ -41,19 +41,3 @@ def test_a_plan_beside_an_imported_run(folder: Path, capsys: pytest.CaptureFixtu
         assert answers[-1]["differences"]["tp"] == [2, 4]
         assert answers[-1]["sides"][1]["kind"] == "run"
     assert answers[0]["waterfall"] == answers[1]["waterfall"]
-
-
-def test_what_cannot_be_compared_is_said(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (folder / "other.json").write_text('{"name": 1}')
-    plan = str(folder / "a.json")
-    for files, message in (
-        ([plan], "1 file"),
-        ([plan] * 7, "7 files"),
-        (["-", "-"], "standard input"),
-        ([plan, str(folder / "other.json")], "other.json: is not a plan"),
-        ([plan, str(folder / "none.json")], "no such file"),
-    ):
-        assert main(["compare", *files]) == 2
-        error = capsys.readouterr().err
-        assert message in error
-        assert error.count("hint: ") == 1

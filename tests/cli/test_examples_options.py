@@ -8,7 +8,6 @@ import pytest
 
 from planner.cli.inputs import read_job, read_limits
 from planner.cli.options import JobOptions, SearchOptions, command_line
-from planner.errors import SpecError
 from planner.layout.evaluate import evaluate
 from planner.report.rows import cost_figures
 from planner.specs.training import Parallelism, TrainingSpec
@@ -51,55 +50,10 @@ def test_lengths_may_stand_in_a_file(tmp_path: Path) -> None:
     assert (training.batching, training.seq_length) == ("packed", 2048)
 
 
-@pytest.mark.parametrize(
-    ("options", "says", "hint"),
-    [
-        ({"example_lengths": "many"}, "--example-lengths: 'many'", "400:2048"),
-        ({"example_lengths": "500:100"}, "--example-lengths: '500:100'", "400:2048"),
-        ({"batching": "padded"}, "nothing says how long examples are", "--example-lengths 400:2048"),
-        ({"batching": "heaped"}, "--batching: 'heaped'", "packed"),
-        ({"epochs": 2.0}, "--epochs: without --examples", "--examples 50k"),
-        ({"examples": "50k", "epochs": 0.0}, "--epochs: 0", "--epochs 3"),
-        ({"examples": "50k", "tokens": "1M"}, "--examples and --tokens", "leave --tokens out"),
-        ({"examples": "lots"}, "--examples: 'lots' is not a count", "write"),
-        ({"objective": "ppo"}, "--objective", "one of them"),
-        ({"reference": "model"}, "--reference: lm has no reference model", "--objective dpo"),
-        ({"objective": "dpo", "global_batch_size": 3}, "--global-batch-size: 3 is odd", "--global-batch-size 4"),
-    ],
-)
-def test_contradictions_name_the_option(options: dict[str, object], says: str, hint: str) -> None:
-    with pytest.raises(SpecError) as error:
-        _training(**options)
-    assert says in error.value.message
-    assert hint in (error.value.hint or "")
-
-
-def test_a_reference_without_adapters_needs_adapters() -> None:
-    asked = JobOptions(model="8b", gpus=1, runtime="hf", objective="dpo", reference="adapters", no_history=True)
-    with pytest.raises(SpecError, match="no adapters are trained"):
-        read_job(asked)
-
-
 def test_an_optimizer_is_the_switch_of_that_name() -> None:
     asked = SearchOptions(model="8b", gpus=1, lora=True, optimizer="paged-adamw-8bit", no_history=True)
     assert read_limits(asked, read_job(asked)).switches == {"optimizer": "paged-adamw-8bit"}
     assert "--optimizer paged-adamw-8bit" in command_line(asked)
-
-
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        ({"optimizer": "muon"}, "--optimizer: hf has no optimizer=muon"),
-        ({"optimizer": "sgd,cuda_graph=none"}, "--optimizer: 'sgd,cuda_graph=none' is more than one"),
-        ({"optimizer": "sgd", "switch": "optimizer=sgd"}, "--switch and --optimizer: optimizer: given twice"),
-        ({"optimizer": "sgd", "switch": "default"}, "--switch default and --optimizer"),
-    ],
-)
-def test_optimizers_that_do_not_go_together(options: dict[str, str], says: str) -> None:
-    asked = SearchOptions(model="8b", gpus=1, lora=True, no_history=True, **options)  # type: ignore[arg-type]
-    with pytest.raises(SpecError) as error:
-        read_limits(asked, read_job(asked))
-    assert says in error.value.message
 
 
 def test_the_answer_says_examples_steps_and_padding() -> None:

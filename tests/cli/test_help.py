@@ -76,12 +76,6 @@ def test_a_commands_help_is_its_own_options_and_a_line_for_the_others(
     assert any(line.startswith("  -q,") for line in lines(capsys, command, "-h", "all"))
 
 
-def test_topics_that_do_not_exist_are_refused_with_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["-h", "laout"]) == 2
-    assert "did you mean layout" in capsys.readouterr().err
-    assert lines(capsys, "-h", "sweep") == lines(capsys, "sweep", "-h")
-
-
 def test_what_shells_complete_is_what_there_is() -> None:
     assert get_args(Dtype) == DTYPES
     assert {*ORDERS, "auto"} == set(SCHEDULES)

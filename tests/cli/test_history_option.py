@@ -179,26 +179,6 @@ def test_another_folder_may_be_named(run_file: Path, history: Path, capsys: pyte
     assert not history.exists()
 
 
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        (["--history", "x"], "--history: without --add, no run is kept"),
-        (["--add", "RUN", "--regret"], "--add: stands beside other questions"),
-        (["--add", "PLAN"], "plan.json: is no observation"),
-        (["--add", "missing.json"], "missing.json: no such file"),
-    ],
-)
-def test_what_cannot_be_kept_is_refused_and_leaves_nothing(
-    arguments: list[str], says: str, plan_file: Path, run_file: Path, history: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    names = {"RUN": str(run_file), "PLAN": str(plan_file)}
-    assert main(["validate", *(names.get(word, word) for word in arguments)]) == 2
-    error = capsys.readouterr().err
-    assert says in error
-    assert "hint: " in error
-    assert not history.exists()
-
-
 def test_a_run_on_another_gpu_is_refused_by_name(
     run_file: Path, history: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -48,24 +48,3 @@ def test_pictures_and_a_snapshot(plan_file: str, tmp_path: Path) -> None:
     assert "activations" in picture.read_text()
     assert pickle.loads(pickled.read_bytes())["device_traces"][0]
     assert [stage["stage"] for stage in json.loads(saved.read_text())["stages"]] == [0]
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--stage", "2"], "--stage 2: the plan has 2 stages"),
-        (["--alternative", "99"], "--alternative 99"),
-        (["--plot", "memory.txt"], "no such kind of picture"),
-        (["--plot", "-"], "no such kind of picture"),
-        (["--snapshot", "-"], "--snapshot: - is no file"),
-        (["--snapshot", "."], "is a directory"),
-    ],
-)
-def test_refuses_with_one_line(
-    plan_file: str, options: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["memory", plan_file, *options]) == 2
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert message in captured.err
-    assert "hint:" in captured.err

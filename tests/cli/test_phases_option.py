@@ -76,39 +76,6 @@ def test_the_table_fits_eighty_columns(folder: Path, capsys: Any) -> None:
     assert "--rampup-batch-size 64 32 244141" in " ".join(text.split())
 
 
-@pytest.mark.parametrize(
-    ("more", "text", "says", "hint"),
-    [
-        (["--tokens", "1T"], PHASES, "--tokens and --phases: both given", "leave --tokens out"),
-        (["--from", "plan.json"], PHASES, "--from and --phases: both given", "without --from"),
-        (["--gpus", "0"], PHASES, "phase short: --gpus: 0 must be greater than 0", ""),
-        ([], "phases: [{name: a, tokens: 1T, switch: nosuch=1}]", "phase a: --switch", ""),
-        ([], "phases: [{name: a, tokens: 1T, seq_length: 4096, batch_tokens: 1000}]", "phase a: --batch-tokens", ""),
-        (
-            [], "phases: [{name: a, tokens: 1T, global_batch_size: 64, rampup: {from: 8, by: 9, samples: 9}}]",
-            "phase a: rampup: from 8 by 9 does not reach the batch of 64", "write by: 8",
-        ),
-        (
-            [], "phases: [{name: a, tokens: 1B, global_batch_size: 64, rampup: {from: 8, by: 8, tokens: 2B}}]",
-            "phase a: rampup: lasts 2,000,000,000 tokens, the phase 1,000,000,000", "more tokens than",
-        ),
-    ],
-)  # fmt: skip
-def test_what_is_refused(tmp_path: Path, capsys: Any, more: list[str], text: str, says: str, hint: str) -> None:
-    path = tmp_path / "phases.yaml"
-    path.write_text(text)
-    assert main([*JOB, "--phases", str(path), *more]) == 2
-    captured = capsys.readouterr()
-    assert says in captured.err
-    assert hint in captured.err
-    assert captured.out == ""
-
-
-def test_a_missing_file_is_named(capsys: Any) -> None:
-    assert main([*JOB, "--phases", "nowhere.yaml"]) == 2
-    assert "nowhere.yaml: no such file" in capsys.readouterr().err
-
-
 RECIPES = Path(__file__).parents[2] / "docs" / "phases"
 ALIKE = ["--gpus", "64", "--pp", "1", "--micro-batch-size", "1", "--switch", "default", "--top", "1", "--json", "-q"]
 

@@ -10,7 +10,6 @@ import pytest
 
 from planner.answer import Plan
 from planner.cli import main
-from planner.cli.plan_command import OF_THE_JOB
 
 JOB = ["--model", "8b", "--hardware", "h100", "--gpus", "32", "-s", "4096", "-b", "64", "--tp", "2", "--pp", "2"]
 QUICK = ["--schedule", "1f1b", "--recompute", "none", "--top", "1", "-q"]
@@ -71,36 +70,6 @@ def test_options_take_the_place_of_the_jobs_own(saved: Path, capsys: pytest.Capt
 def test_the_same_gpus_leave_nothing_to_do(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--from", str(saved), "--gpus", "32"]) == 0
     assert capsys.readouterr().out == "Nothing to do: the plan is for 32 GPUs.\n"
-
-
-@pytest.mark.parametrize(
-    ("arguments", "code", "said"),
-    [
-        (["--keep", "tp"], 2, "--keep: without --from"),
-        (["--from", "PLAN"], 2, "--gpus: is missing"),
-        (["--from", "PLAN", "--gpus", "28", "--keep", "rows"], 2, "--keep: axis"),
-        (["--from", "PLAN", "--gpus", "28", "--keep", "tp", "--tp", "4"], 2, "--tp 4: the running job has 2"),
-        (["--from", "PLAN", "--gpus", "28", "--spares", "9"], 2, "--spares: 9 spare nodes for a job of 4"),
-        (["--from", "PLAN", "--gpus", "28", "--tokens", "many"], 2, "--tokens: 'many' is not a count"),
-        (["--from", "nowhere.json", "--gpus", "28"], 2, "nowhere.json"),
-        (["--from", "PLAN", "--gpus", "2", "--keep", "layers"], 3, "one copy of the model takes 4 GPUs, 2 are there"),
-    ],
-)
-def test_refusals_name_the_option_and_a_way_out(
-    arguments: list[str], code: int, said: str, saved: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main([str(saved) if word == "PLAN" else word for word in arguments]) == code
-    error = capsys.readouterr().err
-    assert said in error
-    assert "hint: " in error
-
-
-@pytest.mark.parametrize("name", OF_THE_JOB)
-def test_what_the_running_job_answers_is_refused(name: str, saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    option = "--" + name.replace("_", "-")
-    value = {"gpus_per_node": ["8"], "seq_length": ["8"], "no_history": []}.get(name, ["x"])
-    assert main(answer(saved, option, *value)) == 2
-    assert f"{option}: the running job's comes from" in capsys.readouterr().err
 
 
 def test_an_infeasible_job_is_json_too(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:

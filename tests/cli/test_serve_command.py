@@ -42,22 +42,6 @@ def test_a_port_in_use_is_an_error_with_one_that_is_free(capsys: pytest.CaptureF
     assert hint.startswith("hint: plan serve --port ")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        (["--port", "70000"], "--port: 70000 is no port"),
-        (["--model", "-"], "--model: the page reads it again and again"),
-        (["--model", "nothing-like-it"], "model: unknown"),
-        (["--calibration", "probe.json"], "--calibration: not on the page"),
-    ],
-)
-def test_what_it_cannot_start_with_is_an_error(
-    arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["serve", *arguments]) == 2
-    assert capsys.readouterr().err.startswith(f"error: {says}")
-
-
 def test_without_its_packages_it_names_them(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

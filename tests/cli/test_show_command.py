@@ -61,9 +61,3 @@ def test_pictures_are_written_of_a_plan_on_stdin_and_nothing_else_is_shown(
     assert capsys.readouterr().out == ""
     assert "<svg" in page.read_text()
     assert json.loads(trace.read_text())["traceEvents"]
-
-
-def test_what_nothing_saved_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "other.json").write_text('{"a": 1}')
-    assert main(["show", str(tmp_path / "other.json")]) == 2
-    assert "-o plan.json" in capsys.readouterr().err

@@ -71,31 +71,3 @@ def test_csv_and_a_picture_beside_the_answer(tmp_path: Path, capsys: pytest.Capt
     assert picture.read_bytes().startswith(b"<?xml")
     with lines.open() as file:
         assert [row["gpus"] for row in csv.DictReader(file)] == ["8", "16"]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ([], "--gpus: is missing"),
-        (["--gpus", "64..8"], "--gpus: '64..8' is an empty range"),
-        (["--gpus", "8..8192:8", "-b", "8..1024"], "plan sweep: 8,192 points"),
-        (
-            ["--gpus", "8", *(word for axis in ("tp", "pp", "ep", "cp") for word in (f"--{axis}", "1..16:1"))],
-            "plan sweep: 65,536",
-        ),
-        (["--gpus", "8", "--deadline", "30d"], "--deadline: a run without tokens has no end"),
-        (["--gpus", "8", "--tokens", "1T", "--deadline", "soon"], "--deadline: 'soon' is not a number"),
-        (["--gpus", "8", "--tokens", "1T", "--usd", "much"], "--usd: 'much' is not a number"),
-        (["--gpus", "8", "--plot", "a.gif"], "--plot: a.gif"),
-        (["--gpus", "8", "--hardware", "h100,,h200"], "--hardware: 'h100,,h200' has an empty entry"),
-        (["--gpus", "8", "--hardware", "h101"], "hardware: unknown 'h101'"),
-        (["--gpus", "8", "--csv", "/nowhere/a.csv"], "/nowhere/a.csv: there is no folder"),
-    ],
-)
-def test_what_is_wrong_is_one_error_with_a_hint(
-    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main([*QUICK, *arguments]) == 2
-    error = capsys.readouterr().err
-    assert f"error: {message}" in error
-    assert error.count("hint: ") == 1

@@ -17,7 +17,6 @@ from planner.trainers.switches import written
 MIXTURE = ["--model", "qwen3-30b", "--gpus", "64", "--hardware", "gb200", "-s", "4096", "-b", "512"]
 LAYOUT = ["--ep", "32"]
 _SIZES = ("tp", "cp", "pp", "vpp", "dp", "ep", "micro_batch_size", "zero_stage", "schedule")
-DENSE = ["--model", "8b", "--gpus", "8"]
 
 
 def evaluated(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
@@ -66,48 +65,6 @@ def test_switches_change_the_price_and_default_takes_the_trainers_own(capsys: py
     assert not own["runtime_spec"]["graphed_modules"]
     assert overlapped["runtime_spec"]["ep_overlap_fraction"] > 0
     assert len({told["best"]["step"]["step_s"] for told in (likely, own, overlapped)}) == 3
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message", "hint"),
-    [
-        (["--switch", "ep_overlop=true"], "--switch: unknown switch 'ep_overlop'", "did you mean ep_overlap"),
-        (["--switch", "ep_overlap=perhaps"], "--switch: ep_overlap: 'perhaps' is no value", "ep_overlap=delayed"),
-        (["--runtime", "torchtitan", "--switch", "ep_overlap=true"], "torchtitan has no switch ep_overlap", "compile"),
-        (["--runtime", "megatron@0.1"], "runtime: megatron has no version '0.1'", ""),
-        (["--runtime", "megatorn@0.16"], "runtime: unknown 'megatorn'", "did you mean megatron"),
-        (["--assume", "ep_overlap=perhaps"], "--assume: ep_overlap: 'perhaps' is no value", "ep_overlap=delayed"),
-        (["--assume", "ep_overlap=true", "--switch", "ep_overlap=false"], "ep_overlap: given twice", "keep one"),
-        (["--assume", "ep_overlap=true", "--switch", "default"], "--switch default and --assume", "one of the two"),
-    ],
-)
-@pytest.mark.parametrize("command", [[], ["evaluate"]], ids=["plan", "evaluate"])
-def test_what_is_wrong_is_one_line_that_names_it(
-    command: list[str], arguments: list[str], message: str, hint: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main([*command, *DENSE, *arguments]) == 2
-    out, err = capsys.readouterr()
-    error, advice = err.splitlines()
-    assert out == ""
-    assert error.startswith("error: ")
-    assert message in error
-    assert advice.startswith("hint: ")
-    assert hint in advice
-
-
-@pytest.mark.parametrize(
-    ("switches", "named"),
-    [
-        ("ep_overlap=true,shared_expert_overlap=true", ("ep_overlap=true", "shared_expert_overlap=true")),
-        ("cuda_graph=full_iteration,nan_checks=true", ("cuda_graph=full_iteration", "nan_checks=true")),
-    ],
-)
-def test_a_run_whose_switches_exclude_each_other_is_refused(
-    switches: str, named: tuple[str, str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["evaluate", *MIXTURE, *LAYOUT, "--switch", switches]) == 2
-    error, _ = capsys.readouterr().err.splitlines()
-    assert all(name in error for name in named)
 
 
 def test_pins_and_consent_reach_the_search() -> None:

@@ -168,11 +168,6 @@ def test_an_alternative_is_traced_as_it_runs(plan_file: Path, tmp_path: Path) ->
     assert shorter["otherData"]["layout"].endswith(f"× {other['parallelism']['pp']}")
 
 
-def test_refuses_an_alternative_that_is_not_there(plan_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert _run(str(plan_file), "--alternative", "99", "-o", "-") == 2
-    assert "--alternative" in capsys.readouterr().err
-
-
 def test_a_step_of_too_many_actions_is_refused_with_a_length_that_works(
     plan_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -15,11 +15,6 @@ def test_a_family_is_listed_run_by_run(capsys: pytest.CaptureFixture[str]) -> No
     assert "bloom-176b-384gpu-main" in capsys.readouterr().out
 
 
-def test_an_unknown_family_is_named(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["validate", "--family", "blom"]) == 2
-    assert "'blom'" in capsys.readouterr().err
-
-
 def test_regret_names_what_was_ranked_first_and_what_was_fastest(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -46,10 +46,6 @@ def test_a_time_or_a_sum_says_how_many_tokens(
     assert cost["tokens"] > 1e9
 
 
-def test_tokens_that_are_given_are_not_asked_for() -> None:
-    assert main(shlex.split("-m 1b -g 8 --tokens 1T --days 3")) == 2
-
-
 def test_options_of_lists_are_joined_and_of_any_other_the_last_counts(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["evaluate", "-m", "8b", "-g", "16", "--tp", "2", "-s", "2048", "-b", "64", "--json"]
     switches = ("cross_entropy_fusion=false", "p2p_overlap=true")
