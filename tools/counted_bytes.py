@@ -20,7 +20,6 @@ from torch.utils._pytree import tree_leaves
 from planner.answer import Plan, PricedLayout
 from planner.layout.candidate import Candidate
 from planner.layout.price import order_of
-from planner.probe.eager import fuses_norms, in_eager_torch, knows_peak, repriced, static_bytes
 from planner.probe.model.chunk import DecoderLayer
 from planner.probe.model.peers import apply
 from planner.probe.plan_runs import real_run, stage_asked_for, stand_in_stages
@@ -28,6 +27,7 @@ from planner.probe.plan_slice import ProbeOptions, RankGrid, real_chunks, sharin
 from planner.probe.rank.training import RankTrainer, trainer_alone
 from planner.probe.result import ComparedQuantity
 from planner.probe.run import Place, ProbeRun
+from planner.probe.run_price import fuses_norms, in_eager_torch, knows_peak, repriced, static_bytes
 from planner.probe.torch_build import rehearsed_build
 from planner.schedule.actions import Schedule
 from planner.schedule.orders import SCHEDULES, build_schedule, in_flight_chunks, violation

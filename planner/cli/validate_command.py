@@ -86,7 +86,7 @@ def _keep(path: str | None, folder: str | None, json: bool, alone: bool) -> None
 
 
 def _folder(given: str | None) -> Path:
-    from planner.observe.history_place import VARIABLE, folder_of
+    from planner.observe import VARIABLE, folder_of
 
     folder = folder_of(given)
     if folder is None:

@@ -17,8 +17,8 @@ from planner.answer import Difference, Interval, Layout, Plan
 from planner.errors import SpecError
 from planner.layout.candidate import Candidate
 from planner.layout.price import reprice
-from planner.months.closed_form import Standstill, break_even_s, going_on_s, return_pays_s, waiting_s
 from planner.months.losses import Fact, Losses, Taken, losses_of, stated
+from planner.months.whole_run import Standstill, break_even_s, going_on_s, return_pays_s, waiting_s
 from planner.search.case import Case, Deadline
 from planner.search.recipes import pinned
 from planner.specs.base import Spec

@@ -30,7 +30,8 @@ from planner.decide.ways import NoSplit, Way, Ways, fastest_for, loading, split_
 from planner.layout.candidate import Candidate
 from planner.layout.confidence import memory_width, oom_probability
 from planner.layout.price import price_layout
-from planner.months.closed_form import (
+from planner.months.losses import FailureKind, Losses, failure_kinds
+from planner.months.whole_run import (
     Spares,
     best_interval_s,
     cheapest_spares,
@@ -39,7 +40,6 @@ from planner.months.closed_form import (
     spares,
     waiting_s,
 )
-from planner.months.losses import FailureKind, Losses, failure_kinds
 from planner.specs.cluster import ClusterSpec
 from planner.specs.training import SearchLimits, TrainingSpec
 from planner.trainers.load import switches_of

@@ -9,15 +9,16 @@ from __future__ import annotations
 import ast
 import operator
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
 from planner.errors import SpecError
 from planner.export.followed.shell_script import Script, read_script
-from planner.export.imported_run import ConfigFile, json_of, yaml_of
+from planner.export.imported_run import ConfigFile, ImportedRun, json_of, yaml_of
 from planner.export.megatron.option_rows import Options, broken_rows, options_of
+from planner.specs.base import Fields, Said, Texts
 from planner.specs.reading import literal, parse_python, shipped_table
 from planner.specs.units import is_count
 
@@ -29,21 +30,38 @@ class Dialect:
     name: str
     documented: str
     renamed: Mapping[str, str] = field(default_factory=dict)
-    unasked: Mapping[str, Any] = field(default_factory=dict)
+    unasked: Said = field(default_factory=dict)
     harmless: str = ""
-    marks: tuple[str, ...] = ()
+    marks: Texts = ()
     launched: str = ""
     read: frozenset[str] = frozenset()
-    refused: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    refused: Mapping[str, Said] = field(default_factory=dict)
 
     def is_harmless(self, key: str) -> bool:
         """The key moves neither the bytes nor the seconds of a step."""
         # YAML has keys that are no text
         return bool(self.harmless) and beginnings(self.harmless).match(str(key)) is not None
 
-    def left_out(self, settings: Mapping[str, Any]) -> dict[str, Any]:
+    def left_out(self, settings: Said) -> Fields:
         """The settings that are not given, as the trainer has them."""
         return {key: value for key, value in self.unasked.items() if key not in settings}
+
+    def assume(self, imported: ImportedRun, unasked: Said) -> None:
+        """Note the settings that are not given, and where the trainer's own stand."""
+        imported.assumed, imported.documented = {key: str(value) for key, value in unasked.items()}, self.documented
+
+    def sort(
+        self,
+        imported: ImportedRun,
+        settings: Said,
+        read: Container[str] = (),
+        harmless: Callable[[str, Any], bool] = lambda key, value: is_empty(value),
+    ) -> None:
+        """Note every setting that is not read: as ignored where it is harmless, else as unknown."""
+        for key, value in settings.items():
+            if key not in read and key not in self.read:
+                is_known = self.is_harmless(key) or harmless(key, value)
+                (imported.ignored if is_known else imported.unknown)[str(key)] = str(value)[:200]
 
 
 @cache
@@ -53,9 +71,9 @@ def beginnings(words: str, before: str = "") -> re.Pattern[str]:
 
 
 @cache
-def table() -> dict[str, dict[str, Any]]:
+def table() -> dict[str, Fields]:
     """dialects.yaml as it stands."""
-    found: dict[str, dict[str, Any]] = shipped_table("export/dialects.yaml")
+    found: dict[str, Fields] = shipped_table("export/dialects.yaml")
     return found
 
 
@@ -91,6 +109,11 @@ def is_off(value: Any) -> bool:
     return value is None or (
         isinstance(value, (bool, str)) and (value in _OFF or value in ("", "none", "None", "null"))
     )
+
+
+def is_empty(value: Any) -> bool:
+    """A setting that is null, false, or without items."""
+    return value in (None, False, [], {})
 
 
 def refused_settings(settings: Settings, *names: str) -> list[str]:
@@ -202,7 +225,7 @@ def overrides_of(words: Sequence[str]) -> Settings:
     return found | {path: value_of(value) for path, value in dotted.items()}
 
 
-def flat(data: Mapping[str, Any], prefix: str = "") -> Settings:
+def flat(data: Said, prefix: str = "") -> Settings:
     """Nested tables as `section.name`."""
     settings: Settings = {}
     for key, value in data.items():
@@ -317,7 +340,7 @@ def refuse_unset(name: str, value: Any) -> None:
         raise SpecError(f"{name}: ${variable[1]} is not set in the script", f"add --set {variable[1]}=VALUE")
 
 
-def number(settings: Mapping[str, Any], *names: str) -> int | None:
+def number(settings: Said, *names: str) -> int | None:
     """The first of the settings that is given, as a whole number. SpecError where it is none."""
     for name in names:
         value = settings.get(name)

@@ -14,7 +14,6 @@ from statistics import median
 
 import numpy as np
 
-from planner.observe.megatron_lines import facts_of
 from planner.observe.observation import (
     JobFacts,
     MemorySeries,
@@ -30,6 +29,7 @@ from planner.observe.observation import (
 )
 from planner.observe.record import FallBack, RunRecord
 from planner.observe.steady import Steady, steady
+from planner.observe.trainer_lines import facts_of
 from planner.specs.base import Fields, Texts
 from planner.specs.units import is_count
 

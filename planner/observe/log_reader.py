@@ -13,9 +13,9 @@ from planner.errors import SpecError
 from planner.observe.describe import described
 from planner.observe.formats import COLUMNS, COMMON_ROWS, GRAMMARS, LOOKS_LIKE, trainer_of
 from planner.observe.lines import Tally, cleaned, lines
-from planner.observe.mlperf_lines import json_object
 from planner.observe.observation import Observation, SourceFile
 from planner.observe.record import RunRecord, joined, moment, number, text_of
+from planner.observe.trainer_lines import json_object
 from planner.specs.base import Fields
 from planner.specs.reading import label, row_of
 from planner.specs.units import GIB

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 
 from planner.answer import Plan, PricedLayout, StagePlan
 from planner.errors import ProbeError, SpecError
-from planner.probe.eager import EAGER
 from planner.probe.plan_slice import (
     FEWEST_STEPS,
     RECOMPUTABLE,
@@ -140,7 +139,7 @@ def describe_slice(
         extrapolated.append(f"recomputation of {', '.join(left_out)}")
     if plan.training.dtype != "bf16" and own_stages:
         extrapolated.append(f"{plan.training.dtype} (the probe computes in bf16)")
-    if plan.runtime != EAGER.name and own_stages:
+    if plan.runtime != "torch-eager" and own_stages:
         extrapolated.append(f"{plan.runtime}'s own kernels and overlaps (the probe runs eager torch)")
     context = f"CP {grid.cp} × " if layout.cp > 1 else ""
     ranks = f"TP {grid.tp} × {context}PP {grid.pp} × DP {grid.dp}"

@@ -8,7 +8,6 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, model_validator
 
-from planner.probe.device_state import DeviceState as DeviceState
 from planner.probe.run import Place, ProbeRun
 from planner.specs.base import Spec, Texts
 
@@ -18,6 +17,33 @@ Finite = Annotated[float | None, AfterValidator(lambda value: value if value is 
 
 def shown(value: float | None, num_digits: int) -> str:
     return "not finite" if value is None else f"{value:.{num_digits}f}"
+
+
+When = Literal["before", "within", "after"]
+BUSY_FRACTION = 0.05
+"""A GPU that was busier than this before anything ran has other work."""
+
+
+class DeviceState(Spec):
+    """The state of a GPU as its driver reports it; null where the driver does not say."""
+
+    when: When
+    """Before the steps, in the middle of computing, or after them."""
+    clock_mhz: float | None = None
+    max_clock_mhz: float | None = None
+    memory_clock_mhz: float | None = None
+    power_w: float | None = None
+    power_limit_w: float | None = None
+    default_power_limit_w: float | None = None
+    temperature_c: float | None = None
+    busy_fraction: float | None = None
+    """Share of about the last second in which any kernel ran on it."""
+    throttle_reasons: Texts = ()
+    """Reasons why clocks are lower than asked for, in the driver's words; idleness is none."""
+    other_processes: Texts = ()
+    """Processes on the GPU that are not of this run."""
+    other_bytes: int | None = None
+    """Memory that they hold."""
 
 
 class TimedAction(Spec):

@@ -31,13 +31,12 @@ from torch.nn.attention import sdpa_kernel
 
 from planner.errors import PlannerError, ProbeError
 from planner.files import write_text
-from planner.probe.device_state import Monitor
 from planner.probe.launch.launcher import launch, process_context
 from planner.probe.launch.process import stage_process
 from planner.probe.rank.after_steps import barrier, slowest_s, timed_together
 from planner.probe.rank.pipeline import RankClock
 from planner.probe.run import STEADY_S, Device, ProbeRun, Repeats, spread_fraction
-from planner.probe.torch_build import gather_whole, require_gpu, scatter_sum, this_build, watched
+from planner.probe.torch_build import Monitor, gather_whole, require_gpu, scatter_sum, this_build, watched
 from planner.profile.measurements import AttentionShape, Machine, MeasuredRow, MeasurementRecord, ShapesToMeasure
 from planner.specs.base import Ints, Texts
 from planner.specs.units import MICRO

@@ -11,10 +11,10 @@ import numpy as np
 
 from planner.errors import SpecError
 from planner.physics.communication import Kind, joined_fraction, members_by_tier, waits_s
+from planner.probe.evidence import expected_kernels, in_words, require_speed, seen_kernels, unpriced
 from planner.probe.result import ProbedExchange, ProbeResult, RankResult, stride_of
 from planner.probe.run import num_communicators
 from planner.probe.run_price import chunk_costs
-from planner.probe.verdict.evidence import expected_kernels, in_words, require_speed, seen_kernels, unpriced
 from planner.profile.fitting import BenchNumbers, FitProblem, fit, number_at
 from planner.profile.probed import (
     MOST_LINK_SHARE,

@@ -12,8 +12,8 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from planner.observe import VARIABLE, default_folder
 from planner.observe.history import KeptPrice, KernelPosterior
-from planner.observe.history_place import VARIABLE, default_folder
 from planner.report.format import percent, seconds
 from planner.report.pieces import headed
 from planner.specs.reading import printable

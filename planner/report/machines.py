@@ -12,9 +12,9 @@ from rich.text import Text
 from planner.answer import Plan, StagePlan
 from planner.errors import SpecError
 from planner.layout.price import layout_again, reprice
+from planner.probe.evidence import load_in_words
 from planner.probe.result import ComparedQuantity, ProbeResult, ProbeStart, slowest_exchanges
 from planner.probe.run import SURE_FRACTION
-from planner.probe.verdict.evidence import load_in_words
 from planner.profile.doctor import EXTRAS, Extra, Findings, Package
 from planner.profile.measurements import Profiled
 from planner.profile.probe_calibration import from_probe

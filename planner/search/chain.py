@@ -23,6 +23,7 @@ import numpy as np
 from planner.physics.stage_memory import relaxed_peak_bytes
 from planner.search.ilp.node import FULL, PASSES, Node, Runs, Solution
 from planner.shape import BoolArray, FloatArray, IntArray, Number
+from planner.specs.model import ModelSpec
 from planner.specs.training import Recompute
 
 MAX_CELLS = 1 << 18
@@ -111,7 +112,7 @@ def best_split(node: Node) -> Solution | None:
         return None
     if node.whole == "per_stage" and len(node.kinds) > 1:
         return None
-    if not is_deep(node) and not has_room(node):
+    if node.pp * node.num_layers < DEEP and not has_room(node):
         return Solution((), (), np.inf, np.inf, ())
     if node.whole != "one_count":
         rows = _rows_of(node, -1 if node.whole == "per_stage" else 0, node.cutoff_s)
@@ -163,9 +164,9 @@ def _of_kinds(node: Node, quantity: str, mode: Recompute) -> FloatArray:
     return np.stack(np.broadcast_arrays(*(getattr(part, quantity) for part in parts)), axis=-1)
 
 
-def is_deep(node: Node) -> bool:
+def is_deep(model: ModelSpec, pp: int) -> bool:
     """True if the layers are so many that the best split found by `best_split` stands with its gap."""
-    return node.pp * node.num_layers >= DEEP
+    return pp * model.num_hidden_layers >= DEEP
 
 
 def _best_count(node: Node) -> Solution | None:

@@ -72,7 +72,7 @@ def _told(source: str) -> Fields:
     path = rest.rpartition(":")[0] if kind == "module" else rest
     if not os.path.exists(path):
         raise SpecError(f"{path[:80]}: no such file or folder", "check the path")
-    words = [sys.executable, "-m", "planner.trace.worker", source, *map(str, LENGTHS)]
+    words = [sys.executable, "-m", "planner.trace.run", "--trace", source, *map(str, LENGTHS)]
     try:
         done = subprocess.run(words, capture_output=True, text=True, timeout=MOST_S, preexec_fn=_limited, check=False)
     except subprocess.TimeoutExpired:

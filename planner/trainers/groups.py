@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from pydantic import ConfigDict
 
-from planner.specs.base import Achieved, Fraction, Name, NonNegativeInt, Overhead, PositiveInt, Rate, Spec, Width
+from planner.specs.base import Achieved, Fraction, Name, NonNegativeInt, Overhead, PositiveInt, Rate, Spec, Texts, Width
 from planner.specs.training import Dtype, RankOrder
 from planner.trainers.optimizers import BLOCK, OPTIMIZERS, Optimizer, OptimizerName
 
@@ -30,9 +30,9 @@ class Generation(Group):
     """The name of the trainer, or of this kind of it."""
     trainer: str = ""
     """The shipped trainer that this is a kind of, whose rules and options it has; given none, that of its name."""
-    rules: tuple[str, ...] = ()
+    rules: Texts = ()
     """Names of the rules that its layouts obey (trainers/rules/rules.yaml); given none, those of `trainer`."""
-    export_rules: tuple[str, ...] = ()
+    export_rules: Texts = ()
     """Names of the rules that its export sets to models and dtypes; given none, those of `trainer`."""
     version: str = ""
     """The version of the software; empty for the newest one that the planner knows."""
@@ -40,11 +40,11 @@ class Generation(Group):
     """The trainer that a run of this name has on silicon of that one's: AMD's runs of Megatron-LM are Primus'."""
     year: PositiveInt | None = None
     """The year of the software; none for that of today."""
-    architectures: tuple[str, ...] = ()
+    architectures: Texts = ()
     """The silicon of its day, or the only one that it runs on. Empty for software of today that runs on any."""
     models: Literal["any", "gpt"] = "any"
     """The models that its day knew: any, or GPTs as of 2021 in the layouts of their time."""
-    later_features: tuple[str, ...] = ()
+    later_features: Texts = ()
     """Features that came after it: a run that uses one is later. `scaling`: a recipe that says what shares a scale."""
     graphs_routing_on_racks: bool = False
     """A run on an NVL72 rack replays the routing of experts in CUDA graphs unless it says otherwise. Megatron-Bridge's
@@ -204,7 +204,7 @@ class Memory(Group):
     host_adam_bytes: Rate = 80.0
     """Bytes that the host moves through its memory to update a parameter with Adam: torch's on the CPU runs one pass
     after another: the decay (8), the two moments (32), the root, the quotient and its epsilon (24), the sum (16)."""
-    offload_modules: tuple[str, ...] = ()
+    offload_modules: Texts = ()
     """Modules whose saved inputs go to host memory after the forward and come back before the backward."""
     offloaded_layers: NonNegativeInt = 0
     """Layers of which all that they keep for the backward waits in host memory."""
@@ -424,7 +424,7 @@ class Overlaps(Group):
 class Limits(Group):
     """The layouts that a trainer can express: schedules, ZeRO stages, orders of ranks, what can be recomputed."""
 
-    schedules: tuple[str, ...] = ("1f1b", "interleaved-1f1b", "none")
+    schedules: Texts = ("1f1b", "interleaved-1f1b", "none")
     """Schedules of a pipeline that it runs."""
     zero_stages: tuple[int, ...] = (0, 1)
     """ZeRO stages that it has."""
@@ -451,9 +451,9 @@ class Limits(Group):
     stops_recompute_early: bool = False
     """Recomputing a layer ends with the last tensor that its backward needs: no down projection, no exchange after it
     (torch.utils.checkpoint, and graphs that torch.compile partitions); without: all of it runs again."""
-    selective_recompute_modules: tuple[str, ...] = ("core_attn",)
+    selective_recompute_modules: Texts = ("core_attn",)
     """Modules that it can recompute by themselves."""
-    selective_default: tuple[str, ...] = ("core_attn",)
+    selective_default: Texts = ("core_attn",)
     """The modules that `selective` recomputes where none are named."""
     head_only_stage: bool = False
     """The last stage may hold the head and no decoder layer (and the first the embedding alone)."""
@@ -464,7 +464,7 @@ class Host(Group):
 
     cuda_graphs: bool = False
     """A CUDA graph replays whole iterations: launch gaps disappear."""
-    graphed_modules: tuple[str, ...] = ()
+    graphed_modules: Texts = ()
     """Modules of every layer that CUDA graphs replay, as Megatron-LM names them; the others are launched one by one."""
     blocking_launches: bool = False
     """Every kernel waits for the one before (CUDA_LAUNCH_BLOCKING=1): host time adds to GPU time."""

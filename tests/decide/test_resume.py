@@ -15,7 +15,7 @@ from planner.decide.ways import NoSplit, split_for, split_near, with_ranks
 from planner.errors import Infeasible
 from planner.layout.evaluate import evaluate
 from planner.layout.price import reprice
-from planner.months.closed_form import going_on_s, waiting_s
+from planner.months.whole_run import going_on_s, waiting_s
 from planner.report.runs import render_resume
 from planner.search.rebalance import rebalance
 from planner.shape import NEAR_FRACTION

@@ -14,9 +14,16 @@ pytest.importorskip("torch", reason="needs the probe extra (torch)")
 
 from small_plans import plan_of
 
-from planner.probe.device_state import DeviceState
-from planner.probe.result import ChunkSeconds, ComparedQuantity, ProbedExchange, ProbedMemory, ProbeResult, RankResult
-from planner.probe.verdict.evidence import UNSEEN, conditions_of
+from planner.probe.evidence import UNSEEN, conditions_of
+from planner.probe.result import (
+    ChunkSeconds,
+    ComparedQuantity,
+    DeviceState,
+    ProbedExchange,
+    ProbedMemory,
+    ProbeResult,
+    RankResult,
+)
 from planner.report.machines import render_probe as render
 
 

@@ -16,10 +16,9 @@ from planner.answer import Plan
 from planner.errors import SpecError
 from planner.layout.evaluate import evaluate
 from planner.physics.communication import collective_s
-from planner.probe.eager import in_eager_torch
+from planner.probe.compare import compared
 from planner.probe.result import Condition, ProbedExchange, ProbedMemory, ProbeResult, RankOutOfMemory
-from planner.probe.run_price import chunk_costs
-from planner.probe.verdict.compare import compared
+from planner.probe.run_price import chunk_costs, in_eager_torch
 from planner.profile.probe_calibration import from_probe, host
 from planner.profile.probed import NORMAL_80
 from planner.specs.cluster import ClusterSpec
@@ -416,6 +415,6 @@ def test_a_cpu_is_evidence_of_a_cpu_and_a_gpu_is_not() -> None:
 
 
 def test_torch_is_not_needed_to_read_a_probe() -> None:
-    modules = "planner.profile.probe_calibration, planner.probe.verdict.evidence, planner.probe.verdict.compare"
+    modules = "planner.profile.probe_calibration, planner.probe.evidence, planner.probe.compare"
     code = f"import {modules}, sys; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
 from itertools import groupby
 from typing import Any
 
@@ -19,6 +18,7 @@ from planner.export.megatron.model_options import HYBRID_OPTIONS
 from planner.export.megatron.option_rows import BRIDGE, FLAGS, OF_BRIDGE, READ_FLAGS, TANH, YARN, Options, options_of
 from planner.export.megatron.script_reading import run_of
 from planner.export.named_models import Model, model_called
+from planner.specs.base import Fields, Said
 from planner.specs.reading import kind_of
 from planner.specs.registry import load_model
 from planner.trainers.rules.facts import every_nth
@@ -38,9 +38,9 @@ MODEL_FIELDS = frozenset({
 """Paths that are read here."""
 
 
-def model_fields(fields: Mapping[str, Any], recipe: str) -> dict[str, Any]:
-    """Fields of a ModelSpec, as far as the configuration says them."""
-    found: dict[str, Any] = {}
+def model_fields(fields: Said, recipe: str) -> Fields:
+    """Said of a ModelSpec, as far as the configuration says them."""
+    found: Fields = {}
     if "model.activation_func" in fields:
         found["activation"] = _activation(str(fields["model.activation_func"]), fields)
     if isinstance(centred := fields.get("model.layernorm_zero_centered_gamma"), bool):
@@ -51,7 +51,7 @@ def model_fields(fields: Mapping[str, Any], recipe: str) -> dict[str, Any]:
     return found | _layers(fields) | _scaling(fields) | _of_gemma(fields, recipe)
 
 
-def _activation(name: str, fields: Mapping[str, Any]) -> str:
+def _activation(name: str, fields: Said) -> str:
     """A GELU that is fused with a bias is the tanh's."""
     fused = fields.get("model.bias_activation_fusion") is True
     if name == "gelu":
@@ -59,9 +59,9 @@ def _activation(name: str, fields: Mapping[str, Any]) -> str:
     return {"squared_relu": "relu2", TANH: "gelu_tanh"}.get(name, name)
 
 
-def _layers(fields: Mapping[str, Any]) -> dict[str, Any]:
+def _layers(fields: Said) -> Fields:
     """The layers with a window, and those without rotary positions."""
-    found: dict[str, Any] = {}
+    found: Fields = {}
     skipped, unrotated = fields.get("model.window_attn_skip_freq"), fields.get("model.no_rope_freq")
     if isinstance(skipped, int) and fields.get("model.window_size"):
         found["sliding_window_pattern"] = skipped
@@ -74,7 +74,7 @@ def _layers(fields: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _scaling(fields: Mapping[str, Any]) -> dict[str, Any]:
+def _scaling(fields: Said) -> Fields:
     """How rotary frequencies are stretched; a factor of 1 stretches nothing."""
     is_latent = bool(fields.get("model.multi_latent_attention"))
     yarn = {field: fields.get(latent if is_latent else plain) for plain, latent, field in YARN}
@@ -88,12 +88,12 @@ def _scaling(fields: Mapping[str, Any]) -> dict[str, Any]:
     return {"rope_scaling": None} if is_latent else {}
 
 
-def _of_gemma(fields: Mapping[str, Any], recipe: str) -> dict[str, Any]:
+def _of_gemma(fields: Said, recipe: str) -> Fields:
     """The parts that recipes of Gemma 2 and 3 build, whatever is overridden."""
     if recipe not in (OF_BRIDGE["recipes"]["gemma2"], OF_BRIDGE["recipes"]["gemma3"]):
         return {}
     hidden = fields.get("model.hidden_size")
-    found: dict[str, Any] = {"post_norms": True}
+    found: Fields = {"post_norms": True}
     if isinstance(hidden, int):
         found["embedding_multiplier"] = hidden**0.5
     if recipe == OF_BRIDGE["recipes"]["gemma2"]:
@@ -110,9 +110,6 @@ def _of_gemma(fields: Mapping[str, Any], recipe: str) -> dict[str, Any]:
         found["rope_scaling"] = {"rope_type": "linear", "factor": factor}
     return found
 
-
-Fields = Mapping[str, Any]
-"""Path of a field (`model.num_layers`) to its value."""
 
 _PATHS = {path: option for option, path in BRIDGE.items()}
 # the check of the loss is read as that of the gradients
@@ -175,7 +172,7 @@ _HARMLESS = {
 _OF_HYBRIDS = re.compile(
     r"model\.(mamba_|hybrid_|is_hybrid|mtp_(hybrid|use_repeated)|keep_mtp|use_mamba|use_fused_weighted|first_last)"
 )
-"""Fields that describe a hybrid model of which the name is given."""
+"""Said that describe a hybrid model of which the name is given."""
 IGNORED = re.compile(
     "|".join(
         (
@@ -196,9 +193,9 @@ _RECIPES = (
 """Dtypes that the names of precisions say beside bf16 and fp16."""
 
 
-def fields_of(record: CallRecord) -> dict[str, Any]:
+def fields_of(record: CallRecord) -> Fields:
     """Paths and values of a configuration that was followed; classes and dtypes by their names."""
-    fields: dict[str, Any] = {}
+    fields: Fields = {}
     for path, value in record.flat():
         value = _named(value)
         if isinstance(value, (str, int, float, list, dict)) or value is None:
@@ -227,7 +224,7 @@ class Unread(str):
     """The text of a value that only a run knows."""
 
 
-def precision_named(name: str) -> dict[str, Any]:
+def precision_named(name: str) -> Fields:
     """The fields of a precision that is given by name, such as `bf16_with_mxfp8_mixed`.
 
     Gradients are in fp32 beside bf16: a precision overrides what `ddp` says of them (training/mixed_precision.py).
@@ -235,12 +232,12 @@ def precision_named(name: str) -> dict[str, Any]:
     if not re.search(r"mixed|precision|bf16|fp16", name):
         return {}
     half = "fp16" in name and "bf16" not in name
-    fields: dict[str, Any] = dict.fromkeys(("mixed_precision.bf16", "mixed_precision.grad_reduce_in_fp32"), not half)
+    fields: Fields = dict.fromkeys(("mixed_precision.bf16", "mixed_precision.grad_reduce_in_fp32"), not half)
     fields["mixed_precision.fp16"] = half
     return fields | next((more for pattern, more in _RECIPES if re.search(pattern, name)), {})
 
 
-def options_of_fields(fields: Fields) -> dict[str, list[str]]:
+def options_of_fields(fields: Said) -> dict[str, list[str]]:
     """The fields as options of Megatron-LM."""
     precision = fields.get("mixed_precision")
     if isinstance(precision, dict):
@@ -281,7 +278,7 @@ def _layout_string(stages: list[Any]) -> str:
     )
 
 
-def _derived(fields: Fields, options: Options) -> dict[str, list[str]]:
+def _derived(fields: Said, options: Options) -> dict[str, list[str]]:
     """Options whose meaning several fields take together."""
     derived: dict[str, list[str]] = {}
     if "--num-query-groups" in options:
@@ -306,7 +303,7 @@ def _derived(fields: Fields, options: Options) -> dict[str, list[str]]:
     return derived
 
 
-def sort_fields(fields: Fields, ignored: dict[str, str], unknown: dict[str, str]) -> None:
+def sort_fields(fields: Said, ignored: dict[str, str], unknown: dict[str, str]) -> None:
     """Note every field that is not read as ignored where it is known to be harmless or off, else as unknown."""
     for path, value in fields.items():
         if isinstance(value, Unread) and not IGNORED.match(path):
@@ -372,8 +369,8 @@ def _read_recipe(config: ConfigFile) -> ImportedRun:
     return imported
 
 
-_SHARDED: dict[str, Any] = {"ddp.use_distributed_optimizer": True, "mixed_precision": "bf16_mixed"}
-BASES: dict[str, dict[str, Any]] = {
+_SHARDED: Fields = {"ddp.use_distributed_optimizer": True, "mixed_precision": "bf16_mixed"}
+BASES: dict[str, Fields] = {
     "": _SHARDED,
     "_pretrain_common": {
         **_SHARDED, "train.global_batch_size": 32, "train.micro_batch_size": 2, "dataset.seq_length": 4096,
@@ -384,14 +381,14 @@ BASES: dict[str, dict[str, Any]] = {
         for name in ("_sft_common", "_peft_common")
     },
 }  # fmt: skip
-"""Fields that functions set which recipes of Megatron-Bridge begin with (recipes/common.py, August 2026)."""
+"""Said that functions set which recipes of Megatron-Bridge begin with (recipes/common.py, August 2026)."""
 _SECTIONS = {
     **dict.fromkeys(("micro_batch_size", "global_batch_size"), "train"),
     **dict.fromkeys(("seq_length", "sequence_length"), "dataset"),
 }  # fmt: skip
 
 
-def _in_sections(fields: Fields) -> dict[str, Any]:
+def _in_sections(fields: Said) -> Fields:
     """Keywords that a helper's call gives for the whole recipe, under the section that has them."""
     places = {path.rpartition(".")[2]: path for path in sorted(READ_FIELDS) if path.startswith("model.")}
     places |= {name: f"{section}.{name}" for name, section in _SECTIONS.items()}
@@ -417,7 +414,7 @@ def _of_kind(value: Any) -> Any:
     return value if isinstance(value, (int, float, str, list)) else None
 
 
-def _provided(record: CallRecord) -> dict[str, Any]:
+def _provided(record: CallRecord) -> Fields:
     """The layers of a provider of a model of the hub, which recipes count to lay out its pipeline."""
     name = next((argument for argument in record.arguments if isinstance(argument, str)), "")
     if not record.kind.endswith(".to_megatron_provider") or (model := model_called(name)) is None:
@@ -433,7 +430,7 @@ def _hub_name(record: CallRecord) -> str:
     return next((argument for argument in arguments if isinstance(argument, str)), "")
 
 
-def _run(fields: Fields, script: Script, recipe: str, hub_name: str = "") -> ImportedRun:
+def _run(fields: Said, script: Script, recipe: str, hub_name: str = "") -> ImportedRun:
     launched = {name: words for name, words in options_of(script.words).items() if name in _RANKS}
     options = {**launched, **options_of_fields(fields)}
     named = None if "--hidden-size" in options else model_called(hub_name) or model_of_recipe(recipe)
@@ -492,7 +489,7 @@ def _words(config: ConfigFile) -> tuple[list[str], Script, str]:
     return [word for word in script.words if re.match(r"[+a-z_]+(\.\w+)+=", word)], script, next(iter(recipes), "")
 
 
-def _flat(data: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
+def _flat(data: Said, prefix: str = "") -> list[tuple[str, Any]]:
     rows: list[tuple[str, Any]] = []
     for name, value in data.items():
         rows += _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else [(f"{prefix}{name}", value)]

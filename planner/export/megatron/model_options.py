@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import re
-from typing import Any
 
 from planner.errors import SpecError
 from planner.export.megatron.option_rows import (
     READERS,
     Codec,
-    Fields,
     Options,
     decimal,
     given,
@@ -25,6 +23,7 @@ from planner.export.run_settings import ROTARY_BASE, listed, stated
 from planner.export.trainer_files import Arguments
 from planner.specs.architectures.derivations import InexpressibleError
 from planner.specs.architectures.layer_lists import block_pattern
+from planner.specs.base import Fields
 from planner.specs.model import ModelSpec
 from planner.specs.units import is_count
 from planner.trainers.rules.facts import every_nth, rotary_method
@@ -280,7 +279,7 @@ def _hybrid(options: Options, fields: Fields) -> Fields:
     return {**found, "intermediate_size": _width(options) if "-" in main else None}
 
 
-def read_model(options: Options) -> dict[str, Any]:
+def read_model(options: Options) -> Fields:
     """Fields of a ModelSpec. Raises SpecError where a size is missing or is no number."""
     absent = {
         "rotary": _POSITIONS.get(_kind_of_positions(options)) != "rope",

@@ -15,17 +15,18 @@ from planner.export.keyed_settings import dialect, flat
 from planner.export.megatron.bridge_reading import fields_of, options_of_fields, precision_named, read_peft, sort_fields
 from planner.export.megatron.script_reading import run_of
 from planner.export.named_models import model_called, vocabulary_of
+from planner.specs.base import Fields, Said
 
 _INNERMOST = re.compile(r"\$\{([^${}]*)\}")
 _MAX_ROUNDS, _MAX_CHARACTERS = 20, 2_000
 
 
-def resolved(tree: Mapping[str, Any]) -> dict[str, Any]:
+def resolved(tree: Said) -> Fields:
     """The tree with its references put in; a reference to nothing is null."""
     return {name: _value(value, tree, [str(name)]) for name, value in tree.items()}
 
 
-def _value(value: Any, tree: Mapping[str, Any], path: list[str]) -> Any:
+def _value(value: Any, tree: Said, path: list[str]) -> Any:
     if isinstance(value, Mapping):
         return {name: _value(inner, tree, [*path, str(name)]) for name, inner in value.items()}
     if not isinstance(value, str) or "${" not in value:
@@ -41,7 +42,7 @@ def _value(value: Any, tree: Mapping[str, Any], path: list[str]) -> Any:
         return text
 
 
-def _reference(inner: str, tree: Mapping[str, Any], path: list[str]) -> Any:
+def _reference(inner: str, tree: Said, path: list[str]) -> Any:
     function, colon, arguments = inner.partition(":")
     if colon:
         numbers = [float(part) for part in arguments.split(",") if re.fullmatch(r"\s*-?[\d.]+\s*", part)]
@@ -68,10 +69,10 @@ _ROW = dialect("nemo")
 _NORMS = {"rmsnorm": "RMSNorm", "layernorm": "LayerNorm", "layernorm1p": "LayerNorm"}
 
 
-def as_fields(tree: Mapping[str, Any]) -> tuple[dict[str, Any], int | None]:
+def as_fields(tree: Said) -> tuple[Fields, int | None]:
     """The fields of a Megatron-Bridge tree that a NeMo tree says, and the number of GPUs."""
     model, trainer = tree["model"], tree.get("trainer") or {}
-    fields: dict[str, Any] = {}
+    fields: Fields = {}
     for name, value in model.items():
         if not isinstance(value, Mapping):
             fields[_ROW.renamed.get(name, f"model.{name}")] = value
@@ -92,10 +93,10 @@ def as_fields(tree: Mapping[str, Any]) -> tuple[dict[str, Any], int | None]:
     return fields, nodes * devices if isinstance(nodes, int) and isinstance(devices, int) else None
 
 
-def _precision(model: Mapping[str, Any], trainer: Mapping[str, Any]) -> dict[str, Any]:
+def _precision(model: Said, trainer: Said) -> Fields:
     """fp8 is a switch of the model; the trainer says bf16 or 16."""
     name = str(trainer.get("precision", "bf16"))
-    fields: dict[str, Any] = {
+    fields: Fields = {
         "mixed_precision.fp16": name in ("16", "16-mixed"),
         "mixed_precision.bf16": "bf16" in name,
     }
@@ -107,13 +108,13 @@ def _precision(model: Mapping[str, Any], trainer: Mapping[str, Any]) -> dict[str
     return fields
 
 
-def _optimizer(model: Mapping[str, Any]) -> dict[str, Any]:
+def _optimizer(model: Said) -> Fields:
     """The distributed optimizer by name, its overlaps and the dtype of its gradients."""
     optimizer = model.get("optim") or {}
     is_sharded = (
         "distributed" in str(optimizer.get("name", "")) or str(optimizer.get("name", "")) == "mcore_distributed_optim"
     )
-    fields: dict[str, Any] = {"ddp.use_distributed_optimizer": is_sharded}
+    fields: Fields = {"ddp.use_distributed_optimizer": is_sharded}
     if is_sharded:
         fields["ddp.overlap_grad_reduce"] = bool(optimizer.get("overlap_grad_sync", False))
         fields["ddp.overlap_param_gather"] = bool(optimizer.get("overlap_param_sync", False))
@@ -164,8 +165,8 @@ def _entry(config: ConfigFile) -> str | None:
 
 def _second_version(record: CallRecord) -> ImportedRun:
     """A recipe: `trainer.strategy` is the grid, `model.config` the model, `data` the batch."""
-    fields: dict[str, Any] = {}
-    unread: dict[str, Any] = {}
+    fields: Fields = {}
+    unread: Fields = {}
     model = record.get("model.config") or record.get("model")
     for path, value in fields_of(record).items():
         head, _, rest = path.partition(".")
@@ -222,7 +223,7 @@ def _plain(value: Any) -> Any:
     return value if isinstance(value, (str, int, float, bool, list)) else None
 
 
-def _plugins(record: CallRecord) -> dict[str, Any]:
+def _plugins(record: CallRecord) -> Fields:
     """The precision, which is a plugin of the trainer."""
     plugins = record.get("trainer.plugins")
     for plugin in plugins if isinstance(plugins, list) else [plugins]:
@@ -241,7 +242,7 @@ def _plugins(record: CallRecord) -> dict[str, Any]:
     return {}
 
 
-def _callbacks(record: CallRecord) -> dict[str, Any]:
+def _callbacks(record: CallRecord) -> Fields:
     """Overlaps of communication, which a callback of the trainer switches on."""
     callbacks = record.get("trainer.callbacks") or []
     return {

@@ -9,7 +9,6 @@ from planner.answer import Plan
 from planner.errors import SpecError
 from planner.export.megatron.option_rows import (
     Codec,
-    Fields,
     Options,
     number,
     positive,
@@ -21,6 +20,7 @@ from planner.export.megatron.option_rows import (
 from planner.export.spelling import recipe_of, spelling_of, spellings
 from planner.export.stages import VirtualStage, block_size, is_even, virtual_stages
 from planner.export.trainer_files import Arguments
+from planner.specs.base import Fields
 from planner.trainers.layout_string import expanded
 from planner.trainers.switches import Value
 

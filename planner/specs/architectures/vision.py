@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from planner.specs.architectures.derivations import ACTIVATIONS, Config, Derived, InexpressibleError, whole
+from planner.specs.architectures.derivations import ACTIVATIONS, Config, Derived, InexpressibleError, sum_of, whole
 from planner.specs.reading import load_yaml
 
 _TABLE = Path(__file__).parent / "vision.yaml"
@@ -68,8 +67,7 @@ class _Sizes:
 
     def sum_of(self, text: str | int) -> int:
         """A sum of products of sizes."""
-        terms = (term.split("*") for term in str(text).split("+"))
-        return sum(math.prod(int(f) if f.isdigit() else self[f] for f in map(str.strip, term)) for term in terms)
+        return sum_of(text, self.__getitem__)
 
 
 def vision_of(config: Config, text_hidden: int) -> Derived | None:

@@ -10,6 +10,7 @@ from typing import Any, Final, Literal
 import numpy as np
 
 from planner.shape import RANK_ORDERS, Number, maximum, where
+from planner.specs.base import Said, Texts
 from planner.specs.model import ModelSpec
 from planner.specs.model_parts import SPARSE, MoESpec
 from planner.specs.training import GROUPS, TrainingSpec, tokens_split
@@ -223,7 +224,7 @@ def norms_queries_twice(model: ModelSpec, version: str) -> bool:
     return model.mla is not None and model.mla.q_lora_rank is None and not is_older
 
 
-def megatron_activations(model: ModelSpec) -> tuple[str, ...]:
+def megatron_activations(model: ModelSpec) -> Texts:
     """The activations that an option asks for; GELU fused with a bias is the tanh's."""
     if model.gated_mlp:
         return ("silu", "quick_gelu")
@@ -331,7 +332,7 @@ def is_recomputable(runtime: RuntimeSpec, recompute: str, modules: Iterable[str]
     return (recompute != "full" or runtime.recomputes_layers) and set(modules) <= may
 
 
-FACTS: Final[Mapping[str, Any]] = {
+FACTS: Final[Said] = {
     "RANK_ORDERS": RANK_ORDERS, "SHARDED_STAGES": SHARDED_STAGES, "GROUPS": GROUPS, "BEFORE_018": BEFORE_018,
     "PRIMUS_CORE": PRIMUS_CORE,
 } | {

@@ -10,11 +10,10 @@ from typing import NamedTuple
 
 from planner.answer import Plan, PricedLayout, StagePlan
 from planner.errors import SpecError
-from planner.probe.device_state import BUSY_FRACTION
-from planner.probe.eager import in_eager_torch
 from planner.probe.plan_slice import sampled_stages
-from planner.probe.result import Condition, DeviceState, ProbeResult, RankResult
+from planner.probe.result import BUSY_FRACTION, Condition, DeviceState, ProbeResult, RankResult
 from planner.probe.run import SURE_FRACTION, ProbeRun
+from planner.probe.run_price import in_eager_torch
 from planner.specs.base import Texts
 from planner.specs.hardware import HardwareSpec
 from planner.specs.registry import hardware_names, load_hardware
