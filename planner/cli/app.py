@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 import os
 from dataclasses import fields
@@ -239,7 +238,6 @@ def run(arguments: list[str]) -> int:
 
 def _start_lightly(words: list[str]) -> None:
     """Leave out what libraries do when they are imported, and no command has a use for."""
-    gc.set_threshold(50_000)  # what imports make stays, and looking through it again and again is a tenth of a start
     os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "1")  # it would look through all that is installed
     if not {"probe", "profile"} & set(words):  # numpy starts a thread for each core; torch may read the variable too
         os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")

@@ -178,7 +178,7 @@ def _parameter(row: CliOption | None, own: inspect.Parameter) -> inspect.Paramet
                              annotation=Annotated[kind, option])  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True, eq=False, repr=False)
 class JobOptions:
     """A job: a model, the GPUs, the training, and the assumptions made otherwise."""
 
@@ -222,7 +222,7 @@ class JobOptions:
     no_history: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True, eq=False, repr=False)
 class SearchOptions(JobOptions):
     """A job whose layout is searched: axes pinned by comma lists, and how to search."""
 
@@ -249,7 +249,7 @@ class SearchOptions(JobOptions):
     memory_headroom: Number = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True, eq=False, repr=False)
 class PlanOptions(SearchOptions):
     """A job whose layout is searched, or one that runs and goes on with other GPUs, or a run of phases."""
 
@@ -260,7 +260,7 @@ class PlanOptions(SearchOptions):
     usd: Number = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True, eq=False, repr=False)
 class LayoutOptions(JobOptions):
     """A job whose layout is given."""
 

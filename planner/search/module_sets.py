@@ -67,7 +67,7 @@ def useful_sets(pricing: Pricing, table: CostTable) -> tuple[Modules, ...]:
 def _samples(pricing: Pricing, table: CostTable) -> IntArray:
     """Rows of the table to compare sets on."""
     ranked = np.argsort(_kept_bytes(pricing, table), kind="stable")
-    return np.unique([ranked[round(share * (len(ranked) - 1))] for share in SAMPLES])
+    return np.array(sorted({int(ranked[round(share * (len(ranked) - 1))]) for share in SAMPLES}))
 
 
 def _kept_bytes(pricing: Pricing, table: CostTable) -> FloatArray:

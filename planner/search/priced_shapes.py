@@ -19,7 +19,7 @@ from planner.physics.stage_memory import relaxed_peak_bytes, static_bytes
 from planner.schedule.orders import SCHEDULES, placement
 from planner.search.enumerate import scalar
 from planner.search.module_sets import TINY, ModuleSets, useful_sets
-from planner.shape import BoolArray, FloatArray, IntArray, Number, Shape
+from planner.shape import BoolArray, FloatArray, IntArray, Number, Shape, distinct
 from planner.specs.model import LayerKind
 from planner.specs.training import Recompute
 
@@ -325,7 +325,7 @@ def room_layers(shapes: PricedShapes, kind: LayerKind, schedules: Sequence[str] 
     ends = (shapes.static_bytes(table.embedding), (not folds) * shapes.static_bytes(table.head))
     room = np.zeros(len(shapes.kernel))
     pps = np.asarray(shape.pp)
-    for pp in np.unique(pps):
+    for pp in distinct(pps):
         rows = np.flatnonzero(pps == pp)
         in_flight = np.minimum(np.asarray(shape.num_microbatches)[rows, None], pp - np.arange(pp)[None, :])
         in_flight = np.ones_like(in_flight) if frugal else in_flight

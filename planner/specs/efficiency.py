@@ -4,8 +4,6 @@ Everything is relative to the data sheet of the GPU (peak of the dtype, HBM band
 describes a silicon generation: what is measured on one GPU carries over to its siblings.
 """
 
-from __future__ import annotations
-
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, model_validator

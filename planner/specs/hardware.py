@@ -3,10 +3,8 @@
 Corrections are the numbers of a profile that were measured, before and after, and why some of them stay.
 """
 
-from __future__ import annotations
-
 from itertools import pairwise
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
@@ -241,7 +239,7 @@ class HardwareSpec(Spec):
         return {"kind": host} if isinstance(host, str) else host
 
     @model_validator(mode="after")
-    def _tiers_widen(self) -> HardwareSpec:
+    def _tiers_widen(self) -> Self:
         sizes = [tier.num_gpus for tier in self.tiers[:-1]]
         if None in sizes or any(a >= b for a, b in pairwise(sizes) if a and b):
             raise ValueError("tiers: every tier but the last needs num_gpus, each larger than the one before")

@@ -1,7 +1,5 @@
 """Layers as lists of operators that were traced from a user's own module (`plan models trace`)."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 from pydantic import Field
