@@ -29,6 +29,8 @@ def main(arguments: list[str] | None = None) -> int:
 
         code = run(given)
         sys.stdout.flush()
+        if arguments is None:
+            gc.freeze()  # a process that ends need not be looked through
         return code
     except KeyboardInterrupt:
         return INTERRUPTED
