@@ -18,7 +18,7 @@ from planner.search.enumerate import enumerate_shapes
 from planner.search.frontier import ANY_SET, nodes_of
 from planner.search.layouts import recompute_choices
 from planner.search.priced_shapes import fits, priced_shapes, with_module_sets
-from planner.search.uneven import level_guess_s
+from planner.search.rebalance import level_guess_s
 from planner.shape import Shape
 from planner.specs.cluster import ClusterSpec
 from planner.specs.registry import load_hardware, load_model

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from planner.answer import Plan
-from planner.probe.eager import in_eager_torch
+from planner.probe.compare import compared
 from planner.probe.plan_slice import real_chunks, recompute_modules, slice_schedule
 from planner.probe.result import (
     ChunkSeconds,
@@ -19,7 +19,7 @@ from planner.probe.result import (
     TimedAction,
 )
 from planner.probe.run import ProbeRun
-from planner.probe.verdict.compare import compared
+from planner.probe.run_price import in_eager_torch
 
 Seconds = Callable[[int], tuple[float, float]]
 """Forward and backward of a micro-batch through a virtual stage."""

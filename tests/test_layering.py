@@ -77,7 +77,7 @@ ALLOWED = {
     # solver tests itself
     "profile": {
         "distribution", "errors", "files", "saved", "shape", "specs", "trainers", "schedule", "physics", "answer",
-        "layout", "probe", "search.ilp.solver", "observe.history", "observe.history_place",
+        "layout", "probe", "search.ilp.solver", "observe.history", "observe.default_folder",
     },
     # the page asks as the command line does, which gives it the reader of options: nothing imports `cli`. It prices the
     # layout on the screen again, searches, and shows and exports what is found
@@ -95,9 +95,9 @@ ALLOWED = {
 """Rooms that each room may import, beside itself; `cli` may import all of them and is imported by none."""
 
 EXTERNAL = {
-    "jinja2": {"export/trainer_files.py"},
+    "jinja2": {"export/trainer_files.py", "serve/app.py"},
     "pulp": {"search/ilp"},
-    "torch": {"probe", "profile", "trace/worker.py", "trace/run.py"},
+    "torch": {"probe", "profile", "trace/run.py"},
     "mcp": {"serve/mcp_server.py"},
     "mcp_types": {"serve/mcp_server.py"},
     "starlette": {"serve"},

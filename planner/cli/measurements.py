@@ -54,7 +54,7 @@ def probe_of(data: dict[str, Any], where: str) -> ProbeResult:
 
 def doubt_device(result: ProbeResult, hardware: HardwareSpec, where: str) -> None:
     """Warn where GPUs that ran are not named as the hardware is."""
-    from planner.probe.verdict.evidence import is_named
+    from planner.probe.evidence import is_named
 
     if result.ranks and not is_named(hardware, result.device):
         _log.warning("%s: ran on %s; is that %s?", where, printable(result.device), hardware.name)
@@ -104,7 +104,7 @@ def _by_run(observed: Observed, cluster: ClusterSpec, trainer: str, where: str) 
 
 def refuse_device(observed: Observed, hardware: HardwareSpec, where: str) -> None:
     """Raise SpecError where a run's files name another GPU than `hardware`; warn where they name one nobody knows."""
-    from planner.probe.verdict.evidence import is_named, objection_to_device
+    from planner.probe.evidence import is_named, objection_to_device
 
     device = observed.observation.facts.hardware
     if device is None or hardware.architecture == "cpu":
@@ -121,7 +121,7 @@ def with_history(cluster: ClusterSpec, runtime: RuntimeSpec, said: set[str] | No
 
     What was said once of a command with many jobs stands in `said`, and is not said again.
     """
-    from planner.observe.history_place import default_folder
+    from planner.observe import default_folder
 
     folder = default_folder()
     if folder is None or not os.path.isdir(folder):
@@ -195,7 +195,7 @@ def add_run(path: str, folder: str | None, as_json: bool) -> None:
 
 
 def _folder(given: str | None) -> Path:
-    from planner.observe.history_place import VARIABLE, folder_of
+    from planner.observe import VARIABLE, folder_of
 
     folder = folder_of(given)
     if folder is None:
@@ -238,7 +238,7 @@ def _table(kept: Sequence[KeptPrice], added: str) -> Table:
 
 
 def _sentences(folder: Path, name: str, is_new: bool, belongs: str, found: KernelPosterior) -> list[str]:
-    from planner.observe.history_place import VARIABLE, default_folder
+    from planner.observe import VARIABLE, default_folder
 
     low, high = found.factor_interval
     runs = f"{found.num_runs} {'run' if found.num_runs == 1 else 'runs'}"

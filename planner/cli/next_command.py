@@ -116,8 +116,8 @@ def _observed(plan: Plan, paths: str | None) -> Iterator[MeasuredChoice]:
 def _kept(plan: Plan, given: str | None) -> Iterator[MeasuredChoice]:
     """The runs of this job among those that `plan validate --add` keeps."""
     from planner.decide.next import MeasuredChoice, choice_of, other_job
+    from planner.observe import folder_of
     from planner.observe.history import kept_files, read_kept
-    from planner.observe.history_place import folder_of
 
     folder = folder_of(given)
     if folder is None or not folder.is_dir():

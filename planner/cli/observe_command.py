@@ -221,7 +221,7 @@ def _doubt(observation: Observation, asked: LayoutOptions) -> str:
 
 def _named(device: str | None) -> list[str]:
     """The profiles of which a device's name speaks."""
-    from planner.probe.verdict.evidence import is_named
+    from planner.probe.evidence import is_named
     from planner.specs.registry import hardware_names, load_hardware
 
     return [name for name in hardware_names() if device and is_named(load_hardware(name), device)]

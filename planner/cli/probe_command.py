@@ -121,7 +121,7 @@ def _warn(plan: Plan, result: ProbeResult, tolerance: float | None) -> None:
 def _write_trace(path: str, plan: Plan, result: ProbeResult, force: bool) -> None:
     from planner.cli.output import dumps
     from planner.files import write_text
-    from planner.probe.verdict.judge import trace_events
+    from planner.probe.probe import trace_events
 
     traced = trace_events(plan, result)
     if traced["traceEvents"]:
@@ -258,7 +258,7 @@ def _factors(plan: Plan, probe: str | None, slow_stage: str | None) -> tuple[tup
         raise SpecError(f"PROBE.json, --slow-stage: {given}", "give one: plan rebalance plan.json --slow-stage 3:1.2")
     if probe is not None:
         from planner.cli.measurements import read_probe
-        from planner.probe.verdict.evidence import slowness
+        from planner.probe.evidence import slowness
         from planner.specs.reading import label
 
         ranks = slowness(plan, read_probe(probe), label(probe))

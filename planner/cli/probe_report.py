@@ -178,7 +178,7 @@ def _sure(spread: float | None) -> str:
 
 def _gpus(result: ProbeResult) -> Iterator[str]:
     """A line with the clocks, the power and the temperature under load of the rank whose clock was lowest."""
-    from planner.probe.verdict.evidence import load_in_words
+    from planner.probe.evidence import load_in_words
 
     loaded = [
         (state.clock_mhz, rank.rank, state)

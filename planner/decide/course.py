@@ -34,8 +34,8 @@ from planner.decide.phases import (
 )
 from planner.decide.sweep import Each
 from planner.errors import PlannerError, SpecError
-from planner.months.closed_form import Standstill
 from planner.months.losses import SECONDS_PER_DAY, losses_of
+from planner.months.whole_run import Standstill
 from planner.trainers.documents import attended_fraction, masked_documents
 from planner.trainers.load import AXES, Checkpoint, checkpoint_of
 from planner.trainers.spec import RuntimeSpec

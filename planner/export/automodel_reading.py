@@ -75,7 +75,7 @@ def _of_automodel(name: str, settings: Settings, num_gpus: int | None) -> Import
     if dp and num_gpus is None:
         run["num_gpus"] = dp * layout["tp"] * layout["cp"] * layout["pp"]
     imported.source, imported.model_name = name, named
-    imported.assumed, imported.documented = {path: str(value) for path, value in unasked.items()}, row.documented
+    row.assume(imported, unasked)
     imported.unknown, imported.ignored = {}, {}
     run |= {"runtime": "automodel", "features": {}}
     keeps = (layout["pp"] > 1 and moe_of(model) is not None) or str(found.get("reshards")) == "False"
@@ -115,10 +115,7 @@ def _list_unread(imported: ImportedRun, row: Dialect, settings: Settings, found:
     for key, pattern in expected.items():
         if key in found and not re.fullmatch(pattern, str(found[key])):
             imported.unknown[said.get(key, key)] = str(found[key])
-    for path, value in settings.items():
-        if path not in row.renamed:
-            is_harmless = row.is_harmless(path) or value in (None, False, [], {})
-            (imported.ignored if is_harmless else imported.unknown)[path] = str(value)[:200]
+    row.sort(imported, settings, row.renamed)
 
 
 def read_nemo_rl(config: ConfigFile) -> ImportedRun:

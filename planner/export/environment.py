@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
 
 from planner.answer import Plan
 from planner.export.megatron.plan_options import is_fsdp, switch_arguments
 from planner.export.spelling import runtime_of
 from planner.export.trainer_files import settings
+from planner.specs.base import Fields
 from planner.specs.reading import shipped_table
 
 LARGE = 1024
@@ -18,13 +18,13 @@ _BY_THREADS = ("efa", "slingshot", "tcp")
 
 
 @cache
-def networks() -> dict[str, dict[str, Any]]:
+def networks() -> dict[str, Fields]:
     """The needs of each kind of network: the rows of networks.yaml."""
-    found: dict[str, dict[str, Any]] = shipped_table("export/networks.yaml")
+    found: dict[str, Fields] = shipped_table("export/networks.yaml")
     return found
 
 
-def network_of(plan: Plan) -> dict[str, Any]:
+def network_of(plan: Plan) -> Fields:
     """The row of the network between the plan's nodes; empty where nobody names its kind, or there is one node."""
     return networks().get(plan.cluster.hardware.network, {}) if _has_nodes(plan) else {}
 
@@ -34,7 +34,7 @@ def variables(plan: Plan, *names: str) -> dict[str, str]:
     layout, network = plan.parallelism, plan.cluster.hardware.network
     has_nodes, has_verbs = _has_nodes(plan), network not in _BY_THREADS
     exchanges = runtime_of(plan).gradient_overlap_fraction > 0 and layout.dp * layout.cp > 1
-    facts: dict[str, Any] = {
+    facts: Fields = {
         "has_nodes": has_nodes,
         "is_large": has_nodes and layout.num_gpus_used >= LARGE and has_verbs,
         "has_roce": has_nodes and has_verbs and network != "ib",

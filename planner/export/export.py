@@ -7,7 +7,6 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from planner.answer import Plan
 from planner.errors import SpecError
@@ -16,6 +15,7 @@ from planner.export.refusal import Inexpressible, Reason, check_fits, priced_for
 from planner.export.targets import LAUNCHERS, TARGETS, TRAINERS, TrainerTarget
 from planner.export.trainer_files import IMAGE, IMAGE_OF_AMD, ExportFile, LaunchCommand, Placeholder, plan_sha256, slug
 from planner.files import FolderFile, write_folder
+from planner.specs.base import Fields, Texts
 from planner.specs.problems import nearest
 from planner.trainers.generations import objection_to_silicon
 from planner.trainers.load import load_runtime
@@ -27,9 +27,9 @@ MANIFEST = "manifest.json"
 class Bundle:
     """The files of a trainer and of the launchers that start it, and what the user should know about them."""
 
-    targets: tuple[str, ...]
+    targets: Texts
     """Names of the trainer, which comes first, and of the launchers."""
-    written_for: tuple[str, ...]
+    written_for: Texts
     """Versions of the trainer the files were written for."""
     plan_sha256: str
     inputs_sha256: str
@@ -37,7 +37,7 @@ class Bundle:
     world_size: int
     """GPUs that the layout uses."""
     files: tuple[ExportFile, ...]
-    notes: tuple[str, ...]
+    notes: Texts
     """Things that the plan does not decide and the export had to."""
     first_run: str = ""
     """The command of the short run to hold against the plan; empty where the user's own script trains."""
@@ -47,7 +47,7 @@ class Bundle:
         """The values that the user fills in, each once, in whichever files they stand."""
         return tuple(dict.fromkeys(place for file in self.files for place in file.placeholders))
 
-    def manifest(self) -> dict[str, Any]:
+    def manifest(self) -> Fields:
         """Every file's sha256, the plan's hash and the versions."""
         return {
             "planner_version": self.planner_version,
@@ -256,7 +256,7 @@ def write_trials(trials: Sequence[ShortRun], folder: Path, force: bool) -> list[
     return write_folder(folder, together, force)
 
 
-def _row(trial: ShortRun) -> dict[str, Any]:
+def _row(trial: ShortRun) -> Fields:
     """The facts about a trial that the ranking script needs."""
     return {"folder": trial.folder, **promised(trial.plan), "first_run": trial.command}
 

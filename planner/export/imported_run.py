@@ -11,6 +11,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
 from planner.errors import LayoutError, SpecError
+from planner.specs.base import Fields, Said
 from planner.specs.model import ModelSpec
 from planner.specs.reading import parse_json, parse_yaml, printable, text_beside
 from planner.specs.registry import load_model, model_names
@@ -97,7 +98,7 @@ class ConfigFile:
 _SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "vocab_size")
 
 
-def published_name(model: dict[str, Any]) -> str | None:
+def published_name(model: Fields) -> str | None:
     """The shipped model with the same layers, widths, heads, vocabulary and experts, or None."""
     for name, spec in _shipped():
         num_experts = None if spec.moe is None else spec.moe.num_experts
@@ -126,20 +127,20 @@ class Undecided(NamedTuple):
 
     name: str
     says: str
-    run: dict[str, Any]
+    run: Fields
 
 
-def _layout(run: Mapping[str, Any], **fields: Any) -> dict[str, Any] | None:
+def _layout(run: Said, **fields: Any) -> Fields | None:
     layout = run["parallelism"]
     return None if all(layout.get(k) == v for k, v in fields.items()) else {"parallelism": {**layout, **fields}}
 
 
-def _feature(run: Mapping[str, Any], name: str, value: Any) -> dict[str, Any] | None:
+def _feature(run: Said, name: str, value: Any) -> Fields | None:
     features = run.get("features") or {}
     return None if features.get(name) == value else {"features": {**features, name: value}}
 
 
-_COULD_BE: tuple[tuple[str, str, Callable[[Mapping[str, Any]], dict[str, Any] | None]], ...] = (
+_COULD_BE: tuple[tuple[str, str, Callable[[Said], Fields | None]], ...] = (
     (
         r"peft|lora|adapter|tuner|freeze|train_type|finetuning", "adapters are trained, of rank 16",
         lambda run: None if run.get("adapters") else {"adapters": {"rank": 16, "targets": ["all-linear"]}},
@@ -182,7 +183,7 @@ class ImportedRun:
 
     source: str
     """The trainer whose configuration it is: megatron, torchtitan, deepspeed, …"""
-    run: dict[str, Any]
+    run: Fields
     """Fields of a run; some may be missing, which only the user can say."""
     ignored: dict[str, str] = field(default_factory=dict)
     """Options that change neither seconds nor bytes of a step."""
@@ -198,7 +199,7 @@ class ImportedRun:
     """Reasons why the trainer ends before its first step, beside those that the layout's rules know."""
     model_name: str = ""
     """The name of a model that the planner does not know."""
-    again: Callable[[str | dict[str, Any]], ImportedRun] | None = None
+    again: Callable[[str | Fields], ImportedRun] | None = None
     """The same configuration read with a model that the user names, where what is read depends on the model."""
 
     optimizer_instances: int = 1
@@ -210,7 +211,7 @@ class ImportedRun:
 
     def complete(
         self, *, vocab_size: int | None = None, tp: int | None = None, pp: int | None = None, **given: Any
-    ) -> dict[str, Any]:
+    ) -> Fields:
         """The run with the fields that the user adds or replaces, as `plan evaluate --runs` takes it.
 
         Fields beside those named here are a run's own: model, hardware, num_gpus, … A number of GPUs other than the
@@ -268,7 +269,7 @@ class ImportedRun:
                     "mend its name, or take it out and say what it means with --tp, --pp, --gpus or --model",
                 )
 
-    def undecided(self, run: Mapping[str, Any]) -> list[Undecided]:
+    def undecided(self, run: Said) -> list[Undecided]:
         """The run as each setting that is not understood could make it, where that can be priced."""
         found = []
         for name in self.unknown:
@@ -277,18 +278,12 @@ class ImportedRun:
                 found.append(Undecided(name, row[1], {**run, **other}))
         return found
 
-    def note_unread(self, settings: Mapping[str, Any], read: Collection[str], harmless: Collection[str]) -> None:
-        """List every setting that is not read, as ignored where it is known to be harmless, else as unknown."""
-        for name, value in settings.items():
-            if name not in read:
-                (self.ignored if name in harmless else self.unknown)[str(name)] = str(value)[:200]
-
     def rename(self, names: Mapping[str, str]) -> None:
         """Call settings as the configuration does, where a reader knows them by other names."""
         for told in ("assumed", "unknown", "ignored"):
             setattr(self, told, {names.get(name, name): value for name, value in getattr(self, told).items()})
 
-    def _model(self, sizes: dict[str, Any], vocab_size: int | None) -> dict[str, Any]:
+    def _model(self, sizes: Fields, vocab_size: int | None) -> Fields:
         """The model's fields with the user's vocabulary, and the name of the published model that has them."""
         model = {**sizes, "vocab_size": vocab_size or sizes.get("vocab_size")}
         if model["vocab_size"] is None:
@@ -296,8 +291,15 @@ class ImportedRun:
         return model | {"name": published_name(model) or model.get("name", "model")}
 
 
+def new_run(source: str, runtime: str, **fields: Any) -> ImportedRun:
+    """A run of a trainer to be filled in, with the fields that are known already."""
+    unsaid = dict.fromkeys(("model", "num_gpus", "runtime", "seq_length", "global_batch_size"))
+    said = {"runtime": runtime, "dtype": "bf16", "parallelism": {}, "features": {}}
+    return ImportedRun(source, {**unsaid, **said, **fields})
+
+
 def positive_number(
-    data: Mapping[str, Any], name: str, hint: str = "write a number", unsaid: Collection[Any] = (None,)
+    data: Said, name: str, hint: str = "write a number", unsaid: Collection[Any] = (None,)
 ) -> int | None:
     """A whole number of 1 or more in a configuration; None where it is one of the values that stand for none."""
     value = data.get(name)
@@ -308,7 +310,7 @@ def positive_number(
     return value
 
 
-def least_gpus(layout: dict[str, Any]) -> int:
+def least_gpus(layout: Fields) -> int:
     """The fewest GPUs that a layout's ranks fill: one replica of each stage, for the experts as for the rest."""
     attention, experts = (layout.get("tp", 1) * layout.get("cp", 1), layout.get("ep", 1) * (layout.get("etp") or 1))
     stages: int = max(1, layout.get("pp", 1))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
-from typing import Any
 
 from planner.answer import Plan
 from planner.errors import SpecError
@@ -24,6 +23,7 @@ from planner.export.trainer_files import (
     shell_words,
     slug,
 )
+from planner.specs.base import Fields, Said
 
 PREFLIGHT = "preflight.py"
 SHARED_BYTES = 2**27
@@ -46,12 +46,12 @@ def preflight(plan: Plan, command: LaunchCommand) -> ExportFile:
     return ExportFile(PREFLIGHT, node_check(checks))
 
 
-def node_check(checks: Mapping[str, Any]) -> str:
+def node_check(checks: Said) -> str:
     """The program, which ranks trials where it has no checks. No text of a plan can leave JSON in a literal."""
     return rendered("preflight.py", checks=json.dumps(json.dumps(checks)))
 
 
-def promised(plan: Plan) -> dict[str, Any]:
+def promised(plan: Plan) -> Fields:
     """The facts about a plan that a log is held against."""
     return {
         "layout": str(plan.parallelism),

@@ -9,9 +9,10 @@ from typing import Any
 from planner.export.followed.python_values import CallRecord
 from planner.export.keyed_settings import table
 from planner.specs import shipped
+from planner.specs.base import Fields
 from planner.specs.registry import load_model, model_names
 
-Model = str | dict[str, Any]
+Model = str | Fields
 """A model of a run: a shipped one's name, or the fields of a ModelSpec."""
 
 _HEADER = re.compile(r"^# (\S+) on ([\d,]+) of [\d,]+ GPUs", re.MULTILINE)
@@ -106,7 +107,7 @@ _CLAMPED = {"activation": "quick_gelu", "glu_linear_offset": 1.0, "mlp_bias": Tr
 """Fields beside the limit of gpt-oss's experts."""
 
 
-def registered_model(spec: Any) -> dict[str, Any] | None:
+def registered_model(spec: Any) -> Fields | None:
     """Fields of the model that a registry of torchtitan builds; None where a layer has parts that are not known."""
     model = spec.fields.get("model") if isinstance(spec, CallRecord) else None
     while isinstance(model, CallRecord) and "layers" not in model.fields:  # what a converter makes of a model
@@ -144,20 +145,20 @@ def registered_model(spec: Any) -> dict[str, Any] | None:
     return found | _mixture([block.get("moe") for block in blocks])
 
 
-def _mixture(mixtures: list[Any]) -> dict[str, Any]:
+def _mixture(mixtures: list[Any]) -> Fields:
     """Fields of a model by the mixtures of its layers."""
     first = next((mixture for mixture in mixtures if isinstance(mixture, CallRecord)), None)
     if first is None:
         return {}
     leading = mixtures.index(first)
-    found: dict[str, Any] = {"moe": {**_placed(first, _MIXTURE), "first_k_dense_replace": leading}}
+    found: Fields = {"moe": {**_placed(first, _MIXTURE), "first_k_dense_replace": leading}}
     if None in mixtures[leading:]:
         found["mlp_layer_types"] = ["dense" if mixture is None else "moe" for mixture in mixtures]
     limit = first.get("routed_experts.inner_experts.swiglu_limit")
     return found if limit is None else {**found, **_CLAMPED, "swiglu_limit": limit}
 
 
-def _placed(record: Any, places: Mapping[str, str]) -> dict[str, Any]:
+def _placed(record: Any, places: Mapping[str, str]) -> Fields:
     """The fields that a record has at their places."""
     values = {name: record.get(place) for name, place in places.items()}
     return {name: value for name, value in values.items() if isinstance(value, (str, int, float))}
@@ -170,7 +171,7 @@ def num_layers_of(model: Model | None) -> int | None:
     return None if model is None else int(model["num_hidden_layers"])
 
 
-def moe_of(model: Model | None) -> dict[str, Any] | None:
+def moe_of(model: Model | None) -> Fields | None:
     """Fields of a model's mixture of experts; None where it has none."""
     if isinstance(model, str):
         mixture = load_model(model).moe

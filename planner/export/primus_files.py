@@ -30,6 +30,7 @@ from planner.export.trainer_files import (
     settings,
     slug,
 )
+from planner.specs.base import Texts
 from planner.specs.model import ModelSpec
 from planner.specs.reading import literal, parse_expression
 from planner.specs.registry import load_model
@@ -87,7 +88,7 @@ def torchtitan_keys(plan: Plan) -> Keys:
     )
 
 
-def notes_on_torchtitan(plan: Plan) -> tuple[str, ...]:
+def notes_on_torchtitan(plan: Plan) -> Texts:
     """Notes on the settings."""
     return (
         *notes_on_model(plan.model.spec),
@@ -182,7 +183,7 @@ class _Backend(NamedTuple):
     """Arguments of a short run on random tokens with balanced experts, which saves nothing."""
     placeholders: tuple[Placeholder, ...]
     log: str
-    notes: tuple[str, ...]
+    notes: Texts
     version: TrainerVersion = TrainerVersion()
     exit_minutes: str = ""
 
@@ -329,7 +330,7 @@ def megatron_keys(plan: Plan) -> Keys:
     return turbo_keys(plan, settings("primus-unasked") | keys | schedule_keys(plan))
 
 
-def notes_on_megatron(plan: Plan) -> tuple[str, ...]:
+def notes_on_megatron(plan: Plan) -> Texts:
     """Notes on the options that differ in the core that Primus pins, or that it cannot state."""
     pinned, note = with_core(plan)
     return (*notes_on_options(pinned), *([note] if note else []))

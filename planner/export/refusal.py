@@ -10,6 +10,7 @@ from planner.answer import Plan
 from planner.errors import Infeasible, SpecError
 from planner.export.trainer_files import TrainerFiles, comment
 from planner.layout.price import shape_of, under_trainer
+from planner.specs.base import Texts
 from planner.specs.units import gib
 from planner.trainers.load import load_runtime, versions_of
 from planner.trainers.rules.facts import original_length
@@ -99,7 +100,7 @@ LARGEST_RISK = 0.1
 _NAMES = {"name": "", "trainer": ""}
 
 
-def priced_for(plan: Plan, runtime: str, recomputes: tuple[str, ...] | None = None) -> Plan:
+def priced_for(plan: Plan, runtime: str, recomputes: Texts | None = None) -> Plan:
     """The plan under the trainer `runtime`; the plan itself where that can run all that it was priced with.
 
     `recomputes` are the modules that the trainer can recompute by themselves, if its runtime does not say.
@@ -112,7 +113,7 @@ def priced_for(plan: Plan, runtime: str, recomputes: tuple[str, ...] | None = No
     return under_trainer(plan, there, _modules(plan, there, recomputes))
 
 
-def _modules(plan: Plan, runtime: RuntimeSpec, recomputes: tuple[str, ...] | None) -> tuple[str, ...]:
+def _modules(plan: Plan, runtime: RuntimeSpec, recomputes: Texts | None) -> Texts:
     """The modules that `selective` recomputes under a trainer, which may choose them itself."""
     modules = plan.parallelism.recompute_modules or plan.runtime_spec.selective_default
     if recomputes is not None:

@@ -10,6 +10,7 @@ from itertools import groupby
 from planner.answer import Plan
 from planner.months.losses import load_facts
 from planner.months.whole_run import save_interval_s
+from planner.specs.base import Texts
 from planner.specs.model import ModelSpec
 from planner.specs.model_parts import MoESpec, OptimizerDefaults
 from planner.trainers.rules.facts import has_groups, has_local_base, has_usual_scale
@@ -50,7 +51,7 @@ class RunSettings:
     """Minutes for the start, when every rank meets every other."""
     timeout_minutes: int
     """Minutes for an exchange after the start."""
-    notes: tuple[str, ...]
+    notes: Texts
     """The origins of length and optimizer, for the header."""
 
     evaluation_steps: int = EVALUATION_STEPS

@@ -10,12 +10,11 @@ from planner.answer import Plan
 from planner.errors import SpecError
 from planner.export.refusal import Reason
 from planner.layout.price import shape_of
+from planner.specs.base import Fields, Said
 from planner.trainers.rules.facts import release
 from planner.trainers.rules.recipe import Setting, broken_recipe_rules, has_effect
 from planner.trainers.spec import RuntimeSpec
 from planner.trainers.switches import SWITCHES, Value, written
-
-Settings = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +42,7 @@ class Spelling:
     switch: str
     value: Any
     """The value, or None for any that the parts of the settings say."""
-    settings: Settings = field(default_factory=dict)
+    settings: Said = field(default_factory=dict)
     """Settings and their values; none for the value that the trainer has unasked."""
     since: str = ""
     """The first version that spells it so; empty for the oldest that is known."""
@@ -60,11 +59,11 @@ class Spelling:
             return not self.before
         return release(self.since) <= release(version) and (not self.before or release(version) < release(self.before))
 
-    def written(self, value: Value) -> dict[str, Any]:
+    def written(self, value: Value) -> Fields:
         """The settings that say `value`."""
         return {name: s.write(value) if isinstance(s, Encoding) else s for name, s in self.settings.items()}
 
-    def read(self, found: Settings) -> Value | None:
+    def read(self, found: Said) -> Value | None:
         """The value that the settings found say by this row; None where they say it otherwise."""
         value: Value | None = self.value
         for name, expected in self.settings.items():
@@ -81,7 +80,7 @@ _ENCODINGS = {"<itself>": ITSELF, "<number>": SHARE, "<names>": MODULES, "<any>"
 _CELLS = ("is", "since", "before", "read_only")
 
 
-def spellings(table: Mapping[str, Iterable[Mapping[str, Any]]]) -> tuple[Spelling, ...]:
+def spellings(table: Mapping[str, Iterable[Said]]) -> tuple[Spelling, ...]:
     """The rows of a trainer's table of switches (options.yaml)."""
     return tuple(
         Spelling(
@@ -97,7 +96,7 @@ def spellings(table: Mapping[str, Iterable[Mapping[str, Any]]]) -> tuple[Spellin
     )
 
 
-def spelling_of(rows: Iterable[Spelling], switch: str, value: Value, version: str) -> dict[str, Any] | None:
+def spelling_of(rows: Iterable[Spelling], switch: str, value: Value, version: str) -> Fields | None:
     """The settings that say a switch's value in a version; None where it has no word for it."""
     own = [row for row in rows if row.switch == switch and row.is_of(version)]
     exact = [row for row in own if row.value == value and type(row.value) is type(value)]
@@ -107,7 +106,7 @@ def spelling_of(rows: Iterable[Spelling], switch: str, value: Value, version: st
     return None if row is None else row.written(value)
 
 
-def read_switches(rows: Iterable[Spelling], found: Settings) -> dict[str, Value]:
+def read_switches(rows: Iterable[Spelling], found: Said) -> dict[str, Value]:
     """The value of each switch that the settings found say: by the row that most of them match."""
     best: dict[str, tuple[int, Value]] = {}
     for row in rows:
@@ -117,7 +116,7 @@ def read_switches(rows: Iterable[Spelling], found: Settings) -> dict[str, Value]
     return {switch: value for switch, (_, value) in best.items()}
 
 
-def unexplained(rows: Iterable[Spelling], found: Settings) -> set[str]:
+def unexplained(rows: Iterable[Spelling], found: Said) -> set[str]:
     """Settings that rows spell, with values that no row does."""
     rows = tuple(rows)
     spelled = {name for row in rows for name in row.settings if name in found}

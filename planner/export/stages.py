@@ -12,6 +12,7 @@ from planner.export.refusal import Reason
 from planner.export.trainer_files import names_of
 from planner.layout.price import order_of
 from planner.schedule.graph import to_torch_csv
+from planner.specs.base import Said
 from planner.specs.expressions import text_of, value_of
 from planner.specs.reading import shipped_table
 from planner.trainers.load import has_dtype
@@ -171,7 +172,7 @@ def _objection_to_order(plan: Plan) -> str:
     return ""
 
 
-_FACTS: Mapping[str, Any] = {
+_FACTS: Said = {
     "all_full": all_full, "is_even": is_even, "is_looped": is_looped, "has_block_size": _has_block_size,
     "has_dtype": has_dtype, "objection_to_order": _objection_to_order,
     "ranks_of_order": lambda plan: list(order_of(plan.best).stage_to_rank),
@@ -196,5 +197,5 @@ def _rows(name: str) -> Iterator[dict[str, str]]:
         yield from _rows(row) if isinstance(row, str) else (row,)
 
 
-def _refuses(row: Mapping[str, str], names: Mapping[str, Any]) -> bool:
+def _refuses(row: Mapping[str, str], names: Said) -> bool:
     return bool(value_of(row["refuses"], names)) if "refuses" in row else not value_of(row["holds"], names)

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from planner.specs.base import Texts
+
 if TYPE_CHECKING:
     from planner.answer import Plan
     from planner.export.imported_run import ConfigFile, ImportedRun
@@ -30,10 +32,10 @@ class TrainerTarget:
     """(ConfigFile) → ImportedRun; raises SpecError for a text that is no configuration of the trainer."""
     mark: str | None = None
     """Regular expression that the trainer's configurations match and no other's do."""
-    runtimes: tuple[str, ...] = ()
+    runtimes: Texts = ()
     """Names of the runtimes that are this trainer: plans of others are priced under one of them again, and a launcher
     that is exported alone starts their own plans with it."""
-    recomputes: tuple[str, ...] | None = None
+    recomputes: Texts | None = None
     """The modules that it can recompute by themselves; None for those that its runtime has."""
 
     def write(self, plan: Plan) -> TrainerFiles:

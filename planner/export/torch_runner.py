@@ -12,7 +12,8 @@ from planner.answer import Plan
 from planner.distribution import install_line
 from planner.errors import SpecError
 from planner.export.environment import node_environment
-from planner.export.imported_run import ConfigFile, ImportedRun, positive_number, yaml_of
+from planner.export.imported_run import ConfigFile, ImportedRun, new_run, positive_number, yaml_of
+from planner.export.keyed_settings import dialect
 from planner.export.named_models import exported_model
 from planner.export.refusal import broken_rules, hint_for, notes_on_price, refuse
 from planner.export.stages import (
@@ -26,16 +27,12 @@ from planner.export.trainer_files import ExportFile, LaunchCommand, Requirement,
 from planner.layout.price import order_of
 from planner.schedule.actions import Schedule
 from planner.schedule.graph import to_torch_csv
+from planner.specs.base import Fields, Said, Texts
 from planner.trainers.rules.facts import TORCH_CLASSES, has_groups, rotary_method
 from planner.trainers.rules.rule_rows import rules_of, schedule_rules
 
 _HINT = "give a plan.torch.yaml that plan export wrote"
 _AXES = ("tp", "cp", "dp", "ep", "micro_batch_size")
-_READ = {
-    *_AXES, "schedule", "num_microbatches", "seq_length", "dtype", "zero", "recompute_modules", "chunks", "model",
-    "stage_to_rank", "sequence_parallel",
-}  # fmt: skip
-_IGNORED = {"schedule_csv", "balanced_routing"}
 
 
 def read_torch(config: ConfigFile) -> ImportedRun:
@@ -46,28 +43,24 @@ def read_torch(config: ConfigFile) -> ImportedRun:
     layout = _layout(data)
     ranks = layout["tp"] * layout["cp"] * layout["pp"] * layout["dp"]
     steps = _number(data, "num_microbatches")
-    imported = ImportedRun(
+    imported = new_run(
         "torch",
-        {
-            "model": exported_model(config.text) or data.get("model"),
-            "num_gpus": ranks,
-            "runtime": "torch-eager",
-            "seq_length": _number(data, "seq_length"),
-            "global_batch_size": layout["micro_batch_size"] * steps * layout["dp"],
-            "dtype": "bf16",
-            "parallelism": layout,
-            "features": {},
-        },
+        "torch-eager",
+        model=exported_model(config.text) or data.get("model"),
+        num_gpus=ranks,
+        seq_length=_number(data, "seq_length"),
+        global_batch_size=layout["micro_batch_size"] * steps * layout["dp"],
+        parallelism=layout,
     )
-    imported.note_unread(data, _READ, _IGNORED)
+    dialect("torch").sort(imported, data)
     return imported
 
 
-def _number(data: Mapping[str, Any], name: str) -> int:
+def _number(data: Said, name: str) -> int:
     return (positive_number(data, name, _HINT, unsaid=()) if name in data else None) or 1
 
 
-def _layout(data: Mapping[str, Any]) -> dict[str, Any]:
+def _layout(data: Said) -> Fields:
     """The grid, the stages and what is recomputed."""
     chunks = data["chunks"]
     if not chunks or not all(isinstance(chunk, Mapping) for chunk in chunks):
@@ -78,7 +71,7 @@ def _layout(data: Mapping[str, Any]) -> dict[str, Any]:
     if pp < 1:
         raise SpecError(f"stage_to_rank: {placement!r:.60} names no rank", _HINT)
     counts = [_span(chunk) for chunk in chunks]
-    layout: dict[str, Any] = {
+    layout: Fields = {
         **{axis: _number(data, axis) for axis in _AXES},
         "pp": pp,
         "vpp": max(1, len(chunks) // pp),
@@ -91,14 +84,14 @@ def _layout(data: Mapping[str, Any]) -> dict[str, Any]:
     return layout
 
 
-def _span(chunk: Mapping[str, Any]) -> int:
+def _span(chunk: Said) -> int:
     first, last = chunk.get("first_layer"), chunk.get("last_layer")
     if not isinstance(first, int) or not isinstance(last, int) or not 0 <= last - first <= 10_000:
         raise SpecError(f"chunks: first_layer {first!r:.40} and last_layer {last!r:.40} are no range", _HINT)
     return last - first
 
 
-def _recompute(data: Mapping[str, Any], chunks: list[Any], counts: list[int]) -> dict[str, Any]:
+def _recompute(data: Said, chunks: list[Any], counts: list[int]) -> Fields:
     modules = data.get("recompute_modules")
     if modules:
         return {
@@ -157,7 +150,7 @@ def _check_expressible(plan: Plan, stages: tuple[VirtualStage, ...]) -> None:
     refuse("torch", [*reasons, *objections_to(plan, "torch", stages)], hint_for(plan, "torch-eager", of_model))
 
 
-def _notes(plan: Plan) -> tuple[str, ...]:
+def _notes(plan: Plan) -> Texts:
     """Differences between the plan and what the runner does."""
     planned, model = plan.as_planned, plan.model.spec
     # numbers of the model that the runner does not compute with, and that change no time
@@ -205,7 +198,7 @@ def _plan_yaml(plan: Plan, stages: tuple[VirtualStage, ...], order: Schedule) ->
     return yaml.dump(data, Dumper=_Compact, sort_keys=False, width=118, allow_unicode=True)
 
 
-def _chunks(plan: Plan, stages: tuple[VirtualStage, ...]) -> list[dict[str, Any]]:
+def _chunks(plan: Plan, stages: tuple[VirtualStage, ...]) -> list[Fields]:
     counts = recomputed_layers(plan.best, stages)
     return [
         {
@@ -218,7 +211,7 @@ def _chunks(plan: Plan, stages: tuple[VirtualStage, ...]) -> list[dict[str, Any]
     ]
 
 
-def _pipelining(plan: Plan, stages: tuple[VirtualStage, ...], order: Schedule) -> dict[str, Any]:
+def _pipelining(plan: Plan, stages: tuple[VirtualStage, ...], order: Schedule) -> Fields:
     """The schedule's torch class where one would take the plan, the ranks and layers of its stages, and the CSV."""
     layout = plan.parallelism
     class_takes_plan = not broken_rules(schedule_rules(layout.schedule) or (), plan)

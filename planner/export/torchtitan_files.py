@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from itertools import groupby
-from typing import Any
 
 from planner.answer import Plan
 from planner.export.environment import node_environment, variables
@@ -31,6 +30,7 @@ from planner.export.trainer_files import (
 )
 from planner.layout.price import order_of
 from planner.schedule.graph import to_torch_csv
+from planner.specs.base import Fields, Texts
 from planner.specs.model import ModelSpec
 from planner.trainers.rules.facts import TORCH_CLASSES, rotary_method
 from planner.trainers.rules.rule_rows import rules_of, torchtitan_rules
@@ -46,7 +46,7 @@ _YARN = {
 """Fields of torchtitan's RoPE and of our spec's scaling."""
 
 
-def rotary_numbers(model: ModelSpec) -> dict[str, Any]:
+def rotary_numbers(model: ModelSpec) -> Fields:
     """Base and stretching of rotary frequencies; numbers that the model leaves out are torchtitan's, and usual."""
     base, method, scaling = {"theta": float(model.rope_theta or 0)}, rotary_method(model), model.rope_scaling
     if method is None or scaling is None:
@@ -287,7 +287,7 @@ def _check_expressible(plan: Plan, stages: tuple[VirtualStage, ...]) -> None:
     refuse("torchtitan", reasons, hint_for(plan, "torchtitan", of_model))
 
 
-def _notes(plan: Plan) -> tuple[str, ...]:
+def _notes(plan: Plan) -> Texts:
     """Placeholders, and differences between the plan and what torchtitan does."""
     model = plan.model.spec
     rate, is_split, moe = balancing_rate(model), splits_backward(plan), stated(model).moe

@@ -11,7 +11,7 @@ from planner.errors import SpecError
 from planner.export.followed.python_recipe import Evaluator, chosen_recipe
 from planner.export.followed.python_values import CallRecord, Unknown
 from planner.export.followed.shell_script import Script, read_script
-from planner.export.imported_run import ConfigFile, ImportedRun
+from planner.export.imported_run import ConfigFile, ImportedRun, new_run
 from planner.export.keyed_settings import dialect, flat, refused_settings
 from planner.export.named_models import (
     FLAVORS,
@@ -22,12 +22,11 @@ from planner.export.named_models import (
     num_layers_of,
     registered_model,
 )
+from planner.specs.base import Fields
 from planner.specs.reading import literal, parse_python, parse_toml, printable
 from planner.specs.units import is_count
 from planner.trainers.rules.facts import TORCH_CLASSES
 
-Settings = dict[str, Any]
-"""`section.name` to value."""
 RECOMPUTED = "activation_checkpoint.layers"
 """A setting of our own: the layers that the recipe's policy recomputes, where it names them."""
 _NEVER_FOLLOWED = frozenset({"model_registry", "default_adamw"})
@@ -40,14 +39,14 @@ _MAX_SHOWN_CHARACTERS = 80
 _ROW = dialect("torchtitan")
 
 
-def read_recipe(config: ConfigFile) -> tuple[Settings, dict[str, str]]:
+def read_recipe(config: ConfigFile) -> tuple[Fields, dict[str, str]]:
     """Settings by `section.name`, and those whose values cannot be read.
 
     Raises SpecError for what is no Python, and for a file with several recipes of which none is chosen.
     """
     evaluator = Evaluator(config, _NEVER_FOLLOWED)
     record = chosen_recipe(evaluator, config.recipe, _SECTIONS) or _at_top(evaluator)
-    settings: Settings = {}
+    settings: Fields = {}
     unreadable: dict[str, str] = {}
     for section in _SECTIONS:
         value = record.get(section)
@@ -74,7 +73,7 @@ def _at_top(evaluator: Evaluator) -> CallRecord:
     return whole[-1] if whole else CallRecord("", [], {name: names[name] for name in _SECTIONS if name in names})
 
 
-def _policy(record: CallRecord, evaluator: Evaluator) -> Settings:
+def _policy(record: CallRecord, evaluator: Evaluator) -> Fields:
     """Mode of activation checkpointing."""
     if "activation_checkpoint" not in record.fields:
         return {}
@@ -82,7 +81,7 @@ def _policy(record: CallRecord, evaluator: Evaluator) -> Settings:
     if policy is None:
         return {"activation_checkpoint.mode": "none"}
     name = policy.kind.partition(".")[0] if isinstance(policy, CallRecord) else str(policy)
-    settings: Settings = {"activation_checkpoint.mode": _POLICIES.get(name, "selective")}
+    settings: Fields = {"activation_checkpoint.mode": _POLICIES.get(name, "selective")}
     if name == "PlannedAC":
         settings[RECOMPUTED] = evaluator.module.names.get("RECOMPUTED")
     if name == "MemoryBudgetAC":
@@ -90,12 +89,12 @@ def _policy(record: CallRecord, evaluator: Evaluator) -> Settings:
     return settings
 
 
-def _model(record: CallRecord, config: ConfigFile) -> Settings:
+def _model(record: CallRecord, config: ConfigFile) -> Fields:
     """Module and flavor of the model, and the converters of its layers."""
     if (exported := exported_model(config.text)) is not None:
         return {"model.published": exported}
     spec = record.get("model_spec")
-    settings: Settings = {"model.name": _module(config)}
+    settings: Fields = {"model.name": _module(config)}
     if not isinstance(spec, CallRecord):
         return settings
     flavor = spec.fields.get("flavor") or next(iter(spec.arguments), None)
@@ -126,7 +125,7 @@ def _module(config: ConfigFile) -> str:
     return ""
 
 
-def read_settings(config: ConfigFile, script: Script) -> tuple[Settings, dict[str, str]]:
+def read_settings(config: ConfigFile, script: Script) -> tuple[Fields, dict[str, str]]:
     """Settings, and those whose values only a run would know; `script` holds the text's words.
 
     Raises SpecError for a file that is broken, or has no settings of torchtitan.
@@ -145,13 +144,13 @@ def read_settings(config: ConfigFile, script: Script) -> tuple[Settings, dict[st
     return of_today(settings), unreadable
 
 
-def of_today(settings: Settings) -> Settings:
+def of_today(settings: Fields) -> Fields:
     """Settings under today's names, with the dtype that converters ask for."""
     settings = {_ROW.renamed.get(name, name): value for name, value in settings.items()}
     return settings | _converted(settings)
 
 
-def _converted(settings: Settings) -> Settings:
+def _converted(settings: Fields) -> Fields:
     """The dtype that converters of a TOML file, or its older switch, ask for."""
     converters = settings.get("model.converters") or settings.get("job.converters") or []
     names = " ".join(map(str, converters)) if isinstance(converters, list) else str(converters)
@@ -162,7 +161,7 @@ def _converted(settings: Settings) -> Settings:
     return {}
 
 
-def _of_file(config: ConfigFile) -> Settings:
+def _of_file(config: ConfigFile) -> Fields:
     """Settings of the TOML that a launch names; of one that is not beside it, the model that its path says."""
     named = re.search(
         r"(?:\bCONFIG_FILE=|--job[._]config_file[ =])[\"']?(?:\$\{\w+:-)?[\"']?([\w./-]+\.toml)", config.text
@@ -187,14 +186,14 @@ def _is_toml(text: str) -> bool:
     return bool(re.search(r"^\[(parallelism|training|model)\]", text, re.MULTILINE))
 
 
-def _toml(text: str) -> Settings:
+def _toml(text: str) -> Fields:
     """Settings of a TOML file, as torchtitan took them up to 2025."""
     return flat(parse_toml(text, "", "give the file that --job.config_file names"))
 
 
-def override_settings(script: Script) -> Settings:
+def override_settings(script: Script) -> Fields:
     """`--section.key value`; a bare option is true, `--section.no-key` is false."""
-    settings: Settings = {}
+    settings: Fields = {}
     key = ""
     for word in script.words:
         if word.startswith("--"):
@@ -253,7 +252,7 @@ def read_torchtitan(config: ConfigFile) -> ImportedRun:
     return imported
 
 
-def run_of_settings(settings: Settings, num_gpus: int | None) -> ImportedRun:
+def run_of_settings(settings: Fields, num_gpus: int | None) -> ImportedRun:
     """The run that settings by `section.name` describe; those that are not read are noted as ignored or unknown."""
     model = settings.get("model.published") or model_of_flavor(
         str(settings.get("model.name", "")), str(settings.get("model.flavor", ""))
@@ -262,22 +261,19 @@ def run_of_settings(settings: Settings, num_gpus: int | None) -> ImportedRun:
         raise SpecError("model: flux is a diffusion model", "only decoder-only transformers are planned")
     layout, _ = _layout(settings, model)
     refused = [*_refusals(settings, layout, num_layers_of(model)), *refused_settings(settings, "torchtitan")]
-    imported = ImportedRun(
+    imported = new_run(
         "torchtitan",
-        {
-            "model": model,
-            "num_gpus": num_gpus,
-            "runtime": "torchtitan",
-            "seq_length": _seq_length(settings),
-            "dtype": str(settings.get("dtype", "bf16")),
-            "precision_recipe": f"fp8-{settings['float8.recipe_name']}" if settings.get("dtype") == "fp8" else None,
-            "parallelism": layout,
-            "features": _features(settings),
-        },
-        refused=refused,
+        "torchtitan",
+        model=model,
+        num_gpus=num_gpus,
+        seq_length=_seq_length(settings),
+        dtype=str(settings.get("dtype", "bf16")),
+        precision_recipe=f"fp8-{settings['float8.recipe_name']}" if settings.get("dtype") == "fp8" else None,
+        parallelism=layout,
+        features=_features(settings),
     )
-    imported.assumed = {name: str(value) for name, value in _ROW.left_out(settings).items()}
-    imported.documented = _ROW.documented
+    imported.refused = refused
+    _ROW.assume(imported, _ROW.left_out(settings))
     _read_batch(imported, settings)
     _read_recompute(imported, settings, model)
     if model is None:
@@ -285,15 +281,11 @@ def run_of_settings(settings: Settings, num_gpus: int | None) -> ImportedRun:
         imported.model_name = what
     if "base" in settings:
         imported.notes.append(f"what {settings['base']} sets beside is not read: it is not in this file, nor beside it")
-    for name, value in settings.items():
-        if name == "training.dtype" and value == "float32":
-            imported.ignored[name] = value
-        elif name not in _ROW.read:
-            (imported.ignored if _ROW.is_harmless(name) else imported.unknown)[name] = str(value)
+    _ROW.sort(imported, settings, (), lambda name, value: (name, value) == ("training.dtype", "float32"))
     return imported
 
 
-def _refusals(settings: Settings, layout: dict[str, Any], num_layers: int | None) -> Iterator[str]:
+def _refusals(settings: Fields, layout: Fields, num_layers: int | None) -> Iterator[str]:
     """Why torchtitan ends before its first step, beside the rules of layouts (distributed/pipeline_parallel.py)."""
     pp, each = layout["pp"], _whole(settings, "parallelism.pipeline_parallel_layers_per_stage", 0)
     ends = [_whole(settings, name, 1) for name in _LESS_LAYERS]
@@ -308,7 +300,7 @@ def _refusals(settings: Settings, layout: dict[str, Any], num_layers: int | None
             yield f"{stages} stages leave fewer layers each than the first or the last has less ({max(ends)})"
 
 
-def _read_recompute(imported: ImportedRun, settings: Settings, model: Model | None) -> None:
+def _read_recompute(imported: ImportedRun, settings: Fields, model: Model | None) -> None:
     """Layers that are recomputed by name, or every n-th of them."""
     layout, layers = imported.run["parallelism"], settings.pop(RECOMPUTED, None)
     every = str(settings.get("activation_checkpoint.selective_ac_option", "op"))
@@ -319,10 +311,10 @@ def _read_recompute(imported: ImportedRun, settings: Settings, model: Model | No
         layout["recompute_layers"] = layers
 
 
-def _features(settings: Settings) -> dict[str, Any]:
+def _features(settings: Fields) -> Fields:
     """Features of the run: asynchronous tensor parallelism, and which parts are compiled where a setting gives that."""
     dist_gemm = settings.pop("model.tp_gemm_backend", None) == "dist_gemm"
-    features: dict[str, Any] = {"async_tp": dist_gemm or bool(_first(settings, "compile.enable_async_tensor_parallel"))}
+    features: Fields = {"async_tp": dist_gemm or bool(_first(settings, "compile.enable_async_tensor_parallel"))}
     if settings.get("model.moe_comm_backend") in ("deepep", "hybridep"):
         features["dispatcher"] = settings.pop("model.moe_comm_backend")
     features["deterministic"] = _first(settings, "debug.deterministic", "training.deterministic") is True
@@ -335,12 +327,12 @@ def _features(settings: Settings) -> dict[str, Any]:
     return features
 
 
-def _first(settings: Settings, *names: str) -> Any:
+def _first(settings: Fields, *names: str) -> Any:
     """The value of the first of the names that is set."""
     return next((settings[name] for name in names if settings.get(name) is not None), None)
 
 
-def _whole(settings: Settings, name: str, default: int) -> int:
+def _whole(settings: Fields, name: str, default: int) -> int:
     """A setting that is a whole number. Raises SpecError naming it where it is none."""
     value = default if settings.get(name) is None else settings[name]
     if isinstance(value, float) and value.is_integer():
@@ -350,7 +342,7 @@ def _whole(settings: Settings, name: str, default: int) -> int:
     return value
 
 
-def _seq_length(settings: Settings) -> int | None:
+def _seq_length(settings: Fields) -> int | None:
     name = next(
         (name for name in ("training.max_context_length", "training.seq_len") if settings.get(name) is not None), ""
     )
@@ -360,7 +352,7 @@ def _seq_length(settings: Settings) -> int | None:
     return length or None
 
 
-def _layout(settings: Settings, model: Model | None) -> tuple[dict[str, Any], int]:
+def _layout(settings: Fields, model: Model | None) -> tuple[Fields, int]:
     """The run's parallelism, with dp where the settings give it, and the number of ranks of one replica."""
     sizes = {field: _whole(settings, name, 1) for name, field in _SIZES.items()}
     tp, cp, pp, ep = (sizes[axis] for axis in ("tp", "cp", "pp", "ep"))
@@ -371,7 +363,7 @@ def _layout(settings: Settings, model: Model | None) -> tuple[dict[str, Any], in
             f"parallelism.pipeline_parallel_schedule: {name[:60]!r} is unknown", f"one of {', '.join(_SCHEDULES)}"
         )
     parts = settings.get("parallelism.module_fqns_per_model_part")
-    layout: dict[str, Any] = {
+    layout: Fields = {
         **sizes,
         "etp": 1 if ep > 1 else tp,
         "sequence_parallel": bool(settings.get("parallelism.enable_sequence_parallel", True)) and tp > 1,
@@ -394,7 +386,7 @@ def _layout(settings: Settings, model: Model | None) -> tuple[dict[str, Any], in
     return layout, tp * cp * pp
 
 
-def _split(settings: Settings, num_layers: int, pp: int, vpp: int) -> dict[str, Any]:
+def _split(settings: Fields, num_layers: int, pp: int, vpp: int) -> Fields:
     """The stages that torchtitan makes unasked: embedding and head count as so many layers of their stage."""
     first, last = (_whole(settings, name, 1) for name in _LESS_LAYERS)
     per_stage = settings.get("parallelism.pipeline_parallel_layers_per_stage")
@@ -414,7 +406,7 @@ def _vpp(parts: Any, pp: int, schedule: str) -> int:
     return max(1, len(parts) // pp) if isinstance(parts, list) else 2
 
 
-def _num_gpus(settings: Settings, script: Script) -> int | None:
+def _num_gpus(settings: Fields, script: Script) -> int | None:
     """GPUs by the script's variables, else by the grid; None where neither gives a number."""
     for name in ("NGPU", "WORLD_SIZE"):
         values = script.variables.get(name, [])
@@ -424,7 +416,7 @@ def _num_gpus(settings: Settings, script: Script) -> int | None:
     return layout["dp"] * ranks if "dp" in layout else None
 
 
-def _read_batch(imported: ImportedRun, settings: Settings) -> None:
+def _read_batch(imported: ImportedRun, settings: Fields) -> None:
     """Micro-batch and global batch in sequences, from sequences or from tokens."""
     run, layout = imported.run, imported.run["parallelism"]
     seq_length = run["seq_length"]

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import yaml
 
 from planner.answer import Plan
+from planner.specs.base import Fields, Said, Texts
 from planner.specs.expressions import text_of, value_of
 from planner.specs.reading import shipped_table
 from planner.specs.units import GIB
@@ -32,7 +33,7 @@ class ShellText(str):
         return self.replace('"', "")
 
 
-Value = bool | int | float | str | tuple[str, ...]
+Value = bool | int | float | str | Texts
 Arguments = dict[str, Value]
 """Option (with its dashes) to value: true is a bare flag, a tuple several words."""
 
@@ -141,7 +142,7 @@ class RunPart:
     """Arguments that only one of the two kinds of run has: on mock data, or training."""
 
     arguments: Arguments = field(default_factory=dict)
-    words: tuple[str, ...] = ()
+    words: Texts = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,7 +154,7 @@ class LaunchCommand:
     starts_ranks: bool = False
     """The program starts a node's ranks itself, by NNODES, NODE_RANK, GPUS_PER_NODE, MASTER_ADDR and MASTER_PORT."""
     arguments: Arguments
-    words: tuple[str, ...] = ()
+    words: Texts = ()
     """Arguments behind the named ones."""
     first_run: RunPart = RunPart()
     """The part that is added on mock data, where MOCK is 1."""
@@ -162,10 +163,10 @@ class LaunchCommand:
     placeholders: tuple[Placeholder, ...] = ()
     requirements: tuple[Requirement, ...] = ()
     trainer: TrainerVersion = TrainerVersion()
-    promise: tuple[str, ...] = ()
+    promise: Texts = ()
     """Lines that say what the plan promises, to hold the first run against."""
     environment: dict[str, str] = field(default_factory=dict)
-    setup: tuple[str, ...] = ()
+    setup: Texts = ()
     """Shell lines to run before."""
     exit_minutes: str = ""
     """The arguments, with {} for a number, that end a run with a checkpoint after so many minutes; empty for none."""
@@ -185,7 +186,7 @@ class TrainerFiles:
     files: tuple[ExportFile, ...]
     command: LaunchCommand | None
     """None where the trainer is a library and the user's own script starts it."""
-    notes: tuple[str, ...] = ()
+    notes: Texts = ()
     """Placeholders for what the plan does not decide, and things that the trainer does differently."""
 
 
@@ -220,7 +221,7 @@ def _printable(line: str) -> str:
     return "".join(char if char.isprintable() else "?" for char in line)
 
 
-def promise(plan: Plan, shown_as: str) -> tuple[str, ...]:
+def promise(plan: Plan, shown_as: str) -> Texts:
     """Lines with the planned step and each stage's peak; `shown_as` says where the trainer's log has them."""
     step = plan.best.step
     interval = ""
@@ -245,14 +246,14 @@ def rendered(name: str, /, **values: Any) -> str:
     return _environment().get_template(f"{name}.j2").render(values)
 
 
-def settings(file: str, plan: Plan | None = None, /, **values: Any) -> dict[str, Any]:
+def settings(file: str, plan: Plan | None = None, /, **values: Any) -> Fields:
     """The keys of a settings file, by its rows in settings.yaml, which says how they name values of the plan."""
     names = values if plan is None else names_of(plan) | values
-    found: dict[str, Any] | None = filled(_tables()[file], names)
+    found: Fields | None = filled(_tables()[file], names)
     return found or {}
 
 
-def names_of(plan: Plan) -> dict[str, Any]:
+def names_of(plan: Plan) -> Fields:
     """The parts of a plan by the names that expressions in our tables have for them."""
     return {
         "plan": plan,
@@ -267,12 +268,12 @@ def names_of(plan: Plan) -> dict[str, Any]:
 
 
 @cache
-def _tables() -> dict[str, Any]:
-    found: dict[str, Any] = shipped_table("export/settings.yaml")
+def _tables() -> Fields:
+    found: Fields = shipped_table("export/settings.yaml")
     return found
 
 
-def filled(row: Any, values: Mapping[str, Any]) -> Any:
+def filled(row: Any, values: Said) -> Any:
     """A row with its values, which are copies: a part of a table is never changed."""
     if isinstance(row, dict):
         if "if" in row and not filled(row["if"], values):
@@ -304,7 +305,7 @@ def requirements_of(name: str, plan: Plan | None, /, **more: Any) -> tuple[Requi
     return tuple(Requirement(**{key: text_of(cell, names) for key, cell in row.items() if key != "if"}) for row in rows)
 
 
-def _standing(part: str, name: str, names: Mapping[str, Any]) -> list[dict[str, str]]:
+def _standing(part: str, name: str, names: Said) -> list[dict[str, str]]:
     rows = shipped_table("export/notes.yaml")[part][name]
     return [row for row in rows if value_of(row.get("if", "True"), names)]
 

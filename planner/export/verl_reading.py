@@ -153,11 +153,13 @@ def _offload(imported: ImportedRun, settings: Settings, prefix: str) -> None:
 
 
 def _list_unread(imported: ImportedRun, settings: Settings, read: Collection[str]) -> None:
-    for path, value in settings.items():
-        if path in imported.unknown or path in imported.ignored or path in read or _READ.fullmatch(path):
-            continue
-        is_known = _ROW.is_harmless(path) or value in (None, False) or path.rpartition(".")[2] in _OFFLOADS
-        (imported.ignored if is_known or "." not in path else imported.unknown)[path] = str(value)[:200]
+    known = {*imported.unknown, *imported.ignored, *read, *filter(_READ.fullmatch, settings)}
+    _ROW.sort(
+        imported,
+        settings,
+        known,
+        lambda path, value: value in (None, False) or "." not in path or path.rpartition(".")[2] in _OFFLOADS,
+    )
 
 
 def _set_batch(imported: ImportedRun, settings: Settings, is_rl: bool) -> None:

@@ -15,10 +15,9 @@ that its interval holds the error of the prediction too.
 import math
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 import numpy as np
-from pydantic import model_validator
 
 from planner.answer import SIGMAS_TO_END, PricedLayout, Sustained, half_width
 from planner.shape import FloatArray
@@ -36,14 +35,6 @@ class Fact(Spec):
     low: NonNegativeFloat
     high: NonNegativeFloat
     source: str
-
-    @model_validator(mode="after")
-    def _ordered(self) -> Self:
-        if not self.low <= self.value <= self.high:
-            raise ValueError(f"{self.value:g} is not between {self.low:g} and {self.high:g}")
-        if not 0.95 <= self.value / max(math.sqrt(self.low * self.high), 1e-300) <= 1.05 and self.value:
-            raise ValueError(f"{self.value:g} is not the middle of {self.low:g} and {self.high:g}, as factors go")
-        return self
 
     @property
     def sigma(self) -> float:

@@ -15,9 +15,9 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from statistics import median
-from typing import Any
+from typing import Any, cast
 
-from planner.observe import megatron_lines, mlperf_lines
+from planner.observe import trainer_lines
 from planner.observe.observation import FailedAllocation, HungCollective
 from planner.observe.record import (
     MOST_ERRORS,
@@ -35,15 +35,9 @@ from planner.specs.reading import shipped_table
 from planner.specs.units import GB, GIB, KIB, MIB
 
 UNITS = {"": 1.0, "s": 1.0, "ms": 1e-3, "GB": GB, "KiB": KIB, "MiB": MIB, "GiB": GIB}
-_IN_PATTERNS = {"<N>": r"[\d.,eE+-]{1,30}", "<S>": r"[\d.]{1,12} [KMG]iB"}
 
 
-def _alloc_retries(name: str) -> Take:
-    """torchtitan's `9 CUDA memory allocation retries.`, counted from the begin by each rank."""
-    return lambda record, line: record.counts.update({name: max(0, int(number(line.match[1])) - record.counts[name])})
-
-
-def _out_of_memory(record: RunRecord, line: FoundLine) -> None:
+def out_of_memory(record: RunRecord, line: FoundLine) -> None:
     """`CUDA out of memory. Tried to allocate 2.00 GiB. … 70.1 GiB is allocated by PyTorch, and 5.3 GiB …`"""
     record.counts["num_ooms"] += 1
     found = {name: round(value) for name, value in line.numbers.items()}
@@ -53,7 +47,7 @@ def _out_of_memory(record: RunRecord, line: FoundLine) -> None:
         record.failed_allocations.append(FailedAllocation.model_validate({"rank": line.rank, **found}))
 
 
-def _hung(record: RunRecord, line: FoundLine) -> None:
+def hung(record: RunRecord, line: FoundLine) -> None:
     """`[Rank 0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=1580, OpType=ALLREDUCE, …) ran for …`"""
     said = dict(re.findall(r"(\w{1,40})=([\w\[\]]{1,60})", line.match[2]))
     ran = re.search(r"ran for (\d{1,12}) milliseconds", line.match.string)
@@ -63,7 +57,7 @@ def _hung(record: RunRecord, line: FoundLine) -> None:
     )  # fmt: skip
 
 
-def _hung_work(record: RunRecord, line: FoundLine) -> None:
+def hung_work(record: RunRecord, line: FoundLine) -> None:
     """`[PG 1 Rank 3] Exception … detected by watchdog at work: 1580, …`, which other ranks print without its kind."""
     rank, sequence = map(int, line.match.groups())
     if not any((one.rank, one.sequence) == (rank, sequence) for one in record.hung_collectives):
@@ -75,7 +69,7 @@ def _add_hung(record: RunRecord, rank: int, sequence: int, **said: Any) -> None:
         record.hung_collectives.append(HungCollective(rank=rank, sequence=sequence, **said))
 
 
-def _nanotron(record: RunRecord, line: FoundLine) -> None:
+def nanotron(record: RunRecord, line: FoundLine) -> None:
     """Numbers with three digits and a suffix, so that a step is known to 0.5%."""
     found = {name: _suffixed(value) for name, value in named_parts(line.match[3]).items()}
     times = (found[name] for name in ("elapsed_time_per_iteration_ms", "time_per_iteration_ms") if name in found)
@@ -99,7 +93,7 @@ def _suffixed(text: str) -> tuple[float, float]:
     return number(text) * size, 0.5 * 10.0 ** -len(digits[0].partition(".")[2]) * size
 
 
-def _verl(record: RunRecord, line: FoundLine) -> None:
+def verl(record: RunRecord, line: FoundLine) -> None:
     """`step:1 - … timing_s/gen:698.88 - timing_s/step:1268.49 - perf/throughput:524.5`: minutes, without a warm-up."""
     text = line.match.string[line.match.start() :]
     found = {name: number(value) for name, value in named_parts(text, " - ").items()}
@@ -121,7 +115,7 @@ def _verl(record: RunRecord, line: FoundLine) -> None:
             record.timer(name.removeprefix("timing_s/"), value)
 
 
-def _finish_maxtext(record: RunRecord) -> None:
+def finish_maxtext(record: RunRecord) -> None:
     """Leave out the first steps, of which some return before they have run, and others wait for them."""
     usual = median(record.seconds) if len(record.seconds) > 2 else 0.0
     early = [row for row, seconds in enumerate(record.seconds) if seconds < 0.5 * usual]
@@ -130,7 +124,7 @@ def _finish_maxtext(record: RunRecord) -> None:
         record.note(f"{early[-1] + 1} first steps were dispatched without waiting for them, and are left out")
 
 
-def _deepspeed(record: RunRecord, line: FoundLine) -> None:
+def deepspeed(record: RunRecord, line: FoundLine) -> None:
     """`0/40, RunningAvgSamplesPerSec=…, CurrSamplesPerSec=…`: samples of the whole job in a second.
 
     Before 0.7.7 the count is one of micro-batches, since then `global_step` is one of steps.
@@ -161,20 +155,20 @@ def _deepspeed(record: RunRecord, line: FoundLine) -> None:
         record.state["last"] = f"{count} {at_s}"
 
 
-def _breakdown(record: RunRecord, line: FoundLine) -> None:
+def breakdown(record: RunRecord, line: FoundLine) -> None:
     for name, value in re.findall(r"([A-Za-z_0-9]{1,60}): ([\d.]{1,20})", line.match[1]):
         record.timer(name, number(value) / 1e3)
     record.note("wall_clock_breakdown synchronises the GPUs: steps are slower than without it")
 
 
-def _configured(record: RunRecord, line: FoundLine) -> None:
+def configured(record: RunRecord, line: FoundLine) -> None:
     record.argument(line.match[1], line.match[2].strip())
     name = {"train_batch_size": "global_batch_size", "world_size": "num_gpus"}.get(line.match[1])
     if name is not None and (value := whole(line.match[2])):
         record.facts[name] = value
 
 
-def _titan_step(record: RunRecord, line: FoundLine) -> None:
+def titan_step(record: RunRecord, line: FoundLine) -> None:
     """A line of a step: tokens/s of a device since the last line, from whose time the seconds follow."""
     found = dict(line.numbers)
     step = int(line.match[1])
@@ -208,24 +202,24 @@ def _titan_step(record: RunRecord, line: FoundLine) -> None:
         record.take(found)
 
 
-def _titan_begin(record: RunRecord, line: FoundLine) -> None:
+def titan_begin(record: RunRecord, line: FoundLine) -> None:
     """`Training starts at step 1, with local batch size 1, global batch size 8, sequence length 8192, …`."""
     record.restart()
     record.state |= {"begin": f"{int(line.match[1])} {line.at_s}", "head": "yes"}
     record.time(line.at_s)
-    _titan_batch(record, line)
+    titan_batch(record, line)
     sizes = (str(record.facts.get(name, "")) for name in ("global_batch_size", "seq_length"))
     record.starts_with(" ".join((record.state.get("grid", ""), *sizes)))
 
 
-def _titan_batch(record: RunRecord, line: FoundLine) -> None:
+def titan_batch(record: RunRecord, line: FoundLine) -> None:
     """`… with local batch size 1, global batch size 8, …, sequence length 8192`."""
     found = dict(line.numbers)
     record.state["local batch"] = f"{found.pop('local_batch', 0):.0f}"
     record.take(found)
 
 
-def _titan_validated(record: RunRecord, line: FoundLine) -> None:
+def titan_validated(record: RunRecord, line: FoundLine) -> None:
     """The end of an evaluation, from which the next line's tokens and seconds are counted."""
     step = int(line.match[1])
     if record.numbers and step == record.numbers[-1]:
@@ -234,19 +228,19 @@ def _titan_validated(record: RunRecord, line: FoundLine) -> None:
     record.state["begin"] = f"{step + 1} {line.at_s}"
 
 
-def _titan_parameters(record: RunRecord, line: FoundLine) -> None:
+def titan_parameters(record: RunRecord, line: FoundLine) -> None:
     record.take(line.numbers)
     record.facts.setdefault("model", text_of(line.match[1]))
 
 
-def _titan_grid(record: RunRecord, line: FoundLine) -> None:
+def titan_grid(record: RunRecord, line: FoundLine) -> None:
     """`pp=2, dp_replicate=1, dp_shard=4, cp=1, tp=2, ep=2`, of which experts take none of their own; or `[2, 4, 2]`."""
     sizes = record.state["grid"] = line.match[1]
     without_experts = re.sub(r"\be\w+=\d+", "", sizes)
     record.facts["num_gpus"] = math.prod(map(int, re.findall(r"(?:(?<!e)\b(?!e)\w+=)?(\d{1,7})", without_experts)))
 
 
-def _finish_titan(record: RunRecord) -> None:
+def finish_titan(record: RunRecord) -> None:
     """The one line of an excerpt: its tokens of a device and step are those of its local batch, or of its GPUs."""
     if record.numbers or "excerpt" not in record.state:
         return
@@ -286,7 +280,7 @@ def _clock_s(text: str) -> float:
     return sum(int(value) * 60.0**place for place, (value, _) in enumerate(reversed(parts)))
 
 
-def _bar(record: RunRecord, line: FoundLine) -> None:
+def bar(record: RunRecord, line: FoundLine) -> None:
     """` 45%|████▌     | 450/1000 [12:34<15:21,  1.68s/it]`; bars of one number of steps are of one bar."""
     before = line.before.rpartition("\x1b[A")[2]
     trains = _TRAINS.match(before)
@@ -300,19 +294,19 @@ def _bar(record: RunRecord, line: FoundLine) -> None:
     _progress(record, float(step), _clock_s(elapsed), float(total), step_s)
 
 
-def _counted(record: RunRecord, line: FoundLine) -> None:
+def counted(record: RunRecord, line: FoundLine) -> None:
     """modded-nanogpt's `step:10/1390 train_time:1425ms step_avg:142.50ms`, whose time leaves evaluations out."""
     step, total, elapsed_ms = map(float, line.match.groups())
     _progress(record, step, elapsed_ms / 1e3, total, math.inf)  # of milliseconds
 
 
-def _elapsed(record: RunRecord, line: FoundLine) -> None:
+def elapsed(record: RunRecord, line: FoundLine) -> None:
     """A step, the last one, and the time since the begin, several on a line: ms-swift's lines, LLaMA-Factory's file."""
     for step, total, elapsed in line.match.re.findall(line.match.string):
         _progress(record, float(step), _clock_s(elapsed), float(total) + 0.5)
 
 
-def _automodel(record: RunRecord, line: FoundLine) -> None:
+def automodel(record: RunRecord, line: FoundLine) -> None:
     """`2026-08-10 15:48:59 | INFO | root | step 13 | … | mem 31.55 GiB | tps 6574.51(821.81/gpu) | …`."""
     at_s = moment(line.match.string)
     per_gpu = number(line.match[3])
@@ -321,7 +315,7 @@ def _automodel(record: RunRecord, line: FoundLine) -> None:
     record.take({**line.numbers, "num_gpus": round(number(line.match[2]) / per_gpu) if per_gpu > 0 else math.nan})
 
 
-def _finish_bars(record: RunRecord) -> None:
+def finish_bars(record: RunRecord) -> None:
     bars: dict[float, list[tuple[float, float, float]]] = defaultdict(list)
     for step, elapsed_s, total, rate in record.means:
         bars[total].append((step, elapsed_s, rate))
@@ -362,7 +356,7 @@ LEAST_STEPS = 5
 """Fewest steps of a run whose mean is that of a step: of fewer, the start is a large part."""
 
 
-def _summary(record: RunRecord, line: FoundLine) -> None:
+def summary(record: RunRecord, line: FoundLine) -> None:
     """`{'train_runtime': 512.3, …, 'train_steps_per_second': 0.195, …}`, or `train_runtime = 0:36:58.55` in a table."""
     for name, pattern in (
         ("runtime", r"train_runtime\W{1,20}?(\d[\d.:]{0,20})"),
@@ -387,21 +381,13 @@ def _take_summary(record: RunRecord) -> None:
         record.note("the step is the mean of the whole run, its start and its evaluations among it")
 
 
-TAKES: Mapping[str, Take] = {
-    "alloc_retries": _alloc_retries("num_alloc_retries"), "oom_errors": _alloc_retries("num_ooms"),
-    "failed_allocation": lambda record, line: record.counts.update({"num_alloc_retries": 1}),
-    "out_of_memory": _out_of_memory, "hung": _hung, "hung_work": _hung_work, "nanotron": _nanotron, "verl": _verl,
-    "deepspeed": _deepspeed, "breakdown": _breakdown, "configured": _configured, "titan_step": _titan_step,
-    "titan_begin": _titan_begin, "titan_batch": _titan_batch, "titan_validated": _titan_validated,
-    "titan_parameters": _titan_parameters, "titan_grid": _titan_grid, "bar": _bar, "counted": _counted,
-    "elapsed": _elapsed, "automodel": _automodel, "summary": _summary, **megatron_lines.TAKES, **mlperf_lines.TAKES,
-}  # fmt: skip
-"""The functions that rows name."""
-FINISHES: Mapping[str, Callable[[RunRecord], None]] = {
-    "maxtext": _finish_maxtext, "torchtitan": _finish_titan, "bars": _finish_bars, "megatron": megatron_lines.finish,
-    **mlperf_lines.FINISHES,
-}  # fmt: skip
-"""Work out what only the whole file says."""
+def _function(name: str) -> Any:
+    """The function that a row names, here or among those of Megatron's and MLPerf's lines."""
+    return globals().get(name) or getattr(trainer_lines, name)
+
+
+def _compiled(text: str) -> re.Pattern[str]:
+    return re.compile(text.replace("<N>", r"[\d.,eE+-]{1,30}").replace("<S>", r"[\d.]{1,12} [KMG]iB"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -418,17 +404,11 @@ class LineRow:
     def of(cls, holds: str, pattern: str, beside: Mapping[str, Any] | None = None, trainer: str = "",
            **way: str) -> LineRow:  # fmt: skip
         """A row of the table."""
-        for short, text in _IN_PATTERNS.items():
-            pattern = pattern.replace(short, text)
-        rows = []
-        for name, said in (beside or {}).items():
-            text, unit = (said, "") if isinstance(said, str) else said
-            for short, long in _IN_PATTERNS.items():
-                text = text.replace(short, long)
-            rows.append((name, re.compile(text), unit))
-        compiled = re.compile(pattern)
-        take = _taker({*compiled.groupindex, *(beside or {})}, **way)
-        return cls(holds, compiled, partial(_as_trainer, trainer, take) if trainer else take, tuple(rows))
+        told = {name: (said, "") if isinstance(said, str) else said for name, said in (beside or {}).items()}
+        compiled = _compiled(pattern)
+        take = _taker({*compiled.groupindex, *told}, **way)
+        rows = tuple((name, _compiled(text), unit) for name, (text, unit) in told.items())
+        return cls(holds, compiled, partial(_as_trainer, trainer, take) if trainer else take, rows)
 
     def found(self, match: re.Match[str], rank: int | None) -> FoundLine:
         """The line that the pattern was found in."""
@@ -441,25 +421,31 @@ class LineRow:
         return FoundLine(match, numbers, rank)
 
 
-def _taker(names: set[str], take: str = "", mark: str = "", fact: str = "", keep: str = "") -> Take:
+def _taker(names: set[str], take: str = "", mark: str = "", fact: str = "", keep: str = "", counts: str = "") -> Take:
     """The function of a row: the one of these words that it has says it, else its numbers do."""
     if mark:
         return lambda record, line: record.mark(mark, number(line.match[1]) if line.match.re.groups else math.nan)
+    if counts:  # a number is a rank's own count since the begin
+        return partial(_count, counts)
     if fact:
         convert: Callable[[str], str | int | None] = text_of if fact == "hardware" else whole
         return lambda record, line: record.facts.update({fact: value} if (value := convert(line.match[1])) else {})
     if keep:
         return lambda record, line: record.state.update({keep: " ".join(filter(None, line.match.groups()))})
-    return TAKES[take] if take else _take_step if names & {"s", "per_s"} else _take_numbers
+    if take:
+        return cast(Take, _function(take))
+    return _take_step if names & {"s", "per_s"} else lambda record, line: record.take(line.numbers)
+
+
+def _count(name: str, record: RunRecord, line: FoundLine) -> None:
+    """`9 CUDA memory allocation retries.`, counted from the begin by each rank; without a number, one more."""
+    counted = record.counts[name]
+    record.counts[name] = max(counted, int(number(line.match[1]))) if line.match.re.groups else counted + 1
 
 
 def _as_trainer(trainer: str, take: Take, record: RunRecord, line: FoundLine) -> None:
     record.facts["trainer"] = trainer
     take(record, line)
-
-
-def _take_numbers(record: RunRecord, line: FoundLine) -> None:
-    record.take(line.numbers)
 
 
 def _take_step(record: RunRecord, line: FoundLine) -> None:
@@ -489,7 +475,7 @@ class Grammar:
     @classmethod
     def of(cls, rows: list[Fields], finish: str = "", note: str = "", **names: Any) -> Grammar:
         """A format of the table."""
-        way = FINISHES[finish] if finish else (lambda record: record.note(note) if note else None)
+        way = _function(finish) if finish else lambda record: record.note(note) if note else None
         return cls(**names, rows=tuple(LineRow.of(**row) for row in rows), finish=way)
 
 

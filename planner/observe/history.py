@@ -28,8 +28,8 @@ from planner.errors import PlannerError, SpecError
 from planner.files import write_text
 from planner.layout.confidence import hardware_width
 from planner.layout.price import price_layout
+from planner.observe import VARIABLE
 from planner.observe.calibration_by_run import UNDER_PROFILER, PricedRun, evidence_of, kept_width
-from planner.observe.history_place import VARIABLE
 from planner.observe.observation import Observed
 from planner.plan_file import plan_of
 from planner.profile.probed import LEAST_SENSITIVE, TRANSFER_WIDTH

@@ -1,15 +1,36 @@
-"""`probe()`: run a plan, or the largest part of it that fits here, and hold what it measures against what it says."""
+"""`probe()`: run a plan, or the largest part of it that fits here, and hold what it measures against what it says.
+
+The verdict of a finished run on the plan, on GPUs or on a CPU; and its measured step as a Chrome trace.
+"""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator, Sequence
 from functools import partial
+from statistics import median
 
 import torch
 
-from planner.answer import Plan
+from planner.answer import Plan, StagePlan
 from planner.errors import ProbeError
-from planner.probe.eager import in_eager_torch, without_waits
+from planner.probe.compare import (
+    activity,
+    by_stage,
+    check_finite,
+    compare_bubble,
+    compare_exchanges,
+    compare_pipeline,
+    compare_stage,
+    compared,
+    durations_alone,
+    host_keeps_up,
+    in_flight,
+    replayed_step_s,
+    run_checks,
+    span_s,
+)
+from planner.probe.evidence import conditions_of, kernel_notes, seen_kernels, unpriced
 from planner.probe.launch.joined import joins_others, run_rank
 from planner.probe.launch.launcher import launch
 from planner.probe.launch.process import out_of_memory_result, stage_process
@@ -24,15 +45,222 @@ from planner.probe.plan_runs import (
     stages_run,
     stand_in_stages,
 )
-from planner.probe.plan_slice import ProbeOptions, RankGrid
+from planner.probe.plan_slice import ProbeOptions, RankGrid, planned_seconds, replay_durations, sampled_stages
 from planner.probe.rank.gradients import require_fully_shard
-from planner.probe.result import ComparedQuantity, MeasuredRun, ProbeResult, RankFailure, RankResult
+from planner.probe.result import ComparedQuantity, MeasuredRun, PlanSlice, ProbeResult, RankFailure, RankResult
 from planner.probe.run import Place, ProbeRun
-from planner.probe.run_price import Fitted, made_to_fit
+from planner.probe.run_price import Fitted, in_eager_torch, made_to_fit, repriced, without_waits
 from planner.probe.torch_build import require_gpu
-from planner.probe.verdict.compare import compare_stage, compared, host_keeps_up, replayed_step_s
-from planner.probe.verdict.evidence import seen_kernels, unpriced
-from planner.probe.verdict.judge import judge_laptop, judge_ranks, judges_seconds, probe_result
+from planner.schedule.orders import in_flight_chunks
+from planner.schedule.replay import Durations, replay
+from planner.specs.base import Fields
+from planner.specs.units import gib
+
+
+def probe_result(
+    plan: Plan,
+    options: ProbeOptions,
+    plan_slice: PlanSlice,
+    measured: MeasuredRun,
+    comparisons: Sequence[ComparedQuantity],
+    step_s: float | None = None,
+    eager: Plan | None = None,
+) -> ProbeResult:
+    """The result of a probe. `step_s` is given where no rank ran a whole step, `eager` where the plan's own stages
+    ran."""
+    ranks = measured.ranks
+    run = measured.run
+    alone = options.stages is not None
+    complete = bool(ranks) and not alone
+    same_steps = zip(*(rank.steps for rank in ranks), strict=True) if complete else ()
+    steps = [max(step.step_s for step in same) for same in same_steps]
+    steps_by_rank = [steps] if complete else [[step.step_s for step in rank.steps] for rank in ranks]
+    out_of_memory = measured.out_of_memory
+    pp = plan.parallelism.pp
+    stage_of = list(range(pp)) if alone else sampled_stages(pp, run.pp)
+    plan_slice = plan_slice if ranks else plan_slice.model_copy(update={"verified": ()})
+    predicted = None if out_of_memory is None else (eager or plan).stages[stage_of[out_of_memory.stage]]
+    if predicted is not None and eager is not None:
+        _refuse_expected(predicted, plan)
+    return ProbeResult(
+        mode="stages" if alone else "ranks",
+        device=ranks[0].device_name if ranks else options.device,
+        torch_version=ranks[0].torch_version if ranks else "",
+        inputs_sha256=plan.inputs_sha256,
+        slice=plan_slice,
+        sleeps=run.sleep is not None,
+        tolerance_fraction=options.tolerance_fraction,
+        comparisons=tuple(comparisons),
+        checks=tuple(run_checks(run, ranks) if complete else [check_finite(ranks)] if ranks else []),
+        activity=activity(run, ranks) if complete else (),
+        step_s=median(steps) if steps else step_s,
+        step_spread_s=max((max(seconds) - min(seconds) for seconds in steps_by_rank), default=0.0),
+        loss=ranks[0].steps[-1].loss if complete and run.sleep is None else None,
+        conditions=conditions_of(ranks),
+        run=run,
+        ranks=ranks,
+        out_of_memory=out_of_memory,
+        predicted_bytes=None if predicted is None else predicted.memory.total_bytes,
+        plan_runtime=plan.runtime,
+        plan_step_s=None if eager is None else plan.step.step_s,
+        notes=() if eager is None else kernel_notes(run, ranks, plan.cluster.hardware),
+    )
+
+
+def _refuse_expected(stage: StagePlan, plan: Plan) -> None:
+    """Raise ProbeError if the plan predicts that the stage runs out of memory in eager torch: then nothing contradicts
+    it."""
+    needed_bytes = stage.memory.total_bytes
+    capacity_bytes = plan.cluster.hardware.memory_bytes
+    if needed_bytes > capacity_bytes:
+        raise ProbeError(
+            f"stage {stage.stage} ran out of memory as predicted: eager torch, which the probe runs, needs "
+            f"{gib(needed_bytes):.1f} GiB there of {gib(capacity_bytes):.1f}",
+            f"this says nothing of the plan under {plan.runtime}; what fits in eager torch can be probed: "
+            "plan with --runtime torch-eager",
+        )
+
+
+def judge_ranks(
+    plan: Plan, options: ProbeOptions, measured: MeasuredRun, grid: RankGrid, stages: Sequence[int]
+) -> ProbeResult:
+    """The measurements of ranks on GPUs beside the layout's price in eager torch, stage by stage and for the pipeline.
+
+    Nothing is judged where ranks hold other experts than planned, where passes gather weights (ZeRO-3), which the
+    planner prices separately. Peaks of memory are not judged where a rank of the slice has
+    another number of micro-batches in flight.
+    """
+    eager = in_eager_torch(plan, seen_kernels(measured.ranks))
+    least = without_waits(eager)
+    order = measured.run.order
+    comparisons = list[ComparedQuantity]()
+    layout = plan.parallelism
+    is_faithful = grid.ep == layout.ep and layout.zero_stage <= 1
+    tolerance = options.tolerance_fraction if is_faithful else None
+    attends_as_priced = not unpriced(measured.ranks, plan.cluster.hardware)
+    planned_in_flight = in_flight_chunks(layout.schedule, layout.pp, layout.vpp, layout.num_microbatches)
+    in_flight_as_planned = [
+        planned_in_flight[stage] == num_in_flight
+        for stage, num_in_flight in zip(stages, in_flight(measured.run), strict=True)
+    ]
+    if measured.ranks:
+        for rank, stage in enumerate(stages):
+            ranks = [measured_rank for measured_rank in measured.ranks if measured_rank.stage == rank]
+            comparisons += compare_stage(
+                eager,
+                least,
+                stage,
+                ranks,
+                tolerance,
+                alone=False,
+                holds_as_planned=in_flight_as_planned[rank],
+                steps_as_planned=measured.run.dp_stands_for == 1,
+                attends_as_priced=attends_as_priced,
+            )
+        pipeline_tolerance = tolerance if attends_as_priced else None
+        comparisons += compare_pipeline(eager, least, measured.run, measured.ranks, stages, pipeline_tolerance)
+        comparisons += compare_exchanges(plan.cluster, measured.run, measured.ranks)
+    plan_slice = describe_slice(plan, grid, order, options)
+    extrapolated = [] if grid.ep == layout.ep else [f"seconds and memory at EP {layout.ep}"]
+    extrapolated += [] if all(in_flight_as_planned) else ["peak memory with as many micro-batches in flight as planned"]
+    plan_slice = plan_slice.model_copy(update={"extrapolated": (*plan_slice.extrapolated, *extrapolated)})
+    return probe_result(plan, options, plan_slice, measured, comparisons, eager=eager)
+
+
+def judges_seconds(plan: Plan, options: ProbeOptions) -> bool:
+    """True if the plan is for the kind of device that runs. The seconds of a GPU say nothing about a CPU."""
+    return options.device == "cuda" or plan.cluster.hardware.architecture == "cpu"
+
+
+def judge_laptop(plan: Plan, options: ProbeOptions, measured: MeasuredRun, grid: RankGrid) -> ProbeResult:
+    """The result of processes on a CPU: what they proved, and the bubble where they slept."""
+    run = measured.run
+    model = plan.model.spec
+    comparisons = compare_bubble(run, measured.ranks) if options.sleep and measured.ranks else []
+    reduced = [
+        f"{name} {getattr(model, name)} → {getattr(run.model, name)}" for name in ("hidden_size", "num_hidden_layers")
+    ]
+    return probe_result(plan, options, describe_slice(plan, grid, run.order, options, reduced), measured, comparisons)
+
+
+MEASURED, PREDICTED = 0, 1
+_MICROSECONDS = 1e6
+
+TraceEvent = Fields
+
+
+def trace_events(plan: Plan, result: ProbeResult) -> Fields:
+    """Trace events in µs: a process of measured ranks and one of predicted ranks, with a thread per pipeline rank.
+
+    Stages that ran alone are replayed with the seconds that each of them took. If one is missing, there are no events.
+    """
+    events: list[TraceEvent] = []
+    if result.mode == "ranks" and result.ranks:
+        events = [*_measured(result), *_predicted(plan, result)]
+    elif result.mode == "stages":
+        rank_of_stage = {rank.stage: rank for rank in result.ranks}
+        eager = in_eager_torch(plan, seen_kernels(result.ranks), alone=True)
+        stands_for = stand_in_stages(eager.best)
+        priced = repriced(eager)
+        if rank_of_stage.keys() >= set(stands_for):
+            alone = durations_alone(priced, [rank_of_stage[stage] for stage in stands_for])
+            events = [
+                *_replayed(MEASURED, f"replayed from stages measured alone on {result.device}", result, alone),
+                *_replayed(PREDICTED, "predicted", result, priced.durations),
+            ]
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def _measured(result: ProbeResult) -> Iterator[TraceEvent]:
+    error_s = result.clock_error_s
+    clocks = "" if error_s is None else f", clocks within {_MICROSECONDS * error_s:.0f} µs"
+    yield _process(MEASURED, f"measured on {result.device}{clocks}")
+    for rank in by_stage(result.run, result.ranks):
+        for timed in rank.actions:
+            if timed.start_s > timed.ready_s:
+                yield _span(MEASURED, rank.stage, "wait", timed.ready_s, timed.start_s)
+            yield _span(MEASURED, rank.stage, timed.action, timed.start_s, timed.end_s)
+
+
+def _predicted(plan: Plan, result: ProbeResult) -> Iterator[TraceEvent]:
+    run = result.run
+    seconds = result.run.sleep
+    if seconds is None:
+        stages = sampled_stages(plan.parallelism.pp, run.pp)
+        seconds = planned_seconds(in_eager_torch(plan, seen_kernels(result.ranks)).best, run.order, stages)
+    predicted = replay_durations(seconds)
+    if run.dtype == "bfloat16" or run.sleep is not None:
+        yield from _replayed(PREDICTED, "predicted", result, predicted)
+        return
+    times = span_s(result.ranks) / replay(run.order, predicted).makespan_s
+    name = f"predicted of the plan's own stages, × {times:.3g} to be as long as measured"
+    yield from _replayed(PREDICTED, name, result, predicted, times)
+
+
+def _replayed(pid: int, name: str, result: ProbeResult, seconds: Durations, times: float = 1.0) -> Iterator[TraceEvent]:
+    timeline = replay(result.run.order, seconds)
+    yield _process(pid, name)
+    for rank, actions in enumerate(result.run.ranks):
+        starts = (times * timeline.start_s[rank]).tolist()
+        ends = (times * timeline.end_s[rank]).tolist()
+        for action, start_s, end_s in zip(actions, starts, ends, strict=True):
+            yield _span(pid, rank, action, start_s, end_s)
+
+
+def _process(pid: int, name: str) -> TraceEvent:
+    return {"ph": "M", "pid": pid, "name": "process_name", "args": {"name": name}}
+
+
+def _span(pid: int, rank: int, name: str, start_s: float, end_s: float) -> TraceEvent:
+    return {
+        "ph": "X",
+        "pid": pid,
+        "tid": rank,
+        "name": name,
+        "ts": start_s * _MICROSECONDS,
+        "dur": (end_s - start_s) * _MICROSECONDS,
+    }
+
 
 __all__ = ["ProbeOptions", "probe"]
 

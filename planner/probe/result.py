@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import isfinite
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import AfterValidator, model_validator
+from pydantic import AfterValidator
 
-from planner.probe.device_state import DeviceState as DeviceState
 from planner.probe.run import Place, ProbeRun
 from planner.specs.base import Spec, Texts
 
@@ -18,6 +17,33 @@ Finite = Annotated[float | None, AfterValidator(lambda value: value if value is 
 
 def shown(value: float | None, num_digits: int) -> str:
     return "not finite" if value is None else f"{value:.{num_digits}f}"
+
+
+When = Literal["before", "within", "after"]
+BUSY_FRACTION = 0.05
+"""A GPU that was busier than this before anything ran has other work."""
+
+
+class DeviceState(Spec):
+    """The state of a GPU as its driver reports it; null where the driver does not say."""
+
+    when: When
+    """Before the steps, in the middle of computing, or after them."""
+    clock_mhz: float | None = None
+    max_clock_mhz: float | None = None
+    memory_clock_mhz: float | None = None
+    power_w: float | None = None
+    power_limit_w: float | None = None
+    default_power_limit_w: float | None = None
+    temperature_c: float | None = None
+    busy_fraction: float | None = None
+    """Share of about the last second in which any kernel ran on it."""
+    throttle_reasons: Texts = ()
+    """Reasons why clocks are lower than asked for, in the driver's words; idleness is none."""
+    other_processes: Texts = ()
+    """Processes on the GPU that are not of this run."""
+    other_bytes: int | None = None
+    """Memory that they hold."""
 
 
 class TimedAction(Spec):
@@ -189,7 +215,7 @@ class ComparedQuantity(Spec):
         return self.measured / self.predicted - 1 if self.predicted else None
 
 
-class StageActivity(Spec):
+class StageActivity(Spec, extra="ignore"):
     """The last step of a stage's busiest rank: how long it computed, waited and was idle."""
 
     stage: int
@@ -200,12 +226,6 @@ class StageActivity(Spec):
     """Seconds in which the rank waited for messages of other ranks."""
     idle_s: dict[str, float]
     """Idle time by cause, as the replay names them, and the host's between actions."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _of_earlier(cls, data: Any) -> Any:
-        """The fields that probes saved by 0.2 have and nothing reads any more are left out."""
-        return {k: v for k, v in data.items() if k not in ("queue", "max_queue")} if isinstance(data, dict) else data
 
 
 def stride_of(exchange: ProbedExchange, run: ProbeRun) -> int | None:

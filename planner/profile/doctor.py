@@ -25,8 +25,8 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from planner.distribution import DISTRIBUTION, __version__, install_line
-from planner.observe.history_place import default_folder
-from planner.probe.verdict.evidence import is_named
+from planner.observe import default_folder
+from planner.probe.evidence import is_named
 from planner.search.ilp.solver import SolverName, solver_trouble
 from planner.specs.base import Ints, Spec
 from planner.specs.hardware import HardwareSpec

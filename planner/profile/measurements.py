@@ -23,10 +23,10 @@ from pydantic import Field
 from planner.errors import SpecError
 from planner.files import write_text
 from planner.physics.communication import joined_fraction, num_hops
-from planner.probe.device_state import DeviceState
+from planner.probe.evidence import conditions_of_states, is_named, load_in_words
+from planner.probe.result import DeviceState
 from planner.probe.run import STEADY_S, SURE_FRACTION, ChunkSpec, Device, ProbeRun
 from planner.probe.run_price import chunk_costs
-from planner.probe.verdict.evidence import conditions_of_states, is_named, load_in_words
 from planner.profile.fitting import (
     STREAMS,
     BenchNumbers,
@@ -46,8 +46,7 @@ from planner.schedule.orders import build_schedule
 from planner.shape import FloatArray
 from planner.specs.base import Fields, Ints, Spec, Texts
 from planner.specs.cluster import ClusterSpec
-from planner.specs.efficiency import AttentionEfficiency, Efficiency
-from planner.specs.hardware import HardwareSpec, LinkTier, ReservedMemory
+from planner.specs.hardware import AttentionEfficiency, Efficiency, HardwareSpec, LinkTier, ReservedMemory
 from planner.specs.model import ModelSpec
 from planner.specs.problems import checked
 from planner.specs.reading import parse_mapping, read_text, shipped_table

@@ -44,9 +44,9 @@ from planner.search.frontier import (
     nodes_of,
 )
 from planner.search.ilp.node import Node, RecomputeChoice, node_of, split_of, with_shorter_chunks
-from planner.search.ilp.program import MAX_TRIES, SolverFailed, shorter, solve
+from planner.search.ilp.program import MAX_TRIES, SolverFailed, shorter, solve, splits_tried
 from planner.search.priced_shapes import PricedShapes
-from planner.search.uneven import SHAPES, improved, level_guess_s, level_split
+from planner.search.rebalance import SHAPES, improved, level_guess_s, level_split
 from planner.shape import FloatArray, IntArray, Shape
 from planner.specs.training import SearchLimits
 from planner.trainers.spec import RuntimeSpec
@@ -333,25 +333,17 @@ class Branch:
 
     def _solve_chain(self, node: Open, choice: RecomputeChoice) -> float:
         """`solve_choice` where a rank may hold any number of layers: by a dynamic program, or by an integer one."""
-        table, bound_s, short_bytes = self._table(node), 0.0, list[float]()
-        tail_s, objective_s = float(table.tail_s), np.inf
-        for _ in range(MAX_TRIES):
-            cutoff_s = self.cutoff_s(self.limits.gap_fraction)
-            problem = self._problem(node, table, choice, short_bytes, cutoff_s - tail_s)
-            solution = best_split(problem)
+        layout = Candidate(node.pricing, self._table(node), Split(()), node.schedule)
+        tail_s, bound_s, objective_s = float(layout.table.tail_s), 0.0, np.inf
+        cutoff_s = self.cutoff_s(self.limits.gap_fraction) - tail_s
+        tries = splits_tried(layout, choice, lambda problem: best_split(self._of_gap(problem)), cutoff_s)
+        for number, (solution, candidate) in enumerate(tries):
             if solution is None:
                 return max(bound_s, self._solve_program(node, choice))
-            if not short_bytes:
-                bound_s = solution.bound_s + tail_s
-            objective_s = solution.objective_s
-            if not solution.counts:
-                break
-            candidate = Candidate(node.pricing, table, split_of(node.pricing, problem, solution), node.schedule)
-            if candidate.fits:
+            bound_s, objective_s = bound_s if number else solution.bound_s + tail_s, solution.objective_s
+            if candidate is not None and candidate.fits:
                 self.keep(candidate)
-                break
-            short_bytes = shorter(short_bytes, candidate.excess_bytes, solution.free_bytes)
-        decided = objective_s + tail_s <= bound_s * (1 + NOISE) or is_deep(problem)
+        decided = objective_s + tail_s <= bound_s * (1 + NOISE) or is_deep(node.pricing.model, int(node.shape.pp))
         if decided or self.slack is not None or bound_s >= self.cutoff_s(self.limits.gap_fraction):
             return bound_s
         return max(bound_s, self._solve_program(node, choice))
@@ -371,7 +363,7 @@ class Branch:
             if self._late():
                 return 0.0
             cutoff = self.cutoff_s(self.limits.gap_fraction)
-            problem = self._problem(node, table, choice, short_bytes, cutoff - tail_s)
+            problem = self._of_gap(node_of(pricing, table, choice, node.schedule, short_bytes, cutoff - tail_s))
             self.num_ilps += 1
             try:
                 # an alternative proves nothing, and bytes left free raise no bound
@@ -407,11 +399,8 @@ class Branch:
             short_bytes = shorter(short_bytes, candidates[0].excess_bytes, solution.free_bytes)
         return float(bound)
 
-    def _problem(
-        self, node: Open, table: CostTable, choice: RecomputeChoice, short_bytes: Sequence[float], cutoff_s: float
-    ) -> Node:
-        """The node as a program takes it: below the cutoff, and for an alternative with a wider gap."""
-        problem = node_of(node.pricing, table, choice, node.schedule, short_bytes, cutoff_s)
+    def _of_gap(self, problem: Node) -> Node:
+        """The node as it is solved: for an alternative with a wider gap."""
         return problem if self.slack is None else replace(problem, gap_fraction=ALTERNATIVE_GAP)
 
     def _try_even_split(self, node: Open, choice: RecomputeChoice) -> None:

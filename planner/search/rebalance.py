@@ -1,31 +1,141 @@
-"""Layers moved between the stages of a plan whose ranks turned out to be unequally fast; all else stays as it is.
+"""Layers moved between ranks that are not equally busy: in inner chunks of unequal lengths, and off slow ranks.
 
-The integer program splits the layers again, with each rank's measured slowness in its time rows. It allows less than
-the schedule does if chunks interleave (they have equal sizes), and it does not run if an order was made to measure. So
-after it single layers are moved away from the busiest rank, as long as the replay gets faster. The answer is never a
-split that the replay finds slower than before.
+Interleaved splits whose inner chunks differ are tried around the best layout if the trainer takes a layout string. The
+search proves its answer among splits into equal chunks, of which only the first and the last may be shorter. The rank
+that holds the head then often needs fewer layers than such chunks can give it. Here every rank gets the number of
+layers that makes the ranks' seconds about equal, whatever the lengths of its chunks. These splits are judged by replay,
+like all others; nothing is proven about them.
+
+Where a plan's ranks turned out to be unequally fast, the integer program splits its layers again, with each rank's
+measured slowness in its time rows. It allows less than the schedule does if chunks interleave (they have equal sizes),
+and it does not run if an order was made to measure.
+
+After both, single layers are moved off the busiest rank, as long as the replay gets faster.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import inf
+
+import numpy as np
 
 from planner.answer import Plan, PricedLayout
 from planner.errors import SolverError, SpecError
 from planner.layout.candidate import Candidate, Split
 from planner.layout.evaluate import whole_run_of
 from planner.layout.price import layout_again, reprice
+from planner.physics.cost import PartCost
+from planner.schedule.orders import SCHEDULES
+from planner.search.bounds import busiest_rank_s, schedule_bound_s
 from planner.search.case import Deadline
-from planner.search.ilp.node import RecomputeChoice, Whole, node_of, split_of
-from planner.search.ilp.program import shorter, solve
+from planner.search.frontier import Nodes
+from planner.search.ilp.node import RecomputeChoice, Whole
+from planner.search.ilp.program import solve, splits_tried
+from planner.shape import FloatArray
 from planner.specs.model import ModelSpec
 
-MAX_TRIES = 4
-"""Most programs solved; each leaves more bytes free on the ranks that the replay showed to be too full."""
-LEAST_GAIN = 1e-6
+SHAPES = 6
+"""Number of shapes that are tried, the most promising first."""
+NEAR = 1.01
+"""The largest step of a split whose layers are moved, over the best step."""
+MOVES = 24
+"""Most replays of moved layers in one shape."""
+LEVEL_GAIN, LEAST_GAIN = 1e-4, 1e-6
+"""Least share of the step that a move saves, beside the best layout and in a plan whose ranks are slow."""
 MAX_FACTOR = 100.0
+
+
+def level_guess_s(nodes: Nodes) -> FloatArray:
+    """Seconds of each row if its ranks held any number of layers, none recomputed; infinite without interleaving."""
+    shapes = nodes.shapes
+    no_trips = np.zeros(nodes.orders.full.shape)
+    busiest = busiest_rank_s(shapes, "none", False, nodes.orders, no_trips)
+    least_s = schedule_bound_s(shapes, busiest, "none", nodes.orders) + shapes.tail_s
+    interleaves = np.array([SCHEDULES[name].bound == "interleaved" for name in nodes.schedules], dtype=bool)
+    return np.where(interleaves, least_s, np.inf)
+
+
+def level_split(candidate: Candidate) -> Split:
+    """A split whose ranks take about as long as each other: the rank that takes least gets the next layer.
+
+    A rank's chunks are as equal as possible. If they cannot be equal, the first rank has fewer layers in its first
+    chunk and the other ranks in their last; a layer too many is in the rank's first chunk.
+    """
+    shape, model, table = candidate.shape, candidate.pricing.model, candidate.table
+    pp, vpp, layers = int(shape.pp), int(shape.vpp), model.num_hidden_layers
+    base = candidate.split.base
+    counted = candidate.pricing.kind_counts
+    mean_s = sum(float(table.layers[kind, base].total_s) * count for kind, count in counted.items()) / layers
+    beside = np.zeros(pp)
+    beside[0] += float(table.embedding.total_s)
+    last: list[PartCost] = [table.head, *([table.mtp] if table.mtp is not None else [])]
+    beside[-1] += sum(float(part.total_s) for part in last)
+    may_be_empty = candidate.pricing.runtime.head_only_stage
+    num_layers = np.full(pp, vpp)
+    if may_be_empty:
+        num_layers[[0, -1]] -= 1
+    for _ in range(layers - int(num_layers.sum())):
+        num_layers[int(np.argmin(beside + (num_layers + 1) * mean_s))] += 1
+    chunk = max(round(layers / (pp * vpp)), 1)
+    rows = [_chunks(int(count), vpp, chunk, first=rank == 0, may_be_empty=may_be_empty and rank in (0, pp - 1))
+            for rank, count in enumerate(num_layers)]  # fmt: skip
+    return Split(tuple(rows[rank][row] for row in range(vpp) for rank in range(pp)), base)
+
+
+def _chunks(count: int, vpp: int, chunk: int, *, first: bool, may_be_empty: bool) -> list[int]:
+    """Layers of each chunk of a rank that holds `count` layers, as near to `chunk` each as possible."""
+    counts = [chunk] * vpp
+    order = list(range(vpp)) if first else list(reversed(range(vpp)))
+    while sum(counts) > count:
+        row = next(row for row in order if counts[row] > (0 if may_be_empty and row == order[0] else 1))
+        counts[row] -= 1
+    row = 0
+    while sum(counts) < count:
+        counts[row % vpp] += 1
+        row += 1
+    return counts
+
+
+def improved(candidate: Candidate, best_s: float) -> Candidate:
+    """The candidate after moves of single layers to its idlest rank; each makes it faster and leaves it fitting."""
+    if candidate.step_s > NEAR * best_s:
+        return candidate
+    left = iter(range(MOVES))
+    return _after_moves(candidate, LEVEL_GAIN, lambda: next(left, None) is None, most_targets=1)
+
+
+def _after_moves(
+    candidate: Candidate, least_gain: float, is_over: Callable[[], bool], most_targets: int | None = None
+) -> Candidate:
+    """The candidate after the first moves of a layer off its busiest rank that make it faster, until none does."""
+    moves = _moves(candidate, most_targets)
+    while (moved := next(moves, None)) is not None and not is_over():
+        if _fitting_step_s(moved) < _fitting_step_s(candidate) * (1 - least_gain):
+            candidate, moves = moved, _moves(moved, most_targets)
+    return candidate
+
+
+def _moves(candidate: Candidate, most_targets: int | None) -> Iterator[Candidate]:
+    """The candidate with a layer less on a stage of its busiest rank, the last first, and one more elsewhere.
+
+    The idlest ranks come first.
+    """
+    model, ranks, split = candidate.pricing.model, candidate.placement, candidate.split
+    busy_s, last = [float(cost.total_s) for cost in candidate.rank_costs], len(split.counts) - 1
+    busiest = busy_s.index(max(busy_s))
+    least = [0 if candidate.pricing.runtime.head_only_stage and stage in (0, last) else 1 for stage in range(last + 1)]
+    *others, latest = (stage for stage in range(last + 1) if ranks[stage] == busiest)
+    targets = sorted((j for j in range(last + 1) if ranks[j] != busiest), key=lambda j: (busy_s[ranks[j]], j))
+    for target in targets[:most_targets]:
+        for source in (latest, *others):
+            if split.counts[source] > least[source]:
+                moved = list(split.counts)
+                moved[source] -= 1
+                moved[target] += 1
+                yield candidate.with_split(recounted(split, tuple(moved), model))
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +163,10 @@ def rebalance(plan: Plan, rank_factors: Sequence[float], time_limit_s: float = 1
         listed = ", ".join(f"{factor:g}" for factor in rank_factors)
         raise SpecError(f"rank_factors: {listed}: not {pp} factors above 0, at most {MAX_FACTOR:g}", "one a stage")
     slow = replace(reprice(plan, plan.best), rank_factors=tuple(rank_factors))
-    balanced = _Rebalancing(plan, slow, Deadline(time_limit_s)).fastest()
+    deadline = Deadline(time_limit_s)
+    solved = slow if slow.made_order is not None else _solved(slow, recompute_of(slow.split, plan), deadline)
+    start = min(slow, solved, key=_fitting_step_s)
+    balanced = _after_moves(start, LEAST_GAIN, lambda: deadline.passed)
     before, after = layout_again(plan, slow), layout_again(plan, balanced)
     if after.step.step_s >= before.step.step_s:
         after = before
@@ -62,71 +175,12 @@ def rebalance(plan: Plan, rank_factors: Sequence[float], time_limit_s: float = 1
     return Rebalanced(before, after, plan.model_copy(update=changes))
 
 
-@dataclass(frozen=True, slots=True)
-class _Rebalancing:
-    """One layout whose ranks are unequally fast, and a deadline for the search of a faster split of its layers."""
-
-    plan: Plan
-    start: Candidate
-    """The plan's layout, priced with the measured slowness of its ranks."""
-    deadline: Deadline
-
-    def fastest(self) -> Candidate:
-        """The fastest split that was found; the old one if none is faster."""
-        best = self.start
-        solved = None if best.made_order is not None else self._solved()
-        if solved is not None and _fitting_step_s(solved) < _fitting_step_s(best):
-            best = solved
-        while (moved := self._improved(best)) is not None:
-            best = moved
-        return best
-
-    def _solved(self) -> Candidate | None:
-        """The integer program's split; None if it gives none that fits."""
-        start, short_bytes = self.start, list[float]()
-        choice = recompute_of(start.split, self.plan)
-        for _ in range(MAX_TRIES):
-            node = node_of(
-                start.pricing, start.table, choice, start.schedule, short_bytes, rank_factors=start.rank_factors
-            )
-            try:
-                solution = solve(node, self.deadline.left_s, proves=False)
-            except SolverError:  # out of time, or it failed: single layers may still move
-                return None
-            if solution is None:
-                return None
-            split = split_of(start.pricing, node, solution)
-            candidate = start.with_split(replace(split, mtp_stage=start.split.mtp_stage))
-            if candidate.fits:
-                return candidate
-            short_bytes = shorter(short_bytes, candidate.excess_bytes, solution.free_bytes)
-        return None
-
-    def _improved(self, candidate: Candidate) -> Candidate | None:
-        """The first move of a layer off the busiest rank that makes the step shorter."""
-        for split in self._moves(candidate):
-            if self.deadline.passed:
-                return None
-            moved = candidate.with_split(split)
-            if _fitting_step_s(moved) < _fitting_step_s(candidate) * (1 - LEAST_GAIN):
-                return moved
-        return None
-
-    def _moves(self, candidate: Candidate) -> Iterator[Split]:
-        """One layer less on a stage of the busiest rank and one more elsewhere, on the idlest rank first."""
-        model, ranks, split = self.plan.model.spec, candidate.placement, candidate.split
-        busy_s = [float(cost.total_s) for cost in candidate.rank_costs]
-        busiest, last = busy_s.index(max(busy_s)), len(split.counts) - 1
-        ends_may_be_empty = candidate.pricing.runtime.head_only_stage
-        targets = sorted((j for j in range(last + 1) if ranks[j] != busiest), key=lambda j: (busy_s[ranks[j]], j))
-        for target in targets:
-            for source in (j for j in range(last + 1) if ranks[j] == busiest):
-                least = 0 if ends_may_be_empty and source in (0, last) else 1
-                if split.counts[source] > least:
-                    counts = list(split.counts)
-                    counts[source] -= 1
-                    counts[target] += 1
-                    yield recounted(split, tuple(counts), model)
+def _solved(start: Candidate, choice: RecomputeChoice, deadline: Deadline) -> Candidate:
+    """The integer program's split; as it was if it gives none that fits, is out of time or fails."""
+    with suppress(SolverError):
+        tries = splits_tried(start, choice, lambda node: solve(node, deadline.left_s, proves=False))
+        return next((found for _, found in tries if found is not None and found.fits), start)
+    return start
 
 
 def _fitting_step_s(candidate: Candidate) -> float:

@@ -16,8 +16,8 @@ from planner.layout.price import parallelism_of
 from planner.layout.variation import NUM_LAYOUTS, assumed_steps, setting_of
 from planner.search.case import Case
 from planner.search.enumerate import schedule_options
+from planner.search.rebalance import level_split
 from planner.search.recipes import pinned, pinned_by
-from planner.search.uneven import level_split
 from planner.search.why.misses import least_state_bytes, nearest_miss
 from planner.specs.units import gib
 from planner.trainers.load import switches_of

@@ -1,55 +1,290 @@
-"""The application: the page, its answers as they are found, and files to download. Nothing is kept on disk."""
+"""The application: the page, its answers as they are found, and files to download. Nothing is kept on disk.
+
+Pieces of HTML that a report has no use for are drawn by the macros of `static/page.html.j2`.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import io
 import json
-import zipfile
-from collections.abc import AsyncIterator, Coroutine, Iterable
+import math
+from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
-from functools import partial
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from functools import cache
+from importlib.resources import files
+from typing import Any, Literal, NamedTuple
+from urllib.parse import urlencode
 
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from planner.answer import Plan
-from planner.errors import PlannerError, SpecError, defect
-from planner.export.export import bundle_of
-from planner.export.trainer_files import ExportFile, slug
+from planner.answer import Plan, SearchReport
+from planner.errors import Infeasible, PlannerError, SpecError, defect
+from planner.export.targets import LAUNCHERS, TRAINERS
 from planner.layout.evaluate import assemble, priced_as_given
-from planner.layout.price import with_microbatches
 from planner.plan_file import with_alternative
-from planner.report.html import Html
+from planner.report.format import gibibytes, percent, seconds
+from planner.report.html import STYLE, Card, Html, beside, cards, folded, joined, section, table, tag
+from planner.report.labels import is_proven
+from planner.report.page import breakdown, drawn, header
+from planner.report.pictures import pictures
+from planner.report.rows import MFU, Entry
+from planner.report.small import ChangeRow
+from planner.report.view import SECTIONS, View, view_of
 from planner.search.case import Case
 from planner.search.recipes import pinned, pinned_by
-from planner.serve.controls import Catalogue, Form, Options, Question, Reader, asked, form_of, options_of
-from planner.serve.desk import Desk, Found
-from planner.serve.panel import (
-    ICON,
-    Panel,
-    State,
-    error_panel,
-    placeholders,
-    plan_panel,
-    script,
-    style,
-    switch_fields,
-    waiting_panel,
-    whole_page,
+from planner.serve.controls import (
+    GROUPS,
+    SWITCH,
+    Catalogue,
+    Control,
+    Form,
+    Options,
+    Question,
+    Reader,
+    asked,
+    changed,
+    form_of,
+    options_of,
 )
+from planner.serve.desk import NAMES, OWN_FIELDS, Desk, Found, download
 from planner.serve.server import TooLarge
 from planner.specs.reading import parse_json
-from planner.specs.units import is_count
 from planner.trainers.load import switches_of
 from planner.trainers.rules.recipe import Setting, broken_recipe_rules
 from planner.trainers.spec import RuntimeSpec
 from planner.trainers.stated import switched
+from planner.trainers.switches import SWITCHES, written
+
+State = Literal["same", "first", "all", "final"]
+_NARROWEST_GAP = 1e-4
+"""The gap asked for at least, as far as the bar of progress goes."""
+
+
+class Panel(NamedTuple):
+    """One state of the page's side that shows the answer."""
+
+    html: Html
+    status: str
+    """The same in a sentence, for a screen reader and for the line that phones show."""
+    title: str
+    """The title of the browser's window."""
+
+
+def _drawn(macro: str, *given: object) -> Html:
+    """A piece of the page by its macro; text is escaped."""
+    parts = (Markup(one) if isinstance(one, Html) else one for one in given)
+    return Html(getattr(_templates(), macro)(*parts))
+
+
+@cache
+def _templates() -> Any:
+    environment = Environment(
+        loader=PackageLoader("planner.serve", "static"), undefined=StrictUndefined, autoescape=True, trim_blocks=True,
+        lstrip_blocks=True,
+    )  # fmt: skip
+    environment.globals.update(wide=WIDE, unset=_UNSET)
+    return environment.get_template("page.html.j2").module
+
+
+def plan_panel(plan: Plan, question: Question, form: Form, state: State, alternative: int = 0) -> Panel:
+    """The panel of a plan's best layout, or of one of its alternatives."""
+    alternative = alternative if 0 < alternative <= len(plan.alternatives) else 0
+    shown = with_alternative(plan, alternative or None)
+    ended = shown.search if state == "final" else None  # what a search has not proved yet is said above its bar alone
+    view = view_of(shown.model_copy(update={"command": question.command, "search": ended}))
+    query = {**form, **({"alternative": str(alternative)} if alternative else {})} if state == "final" else None
+    parts = [
+        header(replace(view, command="")),
+        _drawn("above", question.command, alternative, len(plan.alternatives), _query(form), query, TRAINERS, LAUNCHERS,
+               _progress(plan, question, state)),
+        *_sections(plan, view, pictures(shown), form, alternative, state),
+    ]  # fmt: skip
+    status = f"{_briefly(shown, question, state)}: step {seconds(shown.step.step_s)}, {shown.parallelism}"
+    return Panel(joined(parts), status, f"{seconds(shown.step.step_s)} · {view.job}")
+
+
+def waiting_panel(question: Question) -> Panel:
+    """The panel before the first answer."""
+    case = question.case
+    job = f"{case.model.name} on {case.cluster.num_gpus:,} × {case.cluster.hardware.name}"
+    awaited = cards(Card(name, "…") for name in ("step", "tokens/s", MFU, "fullest stage", "sustained over months"))
+    return Panel(_drawn("waiting", job, awaited, question.command), f"Searching: {job}", f"… · {job}")
+
+
+def error_panel(error: PlannerError, form: Form, question: Question | None = None) -> Panel:
+    """The reason why there is no plan, and what would help, to be applied by a click."""
+    title, says, remedy, rejected = "This cannot be planned", error.message, list[str](), Html("")
+    field = error.message.partition(":")[0].removeprefix("--").replace("-", "_")
+    if isinstance(error, Infeasible):
+        title, says, field = "Nothing fits", error.hint or error.message, ""
+        remedy = [str(word) for word in error.remedy["options"]] if error.remedy is not None else []
+        counts = sorted((error.rejections or {}).items(), key=lambda pair: -pair[1])
+        rows = [(f"{count:,}", reason.replace("_", " ")) for reason, count in counts]
+        rejected = section("Rejected shapes, by reason", table(("shapes", "reason"), rows, "rl")) if rows else rejected
+    line, query = question.command if question else "", _query(changed(form, remedy)) if remedy else ""
+    body = _drawn("problem", title, error, field, " ".join(remedy), query, line, rejected)
+    return Panel(body, f"{title}: {says}", title)
+
+
+def _progress(plan: Plan, question: Question, state: State) -> Html:
+    """How far the search is, in a line with the page's only bar, which ends with the search; nothing afterwards."""
+    search, share = plan.search, None
+    if state == "final":
+        return Html("")
+    if state == "same" or search is None:
+        says = f"The layout on the screen under these controls. {_lacks(plan, question)}Looking for a better one …"
+    elif state == "first":
+        near = f"within {percent(search.gap)} of the best among the few that are tried first"
+        says = f"A first answer, {near}. Looking at all others …"
+    else:
+        share = max(_closed(search), min((search.seconds or 0.0) / question.case.limits.time_limit_s, 1.0))
+        says = f"The best so far, within {percent(search.gap)} of the best of all layouts. The search goes on …"
+    return _drawn("going", says, share)
+
+
+def _closed(search: SearchReport) -> float:
+    """The share of the way from a gap of one to the gap asked for, in their logarithms."""
+    asked, gap = (max(each or 0.0, _NARROWEST_GAP) for each in (search.asked_gap_fraction, search.gap))
+    return min(max(1 - math.log(gap / asked) / math.log(1 / asked), 0.0), 1.0) if asked < 1 else 1.0
+
+
+def _lacks(plan: Plan, question: Question) -> str:
+    """The memory that a layout lacks beside what the question leaves free; empty where it lacks none."""
+    needs_bytes = plan.best.worst_stage.memory.total_bytes
+    has_bytes = plan.cluster.hardware.memory_bytes - question.case.headroom_bytes
+    if needs_bytes <= has_bytes:
+        return ""
+    return f"It needs {gibibytes(needs_bytes)} GiB of the {gibibytes(has_bytes)} that may be filled. "
+
+
+def _briefly(plan: Plan, question: Question, state: State) -> str:
+    search = plan.search
+    if state == "same":
+        return "The same layout does not fit" if _lacks(plan, question) else "Same layout, priced again"
+    if search is None:
+        return "Priced"
+    gap = f"gap {percent(search.gap, 2)}"
+    if state in ("first", "all"):
+        return f"{'First answer' if state == 'first' else 'So far'}, {gap}"
+    return f"{'Proven' if is_proven(search) else 'Best found'}, {gap}"
+
+
+def _offers(plan: Plan, form: Form, state: State) -> Iterator[Html]:
+    """Changes that would make it faster, each to be tried by a click."""
+    if state != "final":
+        return
+    rows: list[tuple[object, ...]] = []
+    now_s = plan.step.step_s
+    for offer in plan.best.offers:
+        words = ["--allow", ",".join(dict.fromkeys([*filter(None, form.get("allow", "").split(",")), *offer.allow]))]
+        gain = f"{percent(1 - offer.step_s / now_s)} faster, changes {offer.changes}"
+        rows.append((_link(" ".join(words), changed(form, words)), gain))
+    if (batch := plan.batch_offer) is not None:
+        words = ["--global-batch-size", str(batch.global_batch_size)]
+        gain = f"{percent(batch.tokens_per_s / plan.step.tokens_per_s - 1)} more tokens/s"
+        rows.append((_link(" ".join(words), {**changed(form, words), "batch_tokens": ""}), gain))
+    if (risk := plan.risk_offer) is not None:
+        words = ["--oom-risk", f"{risk.oom_risk:g}"]
+        rows.append((_link(" ".join(words), changed(form, words)), f"{percent(1 - risk.step_s / now_s)} faster"))
+    if rows:
+        yield section("What would make it faster", table(("try", "what it gives"), rows, "nl"))
+
+
+def _alternative(entry: Entry, number: int, form: Form, shown: int) -> tuple[object, ...]:
+    look: object = _link(entry.sizes, {**form, "alternative": str(number)} if number else form, "")
+    if number == shown:
+        look = tag("b", entry.sizes, aria_current="true")
+    return entry.name, look, entry.step, entry.more, entry.peak, entry.fit, percent(entry.mfu), entry.how
+
+
+def _sections(
+    plan: Plan, view: View, drawn_of: Mapping[str, Html], form: Form, alternative: int, state: State
+) -> Iterator[Html]:
+    """The sections of the report, in its order, with links that apply what they say; those that explain are folded."""
+    best = view_of(plan) if alternative else view
+    for name in SECTIONS:
+        shown = (best if name == "alternatives" else view).section(name)
+        if name == "timeline":
+            yield section("The timeline of a step", drawn_of["timeline"])
+        elif shown is None:
+            continue
+        elif name == "seconds":
+            yield section(shown.title, breakdown(view))
+            yield from _offers(plan, form, state)
+        elif name == "alternatives":
+            heads = ("", "layout", "step", "", "GiB", "fits with", "MFU", "how, and what it trades")
+            entries = enumerate((best.best, *best.alternatives))
+            rows = [_alternative(entry, number, form, alternative) for number, entry in entries]
+            yield section(shown.title, tag("div", table(heads, rows, "lnrrrrrl", folds=True), class_="layouts"))
+        elif name == "changes":
+            rows = [(*row.cells, _change(row, form)) for row in view.changes]
+            yield section(shown.title, table(("change", "GiB", "step", "what it changes beside", ""), rows, "lrrll"))
+        elif name == "stages":
+            yield section(f"Memory, of {view.capacity} a GPU", beside(drawn_of["stacks"], drawn_of["curve"]))
+            yield folded(shown.title, joined(map(drawn, shown.parts)))
+        else:
+            body = joined(map(drawn, shown.parts))
+            yield section(shown.title, body) if name in _OPEN else folded(shown.title, body)
+
+
+_OPEN = ("sure", "room", "warnings")
+"""Sections that are not folded, beside those with pictures and links."""
+
+
+def _change(row: ChangeRow, form: Form) -> Html | str:
+    return _link(row.options, changed(form, row.words)) if row.words else ""
+
+
+def _link(words: object, form: Form, class_: str = "button") -> Html:
+    """A link to the page with other controls; the page's script applies it in place."""
+    return _drawn("link", words, _query(form), class_)
+
+
+def _query(form: Form) -> str:
+    return urlencode({name: text for name, text in form.items() if text})
+
+
+def whole_page(form: Form, catalogue: Catalogue, question: Question | None, answer: Html) -> str:
+    """The page as it opens; its script asks for the answer."""
+    return _drawn("page", form, catalogue, GROUPS, switch_fields(form, question), answer).lstrip()
+
+
+def switch_fields(form: Form, question: Question | None) -> Html:
+    """A choice for each switch of the question's trainer."""
+    has = {} if question is None else switches_of(question.case.runtime)
+    controls = [
+        Control(f"{SWITCH}{name}", name, SWITCHES[name].says, "select", ("", *map(written, values)))
+        for name, values in has.items()
+    ]
+    return _drawn("switches", controls, form)
+
+
+def placeholders(question: Question) -> dict[str, str]:
+    """The defaults that empty controls show."""
+    case = question.case
+    tier = case.cluster.tiers[-1]
+    return {
+        "seq_length": str(case.training.seq_length),
+        "global_batch_size": str(case.training.global_batch_size),
+        "gpus_per_node": str(case.cluster.node_size),
+        "network_gb_per_s": f"{tier.gb_per_s:g}",
+        "oom_risk": f"{case.limits.oom_risk:g}",
+        "top": str(case.limits.top),
+        "time_limit": f"{case.limits.time_limit_s:g}",
+    }
+
+
+WIDE = ("model", "hardware", "runtime", "tier", "allow", "assume", "lora_targets", "rank_order", "switch")
+"""Controls that take the whole width of the form."""
+_UNSET = {"dtype": "bf16", "runtime": "the GPU's own"}
+
 
 BODY_S = 10.0
 """Seconds in which a request's body must have arrived."""
@@ -138,14 +373,14 @@ class Service:
             question = await asyncio.to_thread(self.question, query)
             plan = await _unless_gone(request, self._plan(question))
             plan = plan.model_copy(update={"command": question.command})
-            made = await asyncio.to_thread(partial(download, name, plan, own))
+            saved_as, content_type, content = await asyncio.to_thread(download, name, plan, own)
         except PlannerError as error:
             page = whole_page(query, self.catalogue, None, error_panel(error, query).html)
             return HTMLResponse(page, 422, {"x-planner-exit-code": str(error.exit_code)})
         except ClientDisconnect:
             return PlainTextResponse("nobody waits for it\n", 408)
-        headers = {"content-disposition": f'attachment; filename="{made.name}"'}
-        return Response(made.content, media_type=made.content_type, headers=headers)
+        headers = {"content-disposition": f'attachment; filename="{saved_as}"'}
+        return Response(content, media_type=content_type, headers=headers)
 
     async def _plan(self, question: Question) -> Plan:
         async with contextlib.aclosing(self.desk.follow(question)) as all_found:
@@ -166,7 +401,9 @@ def application(read: Reader, start: Options, defaults: Options, desk: Desk | No
         yield
         await service.desk.close()
 
-    def fixed(content: str, content_type: str) -> Any:
+    def fixed(name: str, content_type: str, before: str = "") -> Any:
+        content = before + files("planner.serve").joinpath("static", name).read_text(encoding="utf-8")
+
         async def respond(_: Request) -> Response:
             return Response(content, media_type=content_type)
 
@@ -177,9 +414,9 @@ def application(read: Reader, start: Options, defaults: Options, desk: Desk | No
             Route("/", service.page),
             Route("/answer", service.answer, methods=["POST"]),
             Route("/files/{name}", service.file),
-            Route("/page.css", fixed(style(), "text/css")),
-            Route("/page.js", fixed(script(), "text/javascript")),
-            Route("/icon.svg", fixed(ICON, "image/svg+xml")),
+            Route("/page.css", fixed("page.css", "text/css", STYLE)),
+            Route("/page.js", fixed("page.js", "text/javascript")),
+            Route("/icon.svg", fixed("icon.svg", "image/svg+xml")),
         ],
         lifespan=lifespan,
     )
@@ -224,71 +461,6 @@ def _panel_line(panel: Panel, state: str) -> str:
 
 def _line(**data: object) -> str:
     return json.dumps(data) + "\n"
-
-
-_FIXED_DATE = (1980, 1, 1, 0, 0, 0)
-"""The date of all files of an archive, so that the same plan makes the same bytes."""
-
-
-class Download(NamedTuple):
-    """A file for the browser to save."""
-
-    name: str
-    content_type: str
-    content: bytes
-
-
-NAMES = ("report.html", "plan.json", "trace.json", "export.zip")
-OWN_FIELDS = ("alternative", "to", "launcher")
-"""The names in a download's address that are no controls."""
-
-
-def download(name: str, plan: Plan, own: Form) -> Download:
-    """One of NAMES. Raises PlannerError where the plan cannot be exported so."""
-    number = _number(own.get("alternative", ""))
-    chosen = with_alternative(plan, number)
-    stem = slug(plan.model.name) + (f"-alternative-{number}" if number else "")
-    match name:
-        case "report.html":
-            from planner.report.page import report_page
-
-            return Download(f"{stem}.html", "text/html; charset=utf-8", report_page(chosen).encode())
-        case "plan.json":
-            # the file keeps every alternative: commands take --alternative themselves
-            return Download(f"{slug(plan.model.name)}.json", "application/json", plan.saved_text().encode())
-        case "trace.json":
-            return Download(f"{stem}-trace.json", "application/json", _trace(chosen).encode())
-    targets = ",".join(word for word in (own.get("to", ""), own.get("launcher", "")) if word and word != "default")
-    bundle = bundle_of(chosen, targets or "megatron")
-    return Download(f"{stem}-{'-'.join(bundle.targets)}.zip", "application/zip", _zip(bundle.with_manifest()))
-
-
-def _number(text: str) -> int | None:
-    if text and not is_count(text):
-        raise SpecError(f"--alternative: {text[:20]!r} is no whole number", "choose one of the alternatives")
-    return int(text) or None if text else None
-
-
-def _trace(plan: Plan) -> str:
-    """The whole step, or a shorter one of the same pipeline where it is too long for a trace."""
-    from planner.report.timeline import shown_step
-    from planner.report.trace import MAX_ACTIONS, trace_text
-
-    layout, sizes = plan.best, plan.parallelism
-    if 2 * sizes.pp * sizes.vpp * sizes.num_microbatches > MAX_ACTIONS:
-        layout = with_microbatches(layout, shown_step(plan).num_microbatches)
-    return trace_text(plan, layout)
-
-
-def _zip(files: Iterable[ExportFile]) -> bytes:
-    packed = io.BytesIO()
-    with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as archive:
-        for file in files:
-            info = zipfile.ZipInfo(file.name, _FIXED_DATE)
-            info.compress_type = zipfile.ZIP_DEFLATED
-            info.external_attr = (0o755 if file.executable else 0o644) << 16
-            archive.writestr(info, file.text)
-    return packed.getvalue()
 
 
 def same_layout(shown: Plan, case: Case) -> Plan | None:

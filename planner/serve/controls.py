@@ -84,23 +84,6 @@ class Control:
     """The values of a select, the first standing for what was not given."""
 
 
-@dataclass(frozen=True, slots=True)
-class ControlGroup:
-    """Controls that open together: parts with a heading each."""
-
-    title: str
-    parts: Mapping[str, tuple[Control, ...]]
-    is_open: bool = False
-
-    @property
-    def controls(self) -> Iterator[Control]:
-        """The controls of all parts."""
-        for part in self.parts.values():
-            yield from part
-
-
-SWITCHES_PART = "Switches"
-"""The heading below which a control stands for each switch of the trainer."""
 _CHOICES = {
     "dtypes": get_args(Dtype), "optimizers": OPTIMIZERS, "objectives": OBJECTIVES, "references": get_args(Reference),
     "rank_orders": RANK_ORDERS,
@@ -108,24 +91,19 @@ _CHOICES = {
 """The values of selects by the names that rows have for them."""
 
 
-def _groups() -> Iterator[ControlGroup]:
-    """The groups of `controls.json`; a row has a label, words beside it, its kind, and the values of a select."""
-    rows = json.loads(files("planner.serve").joinpath("controls.json").read_text(encoding="utf-8"))
-    for title, parts in rows.items():
-        controls = {
-            part: tuple(_control(name, *row) for name, row in rows_of_part.items())
-            for part, rows_of_part in parts.items()
-        }
-        yield ControlGroup(title, controls, is_open=title == "Job")
-
-
 def _control(name: str, label: str, hint: str, kind: Kind, choices: str | list[str] = "") -> Control:
+    """The control of a row: its label, words beside it, its kind, and the values of a select."""
     values = _CHOICES[choices] if isinstance(choices, str) and choices else choices
     return Control(name, label, hint, kind, ("", *values) if values else ())
 
 
-GROUPS = tuple(_groups())
-CONTROLS = {control.name: control for group in GROUPS for control in group.controls}
+_ROWS = json.loads(files("planner.serve").joinpath("controls.json").read_text(encoding="utf-8"))
+GROUPS: Mapping[str, Mapping[str, Sequence[Control]]] = {
+    title: {part: [_control(name, *row) for name, row in rows.items()] for part, rows in parts.items()}
+    for title, parts in _ROWS.items()
+}
+"""Controls that open together, by the title of their group and the heading of their part."""
+CONTROLS = {control.name: control for parts in GROUPS.values() for controls in parts.values() for control in controls}
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import io
 import multiprocessing
 import os
 import signal
 import time
+import zipfile
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -17,12 +19,15 @@ from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
 
 from planner.answer import Plan
-from planner.errors import Infeasible, PlannerError, SolverError, defect
+from planner.errors import Infeasible, PlannerError, SolverError, SpecError, defect
+from planner.layout.price import with_microbatches
+from planner.plan_file import with_alternative
 from planner.search.case import Case
 from planner.search.layouts import Standing, some_layout
 from planner.search.recipes import pinned
 from planner.search.search import plan
-from planner.serve.controls import Question
+from planner.serve.controls import Form, Question
+from planner.specs.units import is_count
 
 EVERY_S = 0.5
 """Seconds between two answers of a search that goes on, at least: to price one takes a tenth of them."""
@@ -312,3 +317,49 @@ def _end(process: BaseProcess, connection: Connection) -> None:
     process.kill()
     process.join()
     connection.close()
+
+
+NAMES = ("report.html", "plan.json", "trace.json", "export.zip")
+OWN_FIELDS = ("alternative", "to", "launcher")
+"""The names in a download's address that are no controls."""
+_FIXED_DATE = (1980, 1, 1, 0, 0, 0)
+"""The date of all files of an archive, so that the same plan makes the same bytes."""
+
+
+def download(name: str, plan: Plan, own: Form) -> tuple[str, str, bytes]:
+    """Name, content type and content of one of NAMES. Raises PlannerError where the plan cannot be exported so."""
+    from planner.export.export import bundle_of
+    from planner.export.trainer_files import slug
+    from planner.report.page import report_page
+
+    text = own.get("alternative", "")
+    if text and not is_count(text):
+        raise SpecError(f"--alternative: {text[:20]!r} is no whole number", "choose one of the alternatives")
+    number = int(text or 0) or None
+    chosen, stem = with_alternative(plan, number), slug(plan.model.name)
+    if name == "plan.json":  # the file keeps every alternative: commands take --alternative themselves
+        return f"{stem}.json", "application/json", plan.saved_text().encode()
+    stem += f"-alternative-{number}" if number else ""
+    if name == "report.html":
+        return f"{stem}.html", "text/html; charset=utf-8", report_page(chosen).encode()
+    if name == "trace.json":
+        return f"{stem}-trace.json", "application/json", _trace(chosen).encode()
+    targets = ",".join(word for word in (own.get("to", ""), own.get("launcher", "")) if word and word != "default")
+    bundle, packed = bundle_of(chosen, targets or "megatron"), io.BytesIO()
+    with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as archive:
+        for file in bundle.with_manifest():
+            info = zipfile.ZipInfo(file.name, _FIXED_DATE)
+            info.compress_type, info.external_attr = zipfile.ZIP_DEFLATED, (0o755 if file.executable else 0o644) << 16
+            archive.writestr(info, file.text)
+    return f"{stem}-{'-'.join(bundle.targets)}.zip", "application/zip", packed.getvalue()
+
+
+def _trace(plan: Plan) -> str:
+    """The whole step, or a shorter one of the same pipeline where it is too long for a trace."""
+    from planner.report.timeline import shown_step
+    from planner.report.trace import MAX_ACTIONS, trace_text
+
+    layout, sizes = plan.best, plan.parallelism
+    if 2 * sizes.pp * sizes.vpp * sizes.num_microbatches > MAX_ACTIONS:
+        layout = with_microbatches(layout, shown_step(plan).num_microbatches)
+    return trace_text(plan, layout)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from functools import cache
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -41,6 +41,8 @@ Overhead = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False, strict=True
 """Seconds, bytes or a count that a machine or a trainer adds to what can be computed."""
 Fields = dict[str, Any]
 """Values by the names of what they are: of a spec, of an object in a file, of a change."""
+Said = Mapping[str, Any]
+"""The same as they are read, and not changed."""
 Texts = tuple[str, ...]
 Ints = tuple[int, ...]
 Width = Annotated[float, Field(ge=0, le=10, allow_inf_nan=False, strict=True)]

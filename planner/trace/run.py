@@ -1,16 +1,28 @@
-"""A few steps of a user's module on data-parallel ranks, as a plan has them; on a CPU where torch sees no GPU.
+"""A user's module: traced on the meta device for the planner, or run for a few steps on data-parallel ranks.
 
+    python -m planner.trace.run --trace module:FILE.py:FACTORY|hf-code:DIR LENGTH…
     torchrun --nproc-per-node 8 -m planner.trace.run --config plan.torch.yaml
 
-Weights are in bf16, with masters, moments and summed gradients in fp32, as the plan was priced; tokens are random.
-Prints each step's seconds and the peak of the memory. MODULE in the environment stands in for the source in the file.
+To trace, nothing is computed: meta tensors have shapes and no data. What is printed is one JSON object: the operators
+of each layer in their order, at each length, and what the module says of its embedding and its head.
+
+The steps are of a plan, on a CPU where torch sees no GPU. Weights are in bf16, with masters, moments and summed
+gradients in fp32, as the plan was priced; tokens are random. Prints each step's seconds and the peak of the memory.
+MODULE in the environment stands in for the source in the file.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
+import json
 import os
+import sys
 import time
+import weakref
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,10 +30,315 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from planner.specs.reading import load_yaml
-from planner.trace.worker import built, layers_of, logits_of
+
+VIEWS = {
+    "view", "_unsafe_view", "t", "transpose", "permute", "expand", "unsqueeze", "squeeze", "slice", "select", "split",
+    "split_with_sizes", "chunk", "unbind", "detach", "alias", "reshape", "as_strided", "_reshape_alias", "lift_fresh",
+    "empty", "new_empty", "empty_like", "is_same_size", "sym_size", "unsafe_split", "view_as_real", "view_as_complex",
+}  # fmt: skip
+"""Operations that move no bytes."""
+PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "_grouped_mm"}
+
+
+class FusedKernel(torch.autograd.Function):
+    """Stands for a kernel that torch fuses on a GPU: `make` gives its output and what it keeps for the backward."""
+
+    @staticmethod
+    def forward(ctx: Any, make: Callable[..., tuple[Any, tuple[Any, ...]]], *inputs: Any) -> Any:
+        output, kept = make(*inputs)
+        ctx.save_for_backward(*kept)
+        ctx.inputs = inputs
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return None, *(None if one is None else torch.empty_like(one) for one in ctx.inputs)
+
+
+def _attention(query: Any, key: Any, value: Any) -> tuple[Any, tuple[Any, ...]]:
+    """Queries, keys, values, the output and a number for each row are kept."""
+    *batch, heads, length, _ = query.shape
+    # kernels write heads side by side, so that no copy is made to join them
+    output = query.new_empty((*batch, length, heads, value.shape[-1])).transpose(-3, -2)
+    return output, (query, key, value, output, query.new_empty(query.shape[:-1], dtype=torch.float32))
+
+
+def _norm(rows: Any, weight: Any) -> tuple[Any, tuple[Any, ...]]:
+    return torch.empty_like(rows), (rows, rows.new_empty(rows.shape[:-1], dtype=torch.float32))
+
+
+def _dropout(rows: Any) -> tuple[Any, tuple[Any, ...]]:
+    """A mask of a byte for each element is kept."""
+    return torch.empty_like(rows), (torch.empty_like(rows, dtype=torch.bool),)
+
+
+_FUSED: dict[Any, tuple[str, ...]] = {
+    nn.functional.rms_norm: ("rows", "normalized_shape", "weight"),
+    nn.functional.dropout: ("input", "p", "training"),
+    nn.functional.scaled_dot_product_attention: ("query", "key", "value", "attn_mask", "dropout_p", "is_causal"),
+}
+"""Functions whose kernels are fused, with the names of their arguments."""
+
+
+class Fused(TorchFunctionMode):
+    """Puts kernels that torch fuses on a GPU in the place of what they are made of on meta tensors."""
+
+    def __init__(self, record: Recorder) -> None:
+        super().__init__()
+        self.record = record
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        given = dict(zip(_FUSED.get(func, ()), args, strict=False)) | kwargs
+        is_off = func is nn.functional.dropout and not (given.get("p", 0.5) and given.get("training", True))
+        if func not in _FUSED or is_off:
+            return func(*args, **kwargs)
+        rows = args[0] if args else given.get("input", given.get("query"))
+        record = self.record
+        if func is nn.functional.rms_norm:
+            output = record.made(_norm, rows, given.get("weight"))
+            new = record.new(given.get("weight"))
+            record.add("norm", "elementwise", bytes=2 * _bytes(rows), parameters=new, kernels=1)
+        elif func is nn.functional.dropout:
+            output = record.made(_dropout, rows)
+            record.add("dropout", "elementwise", bytes=2.5 * _bytes(rows), parameters=0, kernels=1)
+        else:
+            key, value = given["key"], given["value"]
+            output = record.made(_attention, rows, key, value)
+            record.add(
+                "attention", "attention", heads=rows.shape[-3], kv_heads=key.shape[-3], q_len=rows.shape[-2],
+                kv_len=key.shape[-2], qk_dim=rows.shape[-1], v_dim=value.shape[-1],
+                is_causal=bool(given.get("is_causal")) or given.get("attn_mask") is not None,
+            )  # fmt: skip
+        return output
+
+
+@dataclass(eq=False)
+class HeldTensor:
+    """A tensor that autograd keeps for the backward, and the number of the operation that kept it."""
+
+    tensor: torch.Tensor
+    row: int
+
+
+class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Every operation of a forward: its sizes, the weights that it reads, the tensors that its backward keeps."""
+
+    def __init__(self, module: nn.Module, layers: list[nn.Module]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.rows: list[dict[str, Any]] = []
+        self.layer = -1
+        self.path = [""]
+        self._is_hidden = False
+        self.entered: list[int] = []
+        self.weights = {_storage(one): one.numel() for one in module.parameters()}
+        self.met: set[int] = set()
+        self.saved: list[weakref.ref[HeldTensor]] = []
+        index = {id(one): number for number, one in enumerate(layers)}
+        for name, one in module.named_modules():
+            one.register_forward_pre_hook(self._entering(name, index.get(id(one))))
+            one.register_forward_hook(self._leaving(id(one) in index), always_call=True)
+
+    def _entering(self, name: str, number: int | None) -> Callable[..., None]:
+        def hook(module: nn.Module, inputs: Any) -> None:
+            self.path.append(name)
+            if number is not None:
+                self.layer = number
+                self.entered.append(number)
+
+        return hook
+
+    def _leaving(self, is_layer: bool) -> Callable[..., None]:
+        def hook(module: nn.Module, inputs: Any, output: Any) -> None:
+            self.path.pop()
+            if is_layer:
+                self.layer = -2  # behind a layer, and before the next
+
+        return hook
+
+    def made(self, make: Callable[..., Any], *inputs: Any) -> Any:
+        """The output of a fused kernel; what stands for it inside is not recorded."""
+        self._is_hidden, before = True, self._is_hidden
+        try:
+            return FusedKernel.apply(make, *inputs)  # type: ignore[no-untyped-call]
+        finally:
+            self._is_hidden = before
+
+    def new(self, *tensors: torch.Tensor | None) -> int:
+        """Parameters of the weights among tensors that no operation has read before."""
+        keys = {_storage(one) for one in tensors if one is not None} & self.weights.keys()
+        found = sum(self.weights[key] for key in keys - self.met)
+        self.met |= keys
+        return found
+
+    def add(self, name: str, kind: str, **sizes: Any) -> None:
+        """Record an operation of the current layer."""
+        self.rows.append(
+            {"layer": self.layer, "module": self.path[-1], "name": name, "kind": kind, "kept": [], **sizes}
+        )
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        name = func.overloadpacket.__name__
+        if self._is_hidden or name in VIEWS:
+            return output
+        tensors = [one for one in _flat((args, kwargs)) if isinstance(one, torch.Tensor)]
+        has_weight = any(_storage(one) in self.weights for one in tensors)
+        parameters = self.new(*tensors)
+        if name == "convolution" and args[8] == 1:
+            steps = output.numel() // output.shape[1]
+            kernel = args[1].numel() // args[1].shape[0]
+            self.add(name, "gemm", count=1, m=steps, n=output.shape[1], k=kernel, weight=True, parameters=parameters)
+            return output
+        if name in PRODUCTS:
+            left, right = [one for one in tensors if one.dim() > 1][-2:] if name != "_grouped_mm" else tensors[:2]
+            grouped = name == "_grouped_mm" and right.dim() == 3
+            self.add(
+                name, "gemm", count=right.shape[0] if grouped else left.shape[0] if left.dim() == 3 else 1,
+                m=left.shape[-2] / (right.shape[0] if grouped else 1), k=left.shape[-1], n=right.shape[-1],
+                weight=has_weight, parameters=parameters,
+            )  # fmt: skip
+            return output
+        moved = sum(_bytes(one) for one in (*tensors, *_flat(output)) if isinstance(one, torch.Tensor))
+        lookup = name == "embedding"
+        moved -= _bytes(tensors[0]) if lookup else 0
+        self.add(name, "elementwise", bytes=moved, parameters=parameters, kernels=1)
+        return output
+
+    def pack(self, tensor: torch.Tensor) -> HeldTensor:
+        """A hold of autograd in the place of a tensor, as long as the backward may ask for it."""
+        held = HeldTensor(tensor, len(self.rows) - 1)
+        self.saved.append(weakref.ref(held))
+        return held
+
+    def count_kept(self) -> None:
+        """Add what is held now to the operations that it was kept by: each storage once, and no weights.
+
+        What a part of the forward kept that nothing came of is gone, and another tensor may have its storage.
+        """
+        met = set(self.weights)
+        for held in filter(None, (one() for one in self.saved)):
+            tensor = held.tensor
+            key = _storage(held.tensor)
+            is_number = tensor.dtype in (torch.int64, torch.int32) and tensor.numel() == 1
+            if key not in met and held.row >= 0 and not is_number:
+                self.rows[held.row]["kept"].append(tensor.untyped_storage().nbytes())
+            met.add(key)
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _flat(value: Any) -> list[Any]:
+    if isinstance(value, dict):
+        return [one for part in value.values() for one in _flat(part)]
+    if isinstance(value, (list, tuple)):
+        return [one for part in value for one in _flat(part)]
+    return [value]
+
+
+def built(source: str, device: str = "meta") -> nn.Module:
+    """The module of `module:FILE.py:FACTORY` or `hf-code:DIR`, on a device, in 16 bits."""
+    kind, _, rest = source.partition(":")
+    with torch.device(device):
+        if kind == "hf-code":
+            return _of_transformers(rest)
+        path, _, factory = rest.rpartition(":")
+        sys.path.insert(0, str(Path(path).resolve().parent))
+        spec = importlib.util.spec_from_file_location(Path(path).stem, path)
+        assert spec is not None
+        assert spec.loader is not None
+        loaded = importlib.util.module_from_spec(spec)
+        sys.modules[spec.name] = loaded
+        spec.loader.exec_module(loaded)
+        module = getattr(loaded, factory)()
+    return module.to(torch.bfloat16)  # type: ignore[no-any-return]
+
+
+def _of_transformers(folder: str) -> nn.Module:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=True)
+    options: dict[str, Any] = {"trust_remote_code": True, "dtype": torch.bfloat16}
+    try:
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", **options)
+    except ValueError:  # a model without torch's own attention; the config remembers what was asked of it
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=True)
+        model = AutoModelForCausalLM.from_config(config, **options)
+    with suppress(AttributeError, ValueError):  # experts one by one would wait for the data
+        model.set_experts_implementation("grouped_mm")
+    return model  # type: ignore[no-any-return]
+
+
+def layers_of(module: nn.Module) -> list[nn.Module]:
+    """The repeated blocks: children of the list of modules that holds most parameters, and of others like it.
+
+    Others lie beside it, not inside of it or around it, and their blocks have at least a tenth of its blocks' size.
+    """
+    sizes = {
+        one: sum(weight.numel() for weight in one.parameters())
+        for one in module.modules()
+        if isinstance(one, (nn.ModuleList, nn.Sequential)) and len(one) > 1
+    }
+    largest = max(sizes, key=lambda one: sizes[one], default=None)
+    if largest is None or 2 * sizes[largest] < sum(weight.numel() for weight in module.parameters()) / 8:
+        return [module]
+    inside, each = set(largest.modules()), sizes[largest] / len(largest)
+
+    def is_like(other: nn.ModuleList | nn.Sequential) -> bool:
+        blocks = list(other.children())
+        apart = isinstance(other, nn.ModuleList) and other not in inside and largest not in set(other.modules())
+        return apart and all(any(block.children()) for block in blocks) and sizes[other] / len(blocks) > each / 10
+
+    beside = [one for one in sizes if one is largest or is_like(one)]
+    nested = {inner for one in beside for inner in one.modules() if inner is not one}
+    return [block for one in beside if one not in nested for block in one.children()]
+
+
+def traced(source: str, length: int) -> dict[str, Any]:
+    """The operations of one forward of a sequence of `length` tokens, after a backward that shows it can be trained."""
+    module = built(source)
+    module.train()
+    layers = layers_of(module)
+    ids = torch.zeros((1, length), dtype=torch.int64, device="meta")
+    record = Recorder(module, layers)
+    kept = torch.autograd.graph.saved_tensors_hooks(record.pack, lambda held: held.tensor)
+    with torch.device("meta"), Fused(record), record, kept:
+        found = module(ids)
+    record.count_kept()
+    logits_of(found).float().sum().backward()  # type: ignore[no-untyped-call]
+    tables = [one for one in module.modules() if isinstance(one, nn.Embedding)]
+    table = max(tables, key=lambda one: one.num_embeddings, default=None)
+    heads = [one for one in module.modules() if isinstance(one, nn.Linear) and table is not None]
+    head = next((one for one in heads if table is not None and one.out_features == table.num_embeddings), None)
+    return {
+        "rows": record.rows,
+        # those that ran, in their order
+        "layers": list(dict.fromkeys(record.entered)) or [0],
+        "is_looped": len(record.entered) > len(set(record.entered)),
+        "num_parameters": sum(weight.numel() for weight in module.parameters()),
+        "vocab_size": None if table is None else table.num_embeddings,
+        "hidden_size": None if table is None else table.embedding_dim,
+        "is_tied": head is not None and table is not None and head.weight is table.weight,
+        "norm_bias": any(isinstance(one, nn.LayerNorm) and one.bias is not None for one in module.modules()),
+    }
+
+
+def logits_of(found: Any) -> torch.Tensor:
+    """The first tensor that a module returned; an output of transformers has it under `logits`."""
+    logits = getattr(found, "logits", None)
+    return next(one for one in _flat(found if logits is None else logits) if isinstance(one, torch.Tensor))
+
 
 WARM_UP = 2
 """Steps that are left out of the mean."""
@@ -86,7 +403,11 @@ def recomputed(blocks: list[nn.Module]) -> None:
 
 
 def main() -> None:
-    """Run one rank."""
+    """Trace a module, or run one rank of a plan."""
+    if sys.argv[1:2] == ["--trace"]:
+        source, *lengths = sys.argv[2:]
+        sys.stdout.write(json.dumps({int(length): traced(source, int(length)) for length in lengths}))
+        return
     parser = argparse.ArgumentParser(prog="planner.trace.run", description="Runs one rank of a module of your own.")
     parser.add_argument("--config", required=True, type=Path)
     parser.add_argument("--steps", type=int, default=10)

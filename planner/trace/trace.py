@@ -16,8 +16,8 @@ from typing import Any
 from planner.errors import PlannerError, SpecError
 from planner.specs.base import Fields
 from planner.specs.model import ModelSpec
+from planner.specs.model_parts import Polynomial, TracedOperator, TracedTensor
 from planner.specs.problems import checked
-from planner.specs.traced import Polynomial, TracedOperator, TracedTensor
 
 LENGTHS = (256, 512, 1024)
 """Tokens of the sequences that are traced: three, since attention in plain torch grows with their square."""
@@ -72,7 +72,7 @@ def _told(source: str) -> Fields:
     path = rest.rpartition(":")[0] if kind == "module" else rest
     if not os.path.exists(path):
         raise SpecError(f"{path[:80]}: no such file or folder", "check the path")
-    words = [sys.executable, "-m", "planner.trace.worker", source, *map(str, LENGTHS)]
+    words = [sys.executable, "-m", "planner.trace.run", "--trace", source, *map(str, LENGTHS)]
     try:
         done = subprocess.run(words, capture_output=True, text=True, timeout=MOST_S, preexec_fn=_limited, check=False)
     except subprocess.TimeoutExpired:

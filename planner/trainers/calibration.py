@@ -8,11 +8,10 @@ from __future__ import annotations
 import datetime
 import math
 from functools import cache
-from typing import Any
 
 from pydantic import Field
 
-from planner.specs.base import Fraction, NonNegativeFloat, PositiveFloat, Spec
+from planner.specs.base import Fields, Fraction, NonNegativeFloat, PositiveFloat, Spec, Texts
 from planner.specs.cluster import ClusterSpec
 from planner.specs.hardware import By, Correction, HardwareSpec, LinkTier, Unit, Verdict
 from planner.specs.problems import checked
@@ -83,7 +82,7 @@ class Calibration(Spec):
     """Host time per micro-batch and stage that no kernel hides."""
     step_width: PositiveFloat | None = None
     """Half-width of a dense model's step, in natural logarithms, by what the kernels' factors leave unexplained."""
-    warnings: tuple[str, ...] = ()
+    warnings: Texts = ()
     """Sentences on what was left out of the measurements, and on how poorly they fit."""
     memory_width: NonNegativeFloat | None = None
     """Half-width of a rank's memory that its numbers above leave; null where nothing gives one."""
@@ -108,7 +107,7 @@ class Calibration(Spec):
 
     def _of_hardware(self, hardware: HardwareSpec, tiers: tuple[LinkTier, ...]) -> HardwareSpec:
         before = hardware.efficiency
-        changes: dict[str, Any] = {} if self.step_width is None else {"step_width": self.step_width}
+        changes: Fields = {} if self.step_width is None else {"step_width": self.step_width}
         if self.explains_kernels:
             changes |= {
                 "evidence": "probed",
@@ -138,11 +137,11 @@ class Calibration(Spec):
             return tier
         return tier.model_copy(update={"efficiency_fraction": share.value, "source": f"{tier.source} {share.source}"})
 
-    def _reserved(self, hardware: HardwareSpec) -> dict[str, Any]:
+    def _reserved(self, hardware: HardwareSpec) -> Fields:
         """The fields of the profile's reserved memory that change."""
         measured = {"context_gib": self.context_gib, "fragmentation_fraction": self.fragmentation_fraction}
         given = {name: number for name, number in measured.items() if number is not None and number.is_applied}
-        reserved: dict[str, Any] = {name: number.value for name, number in given.items()}
+        reserved: Fields = {name: number.value for name, number in given.items()}
         if given:
             reserved["source"] = "; ".join(number.source for number in given.values())
         if self.memory_width is not None:

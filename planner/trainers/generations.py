@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+from planner.specs.base import Fields, Said, Texts
 from planner.specs.hardware import HardwareSpec
 from planner.specs.model import ModelSpec
 from planner.specs.training import Parallelism
@@ -28,7 +28,7 @@ TAIL = 1.25
 
 
 def runtime_of_its_day(
-    name: str, architecture: str, model: ModelSpec, layout: Parallelism, features: Mapping[str, Any]
+    name: str, architecture: str, model: ModelSpec, layout: Parallelism, features: Said
 ) -> RuntimeSpec:
     """The oldest generation of the trainer `name` that knows all that a run uses; the name itself means today's.
 
@@ -58,8 +58,8 @@ def objection_to_silicon(runtime: RuntimeSpec, hardware: HardwareSpec) -> str | 
 
 
 def described(
-    runtime: RuntimeSpec, hardware: HardwareSpec, model: ModelSpec, features: Mapping[str, Any]
-) -> tuple[RuntimeSpec, tuple[str, ...]]:
+    runtime: RuntimeSpec, hardware: HardwareSpec, model: ModelSpec, features: Said
+) -> tuple[RuntimeSpec, Texts]:
     """The trainer of a run that exists, with the run's features, and the names, or values, that are unknown.
 
     All that describes runs comes here (flags of `plan evaluate`, lines of --runs, imports), so that features left
@@ -68,11 +68,9 @@ def described(
     return runtime.with_features({**unsaid_features(runtime, hardware, model, features), **features})
 
 
-def unsaid_features(
-    runtime: RuntimeSpec, hardware: HardwareSpec, model: ModelSpec, said: Mapping[str, Any]
-) -> dict[str, Any]:
+def unsaid_features(runtime: RuntimeSpec, hardware: HardwareSpec, model: ModelSpec, said: Said) -> Fields:
     """The features that a run on such hardware, with those that it says, has switched on unless it says otherwise."""
-    features: dict[str, Any] = {"cross_entropy_fusion": True} if runtime.runs_fuse_loss else {}
+    features: Fields = {"cross_entropy_fusion": True} if runtime.runs_fuse_loss else {}
     features |= {"optimizer_post_validation": True} if runtime.runs_validate_later else {}
     if model.moe is None:
         return features | _WITHOUT_EXPERTS
@@ -110,7 +108,7 @@ TUNED_BY_BIAS = Imbalance(1.0, 1.0, 0.01)
 """The same where biases balance and go on moving: even in the mean, as far as anyone knows before the job runs."""
 
 
-def imbalance_of(model: ModelSpec, features: Mapping[str, Any], runtime: RuntimeSpec, tunes: bool = False) -> Imbalance:
+def imbalance_of(model: ModelSpec, features: Said, runtime: RuntimeSpec, tunes: bool = False) -> Imbalance:
     """How uneven the ranks of experts are in a run with these features.
 
     Published pre-training forces a balance unless it says otherwise; fine-tuning and some trainers do not.

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from pydantic import ConfigDict
 
-from planner.specs.base import Achieved, Fraction, Name, NonNegativeInt, Overhead, PositiveInt, Rate, Spec, Width
+from planner.specs.base import Achieved, Fraction, Name, NonNegativeInt, Overhead, PositiveInt, Rate, Spec, Texts, Width
 from planner.specs.training import Dtype, RankOrder
 from planner.trainers.optimizers import BLOCK, OPTIMIZERS, Optimizer, OptimizerName
 
@@ -28,9 +28,9 @@ class Generation(Group):
     """The name of the trainer, or of this kind of it."""
     trainer: str = ""
     """The shipped trainer that this is a kind of, whose rules and options it has; given none, that of its name."""
-    rules: tuple[str, ...] = ()
+    rules: Texts = ()
     """Names of the rules that its layouts obey (trainers/rules/rules.yaml); given none, those of `trainer`."""
-    export_rules: tuple[str, ...] = ()
+    export_rules: Texts = ()
     """Names of the rules that its export sets to models and dtypes; given none, those of `trainer`."""
     version: str = ""
     """The version of the software; empty for the newest one that the planner knows."""
@@ -38,11 +38,11 @@ class Generation(Group):
     """The trainer that a run of this name has on silicon of that one's: AMD's runs of Megatron-LM are Primus'."""
     year: PositiveInt | None = None
     """The year of the software; none for that of today."""
-    architectures: tuple[str, ...] = ()
+    architectures: Texts = ()
     """The silicon of its day, or the only one that it runs on. Empty for software of today that runs on any."""
     models: Literal["any", "gpt"] = "any"
     """The models that its day knew: any, or GPTs as of 2021 in the layouts of their time."""
-    later_features: tuple[str, ...] = ()
+    later_features: Texts = ()
     """Features that came after it: a run that uses one is later. `scaling`: a recipe that says what shares a scale."""
     graphs_routing_on_racks: bool = False
     """A run on an NVL72 rack replays the routing of experts in CUDA graphs unless it says otherwise. Megatron-Bridge's
@@ -153,6 +153,10 @@ class Kernels(Group):
     """Weights are cast to 8 bits in every pass, since ZeRO-3 gathers them anew; without: once a step."""
     narrow_factor: Rate = 1.0
     """Seconds of 8- and 4-bit products over those of Transformer Engine's kernels."""
+    block_factor: Rate = 1.0
+    """`narrow_factor` of MXFP8, where a product takes no other longer."""
+    narrows_by_torchao: bool = False
+    """Products of 8 bits keep their inputs in 16; those of 4 bits are recomputed with torchtitan's `op`, each."""
     checks_nan: bool = True
     """The loss and the gradients are looked at for NaN in every step."""
     fuses_experts: bool = False
@@ -199,10 +203,14 @@ class Memory(Group):
     """Share of the optimizer's states that stays in host memory, where the host updates it."""
     offloads_masters: bool = False
     """fp32 masters leave the GPU with the states (ZeRO-Offload, Megatron); without: the GPU keeps them."""
+    uneven_fraction: Fraction = 0.12
+    """Share of allocated memory that the allocator holds beside it where experts get other tokens in every layer and
+    step, so that few blocks are used again. Ten mixtures that ms-swift fine-tuned reserved 6 to 49% more than the price
+    without it, of dense models three 7 to 15%; two of Primus on AMD's GPUs took 7 and 10% less, where none is."""
     host_adam_bytes: Rate = 80.0
     """Bytes that the host moves through its memory to update a parameter with Adam: torch's on the CPU runs one pass
     after another: the decay (8), the two moments (32), the root, the quotient and its epsilon (24), the sum (16)."""
-    offload_modules: tuple[str, ...] = ()
+    offload_modules: Texts = ()
     """Modules whose saved inputs go to host memory after the forward and come back before the backward."""
     offloaded_layers: NonNegativeInt = 0
     """Layers of which all that they keep for the backward waits in host memory."""
@@ -422,7 +430,7 @@ class Overlaps(Group):
 class Limits(Group):
     """The layouts that a trainer can express: schedules, ZeRO stages, orders of ranks, what can be recomputed."""
 
-    schedules: tuple[str, ...] = ("1f1b", "interleaved-1f1b", "none")
+    schedules: Texts = ("1f1b", "interleaved-1f1b", "none")
     """Schedules of a pipeline that it runs."""
     zero_stages: tuple[int, ...] = (0, 1)
     """ZeRO stages that it has."""
@@ -449,9 +457,9 @@ class Limits(Group):
     stops_recompute_early: bool = False
     """Recomputing a layer ends with the last tensor that its backward needs: no down projection, no exchange after it
     (torch.utils.checkpoint, and graphs that torch.compile partitions); without: all of it runs again."""
-    selective_recompute_modules: tuple[str, ...] = ("core_attn",)
+    selective_recompute_modules: Texts = ("core_attn",)
     """Modules that it can recompute by themselves."""
-    selective_default: tuple[str, ...] = ("core_attn",)
+    selective_default: Texts = ("core_attn",)
     """The modules that `selective` recomputes where none are named."""
     head_only_stage: bool = False
     """The last stage may hold the head and no decoder layer (and the first the embedding alone)."""
@@ -462,7 +470,7 @@ class Host(Group):
 
     cuda_graphs: bool = False
     """A CUDA graph replays whole iterations: launch gaps disappear."""
-    graphed_modules: tuple[str, ...] = ()
+    graphed_modules: Texts = ()
     """Modules of every layer that CUDA graphs replay, as Megatron-LM names them; the others are launched one by one."""
     blocking_launches: bool = False
     """Every kernel waits for the one before (CUDA_LAUNCH_BLOCKING=1): host time adds to GPU time."""
@@ -499,6 +507,11 @@ class Host(Group):
     """Texts are packed into a sequence; null where nobody says."""
     document_kernels: Overhead = 0.0
     """Host time of a layer's pass for each text packed into its micro-batch, counted likewise: it is rotated alone."""
+    index_kernels: Overhead = 0.0
+    """Host time of a layer's pass for fused attention to chosen keys, counted likewise: chunks of scores, their best,
+    the indexer's loss."""
+    slice_kernels: Overhead = 0.0
+    """The same for each slice of a text whose place an exchange of heads for tokens (cp_comm_type a2a) works out."""
     tensor_kernels: Overhead = 0.0
     """Host time of an optimizer step for each parameter tensor of the rank, counted likewise: hooks, copies to main
     gradients and back, zeroes. None where a CUDA graph replays the whole step."""

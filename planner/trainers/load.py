@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple, get_args
 
 from planner.errors import SpecError
-from planner.specs.base import Fraction, Name, Spec
+from planner.specs.base import Fields, Fraction, Name, Spec, Texts
 from planner.specs.problems import check_names, checked, nearest
 from planner.specs.reading import label, load_yaml, printable
 from planner.specs.training import Dtype
@@ -100,7 +100,7 @@ class Likely(Spec):
     tuning: Fraction | None = None
     """The same of runs that say nothing, of as few tokens a step as fine-tuning has; null: no other."""
     source: str
-    architectures: tuple[str, ...] = ()
+    architectures: Texts = ()
     """The silicon of these runs; empty for all."""
 
     def share(self, tunes: bool) -> float:
@@ -140,10 +140,10 @@ Switches = dict[str, tuple[Value, ...]]
 class TrainerFile(NamedTuple):
     """A trainer's values, those of its base included, the source of each number, and the switches that it has."""
 
-    values: dict[str, Any]
+    values: Fields
     sources: dict[str, str]
     switches: Switches
-    versions: tuple[str, ...] = ()
+    versions: Texts = ()
     """The releases of the trainer, the newest last."""
     since: Mapping[str, str] = {}
     """The release with which a switch came, or one value of it (`switch=value`); others are in all of them."""
@@ -186,7 +186,7 @@ def checkpoint_of(runtime: RuntimeSpec, zero_stage: int) -> Checkpoint:
     return next((row for row in rows if zero_stage in row.zero_stages), UNKNOWN)
 
 
-def versions_of(runtime: RuntimeSpec) -> tuple[str, ...]:
+def versions_of(runtime: RuntimeSpec) -> Texts:
     """The versions of a trainer that `NAME@VERSION` may name, the newest last; none where they make no difference."""
     return _shipped_file(runtime.family).versions if runtime.family in RUNTIMES else ()
 
@@ -244,7 +244,7 @@ def _of_version(runtime: RuntimeSpec, file: TrainerFile, version: str) -> Runtim
     if version not in file.versions:
         known = f"one of {', '.join(file.versions)}" if file.versions else f"write {runtime.name} alone"
         raise SpecError(f"runtime: {runtime.name} has no version {version[:60]!r}", known)
-    known_switches, changed = _switches_in(file, version), dict[str, Any]()
+    known_switches, changed = _switches_in(file, version), Fields()
     for name, values in file.switches.items():
         row, now = SWITCHES[name], SWITCHES[name].value_of(runtime)
         if now in values and now not in known_switches.get(name, values[:1]):
@@ -313,9 +313,7 @@ def _base(where: str, name: Any) -> TrainerFile:
     return file._replace(values={"trainer": name, **file.values, "stand_in": ""}) if name in RUNTIMES else file
 
 
-def _versions(
-    where: str, data: dict[str, Any], base: TrainerFile, switches: Switches
-) -> tuple[tuple[str, ...], dict[str, str]]:
+def _versions(where: str, data: Fields, base: TrainerFile, switches: Switches) -> tuple[Texts, dict[str, str]]:
     """The versions of a file, and since which of them it has which switches."""
     versions, since = data.get("versions", base.versions), data.get("since", {})
     # YAML reads 0.20 as the number 0.2
@@ -353,7 +351,7 @@ def _switches(where: str, given: Any) -> Switches:
     return {name: tuple(values) for name, values in given.items()}
 
 
-def _changed(where: str, features: Any) -> dict[str, Any]:
+def _changed(where: str, features: Any) -> Fields:
     """The fields that a file's `features` change."""
     if not isinstance(features, dict):
         raise SpecError(f"{where}: features: {features!r:.60} is no mapping", "write `features: {name: value}`")

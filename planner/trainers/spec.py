@@ -4,12 +4,11 @@ A runtime is data. The operator list asks it what is fused and saved, the cost m
 is legal; nothing else in the planner knows one trainer from another.
 """
 
-from collections.abc import Mapping
 from typing import Any
 
 from pydantic import ConfigDict, model_validator
 
-from planner.specs.base import without
+from planner.specs.base import Fields, Said, Texts, without
 from planner.specs.hardware import HardwareSpec
 from planner.specs.training import AdapterSpec, ObjectiveSpec
 from planner.trainers.groups import FineTuning, Generation, Host, Kernels, Limits, Memory, Overlaps
@@ -38,7 +37,7 @@ class RuntimeSpec(Host, Limits, Overlaps, FineTuning, Memory, Kernels, Generatio
         return not (self.overlaps_experts or self.graphed_modules)
 
     @property
-    def recomputable_modules(self) -> tuple[str, ...]:
+    def recomputable_modules(self) -> Texts:
         """The modules that can be recomputed by themselves beside the recipe's overlaps and graphs."""
         kept = set()
         if self.overlaps_experts or "moe_router" in self.graphed_modules:
@@ -49,7 +48,7 @@ class RuntimeSpec(Host, Limits, Overlaps, FineTuning, Memory, Kernels, Generatio
 
     def in_dtype(self, dtype: str, architecture: str) -> "RuntimeSpec":
         """This runtime with what training in `dtype` on such silicon means for its bytes; the same if asked again."""
-        update: dict[str, Any] = {}
+        update: Fields = {}
         gradient_bytes = {"bf16": None, "fp16": self.fp16_gradient_bytes}.get(dtype, self.narrow_gradient_bytes)
         if gradient_bytes is not None:
             update |= {"gradient_bytes": gradient_bytes, "kept_gradient_bytes": 0}
@@ -64,7 +63,7 @@ class RuntimeSpec(Host, Limits, Overlaps, FineTuning, Memory, Kernels, Generatio
         if adapters is None:
             return self
         packed = adapters.base_bits < 16
-        update: dict[str, Any] = {"frozen_weight_bytes": PACKED_BYTES[adapters.base_bits], "unpacks_frozen": packed}
+        update: Fields = {"frozen_weight_bytes": PACKED_BYTES[adapters.base_bits], "unpacks_frozen": packed}
         if self.packed_adapters_in_fp32 if packed else self.adapters_in_fp32:
             update |= {"weight_bytes": 4, "gradient_bytes": 4, "kept_gradient_bytes": 0, "optimizer_bytes": 8}
         elif self.adapter_weights_cast:
@@ -99,7 +98,7 @@ class RuntimeSpec(Host, Limits, Overlaps, FineTuning, Memory, Kernels, Generatio
         """This runtime where backwards are split: layers run uncompiled, since a compiled one's backward is one node of
         the graph, whose donated buffers allow no second pass (torch 2.13); the loss stays compiled. Some trainers hide
         no exchange of gradients or weights then (`overlaps_split_backwards`)."""
-        changed: dict[str, Any] = {}
+        changed: Fields = {}
         if split_backward and self.compiled:
             changed |= {"compiled": False, "fused_norm": False, "fused_activation": False}
         if split_backward and not self.overlaps_split_backwards:
@@ -108,7 +107,7 @@ class RuntimeSpec(Host, Limits, Overlaps, FineTuning, Memory, Kernels, Generatio
             changed["p2p_overlap"] = True
         return self.model_copy(update=changed) if changed else self
 
-    def with_features(self, features: Mapping[str, Any]) -> "tuple[RuntimeSpec, tuple[str, ...]]":
+    def with_features(self, features: Said) -> "tuple[RuntimeSpec, Texts]":
         """This runtime with what a run's `features` switched on or off, and the names, or values, it does not know.
 
         Raises Unsupported where the run did what is not modelled.

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Final, Literal
 
 from planner.errors import SpecError
+from planner.specs.base import Texts
 from planner.specs.hardware import HardwareSpec
 from planner.specs.machines import transport_of
 from planner.specs.problems import nearest
@@ -188,7 +189,7 @@ def consents(runtime: RuntimeSpec, hardware: HardwareSpec) -> list[str]:
     return [*switches, *(dtype for dtype in NARROW_DTYPES if hardware.peak_flops(dtype) and has_dtype(runtime, dtype))]
 
 
-def consented(runtime: RuntimeSpec) -> tuple[str, ...]:
+def consented(runtime: RuntimeSpec) -> Texts:
     """Switches whose present value needs consent, which the owner of a running job has given."""
     return tuple(name for name in switches_of(runtime) if SWITCHES[name].value_of(runtime) in SWITCHES[name].consent)
 
@@ -200,7 +201,7 @@ def freed(runtime: RuntimeSpec) -> RuntimeSpec:
     return runtime.model_copy(update={field: getattr(own, field) for field in touched})
 
 
-def stated_consents(text: str, runtime: RuntimeSpec, hardware: HardwareSpec) -> tuple[str, ...]:
+def stated_consents(text: str, runtime: RuntimeSpec, hardware: HardwareSpec) -> Texts:
     """The names in `bf16_gradients,fp8`; a hyphen counts as an underscore. SpecError for one that allows nothing."""
     known = consents(runtime, hardware)
     names = tuple(part.strip().replace("-", "_") for part in text.split(",", _MAX_ENTRIES))

@@ -13,13 +13,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from planner.errors import Unsupported
+from planner.specs.base import Fields, Said, Texts
 from planner.specs.expressions import value_of
 from planner.specs.reading import shipped_table
 from planner.trainers.optimizers import OPTIMIZERS
 
 Value = bool | int | float | str
-Fields = Mapping[str, Any]
-"""Fields of RuntimeSpec, with the values that a switch gives them."""
 
 EP_OVERLAP = 0.9
 """Share of expert exchanges inside NVLink that hides behind another micro-batch's products, where a recipe asks for it.
@@ -36,7 +35,7 @@ ROWWISE = 1.45
 """Seconds of torchao's 8-bit products with a scale for each row or block, over seconds with one for a tensor.
 
 Llama 3 8B on eight H100: 6,150 tokens/s in bf16, 7,690 by tensors, 6,768 by rows (torchao's training benchmarks). 1.6
-in torchtitan's report of June 2025 (70B, TP 8: by rows no faster than bf16), 1.5 for its mxfp8 on GB200."""
+in torchtitan's report of June 2025 (70B, TP 8: by rows no faster than bf16)."""
 CAPACITY_HOST = 0.85
 """Host time of a mixture's layer that is left where experts take a fixed number of tokens: no counts are awaited."""
 SHARDED_STAGES: dict[str, tuple[int, ...]] = {"ddp": (0,), "fsdp": (2, 3), "deepspeed": (1, 2, 3)}
@@ -53,18 +52,18 @@ class Switch:
     name: str
     says: str
     """The effect of the switch in a few words, as a report shows it."""
-    values: Mapping[Value, Fields]
+    values: Mapping[Value, Said]
     """Each value that the search may choose, the plainest first, with the fields that it sets."""
     consent: Mapping[Value, str] = field(default_factory=dict)
     """Values that change numerics (or what is checked, or which tokens are trained on), and what they change. They are
     chosen with --allow NAME only."""
-    also: Callable[[Any], Fields | None] = lambda value: None
+    also: Callable[[Any], Said | None] = lambda value: None
     """The fields of a value that runs state and the search does not choose; None for a value that does not exist."""
     is_share: bool = False
     """True for a value that is any share of the optimizer's states."""
     is_described: bool = False
     """True for a feature of runs that are priced, which the search never chooses."""
-    shown_by: tuple[str, ...] = ()
+    shown_by: Texts = ()
     """The fields by which the value is recognized, where other fields that it sets are shared."""
     is_free: bool = False
     """True for a switch that never makes a step slower when it is on: the search does not try it off."""
@@ -78,7 +77,7 @@ class Switch:
     source: str = ""
     """The evidence for what the switch gains."""
 
-    def fields_of(self, value: Any) -> Fields | None:
+    def fields_of(self, value: Any) -> Said | None:
         """The fields that `value` sets; None if the switch has no such value."""
         known = next((known for known in self.values if known == value and type(known) is type(value)), None)
         return self.also(value) if known is None else self.values[known]
@@ -86,11 +85,11 @@ class Switch:
     def value_of(self, runtime: Any) -> Value:
         """The value whose fields a runtime has; numbers match if both or neither are zero, a share is as it is."""
 
-        def matches(fields: Fields) -> bool:
+        def matches(fields: Said) -> bool:
             names = self.shown_by or tuple(fields)
             return all(_alike(getattr(runtime, name), fields[name]) for name in names)
 
-        def is_exact(fields: Fields) -> bool:
+        def is_exact(fields: Said) -> bool:
             return matches(fields) and all(getattr(runtime, name) == fields[name] for name in self.shown_by or fields)
 
         exact = (value for value, fields in self.values.items() if is_exact(fields))
@@ -142,7 +141,7 @@ def _spelled_out(cell: Any) -> Any:
     return tuple(cell) if isinstance(cell, list) else cell
 
 
-def _switch(name: str, row: Mapping[str, Any]) -> Switch:
+def _switch(name: str, row: Said) -> Switch:
     cells = _spelled_out(row)
     also, values = cells.pop("also", "None"), cells.pop("values", {})
     if field_name := cells.pop("flag", None):
@@ -153,8 +152,8 @@ def _switch(name: str, row: Mapping[str, Any]) -> Switch:
     elif field_name := cells.pop("field", None):
         values = {value: {field_name: value} for value in cells.pop("among")}
 
-    def stated(value: Any) -> Fields | None:
-        found: Fields | None = value_of(also, {**_CONSTANTS, "value": value, "values": values})
+    def stated(value: Any) -> Said | None:
+        found: Said | None = value_of(also, {**_CONSTANTS, "value": value, "values": values})
         return found
 
     return Switch(name, cells.pop("says", ""), values, also=stated, **cells)
@@ -195,12 +194,12 @@ def read_recipe(runtime: Any, names: Iterable[str] = ()) -> dict[str, Value]:
     return {row.name: row.value_of(runtime) for row in rows}
 
 
-def changes(features: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
+def changes(features: Said) -> tuple[Fields, Texts]:
     """Fields of a RuntimeSpec with the values that `features` give them, and the names, or values, that are unknown.
 
     Raises Unsupported where a feature is on that is not modelled.
     """
-    changed: dict[str, Any] = {}
+    changed: Fields = {}
     unknown = []
     # what graphs and capacities imply for other switches counts where a run does not state these itself
     for name, value in sorted(features.items(), key=lambda pair: (pair[0] != "cuda_graph", pair[0] == "dispatcher")):

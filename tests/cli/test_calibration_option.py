@@ -12,7 +12,7 @@ from probes import probe_result
 from planner.answer import Plan
 from planner.cli import main
 from planner.plan_file import read_plan
-from planner.probe.eager import in_eager_torch
+from planner.probe.run_price import in_eager_torch
 
 JOB = ["--model", "8b", "--gpus", "16", "--hardware", "h200", "-s", "4096", "-b", "64"]
 LAYOUT = ["evaluate", *JOB, "--tp", "2", "--pp", "4", "--dp", "2"]

@@ -12,12 +12,13 @@ from typing import Any
 import pytest
 
 from planner.export.imported_run import ConfigFile
-from planner.export.primus_keys import _OPTIONS, _OWN, MODEL_KEYS, SCHEDULES, TURBO
+from planner.export.keyed_settings import dialect
+from planner.export.megatron.keyed_reading import OPTION_OF_KEY
 from planner.export.primus_reading import READERS, Tree, trainer_of, tree_of, values_of
 from planner.export.torchtitan_reading import flat
 
 CHECKOUT = os.environ.get("PRIMUS_CHECKOUT")
-KEYS = {*_OPTIONS, "tokenizer_type", "tokenizer_model", *_OWN, *TURBO, *SCHEDULES, *MODEL_KEYS}
+KEYS = {*OPTION_OF_KEY, *dialect("primus").renamed, "tokenizer_type", "tokenizer_model", *dialect("primus").read}
 SECTIONS = ("model", "parallelism", "training", "activation_checkpoint", "compile", "quantize", "primus_turbo")
 NO_FACTS = ("hf_assets_path", "dataset", "dataset_path", "per_op_sac_force_recompute_mm_shapes_by_fqns")
 

@@ -18,7 +18,7 @@ from planner.export.export import bundle_of
 from planner.layout.evaluate import evaluate
 from planner.observe.history import KeptPrice, kept_run, name_of, price_of, text_of
 from planner.observe.observation import Observed
-from planner.probe.eager import in_eager_torch
+from planner.probe.run_price import in_eager_torch
 from planner.profile.measurements import Machine
 from planner.specs.cluster import ClusterSpec
 from planner.specs.registry import load_hardware, load_model

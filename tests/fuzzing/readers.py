@@ -12,7 +12,7 @@ from fuzzing.made import CORPUS, Seeds
 from planner.cli.measurements import read_probe
 from planner.observe.judge import read_observed
 from planner.plan_file import read_plan
-from planner.probe.verdict.evidence import slowness
+from planner.probe.evidence import slowness
 from planner.schedule.graph import from_torch_csv
 from planner.specs.phases import read_phases
 from planner.specs.reading import read_text

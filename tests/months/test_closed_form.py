@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_losses import losses
 
-from planner.months.closed_form import LONGEST_BETWEEN_SAVES_S, Rhythm, best_interval_s, rhythm_of
 from planner.months.losses import Fact, stated
+from planner.months.whole_run import LONGEST_BETWEEN_SAVES_S, Rhythm, best_interval_s, rhythm_of
 
 HOUR_S = 3600.0
 PLAIN = Rhythm(failures_per_s=1 / (3 * HOUR_S), restart_s=500.0, stall_s=20.0, write_s=0.0, evaluation_fraction=0.01)

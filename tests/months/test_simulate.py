@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 from test_losses import losses
 
-from planner.months.closed_form import best_interval_s, rhythm_of
 from planner.months.losses import SECONDS_PER_DAY, Losses, stated
-from planner.months.whole_run import Simulated, simulated_runs
+from planner.months.whole_run import Simulated, best_interval_s, rhythm_of, simulated_runs
 
 UNCERTAIN = (
     "failures_per_1000_gpu_days", "detection_s", "restart_s", "standby_restart_s", "node_loss_fraction", "repair_s",

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planner.months.closed_form import ALIKE, cheapest_spares, spares
 from planner.months.losses import Losses, failure_kinds, losses_of
+from planner.months.whole_run import ALIKE, cheapest_spares, spares
 from planner.specs.cluster import ClusterSpec, parse_tiers
 from planner.specs.hardware import LinkTier
 from planner.specs.registry import load_hardware

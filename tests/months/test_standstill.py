@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planner.months.closed_form import Standstill, break_even_s, going_on_s, return_pays_s, waiting_s
 from planner.months.losses import Fact, stated
+from planner.months.whole_run import Standstill, break_even_s, going_on_s, return_pays_s, waiting_s
 
 seconds = st.floats(1.0, 1e5)
 fractions = st.floats(0.01, 0.99)

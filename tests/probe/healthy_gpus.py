@@ -19,7 +19,6 @@ from planner.answer import Plan
 from planner.physics import compute
 from planner.physics.communication import p2p_s
 from planner.probe import probe as probing
-from planner.probe.eager import in_eager_torch
 from planner.probe.plan_runs import ranks_run
 from planner.probe.plan_slice import ProbeOptions
 from planner.probe.rank.groups import RankGroups
@@ -35,6 +34,7 @@ from planner.probe.result import (
     TimedAction,
 )
 from planner.probe.run import Place, ProbeRun, needed_by
+from planner.probe.run_price import in_eager_torch
 from planner.schedule.actions import Action
 from planner.schedule.replay import Durations, replay
 from planner.specs.units import MICRO

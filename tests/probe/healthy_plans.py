@@ -9,9 +9,9 @@ from typing import Any
 from planner.answer import Plan
 from planner.errors import PlannerError
 from planner.layout.evaluate import evaluate
-from planner.probe.eager import in_eager_torch
 from planner.probe.plan_runs import require_layers, require_split
 from planner.probe.plan_slice import ProbeOptions
+from planner.probe.run_price import in_eager_torch
 from planner.specs.cluster import ClusterSpec
 from planner.specs.model import ModelSpec
 from planner.specs.registry import load_hardware, load_model

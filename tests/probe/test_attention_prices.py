@@ -14,10 +14,10 @@ from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from planner.layout.evaluate import evaluate  # noqa: E402
 from planner.physics.layer.attention import attention  # noqa: E402
 from planner.physics.operators import Operator, operators_of  # noqa: E402
-from planner.probe.eager import EAGER  # noqa: E402
+from planner.probe.evidence import in_words  # noqa: E402
 from planner.probe.model.attention import KernelsSeen, core_attention  # noqa: E402
 from planner.probe.model.peers import TensorPeers  # noqa: E402
-from planner.probe.verdict.evidence import in_words  # noqa: E402
+from planner.probe.run_price import EAGER  # noqa: E402
 from planner.shape import Shape  # noqa: E402
 from planner.specs.cluster import ClusterSpec  # noqa: E402
 from planner.specs.model import ModelSpec  # noqa: E402

@@ -15,9 +15,16 @@ pytest.importorskip("torch", reason="needs the probe extra (torch)")
 from small_plans import plan_of
 
 from planner.cli.probe_report import render
-from planner.probe.device_state import DeviceState
-from planner.probe.result import ChunkSeconds, ComparedQuantity, ProbedExchange, ProbedMemory, ProbeResult, RankResult
-from planner.probe.verdict.evidence import UNSEEN, conditions_of
+from planner.probe.evidence import UNSEEN, conditions_of
+from planner.probe.result import (
+    ChunkSeconds,
+    ComparedQuantity,
+    DeviceState,
+    ProbedExchange,
+    ProbedMemory,
+    ProbeResult,
+    RankResult,
+)
 
 
 def rank(number: int = 0, spread: float = 0.001, **states: dict[str, Any]) -> RankResult:

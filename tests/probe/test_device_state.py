@@ -15,12 +15,12 @@ torch = pytest.importorskip("torch", reason="needs the probe extra (torch)")
 
 from fake_gpus import H200, fake_gpu  # noqa: E402
 
-from planner.probe import device_state  # noqa: E402
-from planner.probe.device_state import DeviceState, Monitor, nvidia_state, state_of  # noqa: E402
+from planner.probe import torch_build as device_state  # noqa: E402
+from planner.probe.evidence import conditions_of  # noqa: E402
 from planner.probe.launch.process import StageWorker  # noqa: E402
 from planner.probe.rank.groups import RESULT_FILE, RUN_FILE  # noqa: E402
-from planner.probe.result import RankResult  # noqa: E402
-from planner.probe.verdict.evidence import conditions_of  # noqa: E402
+from planner.probe.result import DeviceState, RankResult  # noqa: E402
+from planner.probe.torch_build import Monitor, nvidia_state, state_of  # noqa: E402
 
 SMI = """#!/bin/sh
 echo "$@" >> {log}
@@ -102,9 +102,7 @@ def test_a_job_of_the_same_shell_is_another_and_a_rank_of_the_same_torchrun_is_n
 ) -> None:
     with subprocess.Popen(["sleep", "60"]) as other:
         smi(apps=f"{other.pid}, sleep, [N/A]\n")
-        monkeypatch.setattr(
-            "planner.probe.device_state.os.getppid", os.getpid
-        )  # the other one's parent is this process
+        monkeypatch.setattr("planner.probe.torch_build.os.getppid", os.getpid)  # the other one's parent is this process
         monkeypatch.delenv("RANK", raising=False)
         state = state_of(nvidia_state("7"), "before")
         assert (state.other_processes, state.other_bytes) == ((f"sleep ({other.pid})",), None)
@@ -129,7 +127,7 @@ def test_a_driver_that_does_not_answer_is_asked_once(smi: Any, monkeypatch: pyte
         raise subprocess.TimeoutExpired(command, 20)
 
     smi()
-    monkeypatch.setattr("planner.probe.device_state.subprocess.run", run)
+    monkeypatch.setattr("planner.probe.torch_build.subprocess.run", run)
     assert nvidia_state("7") == {}
     assert len(asked) == 1
 

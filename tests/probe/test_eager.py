@@ -20,9 +20,10 @@ from tiny import skip_where_torch_is_too_old  # noqa: E402
 
 from planner.cli import main  # noqa: E402
 from planner.cli.measurements import read_probe  # noqa: E402
-from planner.probe.eager import EAGER, in_eager_torch  # noqa: E402
+from planner.probe.evidence import slowness  # noqa: E402
 from planner.probe.plan_runs import ranks_run  # noqa: E402
 from planner.probe.plan_slice import ProbeOptions, planned_seconds  # noqa: E402
+from planner.probe.probe import judge_ranks  # noqa: E402
 from planner.probe.result import (  # noqa: E402
     ChunkSeconds,
     MeasuredRun,
@@ -34,8 +35,7 @@ from planner.probe.result import (  # noqa: E402
     TimedAction,
 )
 from planner.probe.run import ProbeRun  # noqa: E402
-from planner.probe.verdict.evidence import slowness  # noqa: E402
-from planner.probe.verdict.judge import judge_ranks  # noqa: E402
+from planner.probe.run_price import EAGER, in_eager_torch  # noqa: E402
 from planner.profile.probe_calibration import from_probe  # noqa: E402
 from planner.schedule.replay import Durations, replay  # noqa: E402
 

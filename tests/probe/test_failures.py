@@ -27,10 +27,10 @@ import faulty
 import launch_and_wait
 import torch
 
+from planner.probe.compare import run_checks
 from planner.probe.launch.launcher import LOCK_FILE, launch, process_context, run_folder, sweep
 from planner.probe.launch.process import asked_bytes, failure_of
 from planner.probe.rank.groups import WAITING, Identity, Progress, disagreement, hanging_rank, require_agreement
-from planner.probe.verdict.compare import run_checks
 
 HERE = Path(__file__).parent
 PATIENCE_S = 600.0

@@ -18,10 +18,9 @@ import torch.distributed.fsdp
 from small_plans import SMALL, plan_of, run, small_plan
 
 from planner.probe.plan_runs import ranks_run, require_split
-from planner.probe.probe import ProbeOptions, probe
+from planner.probe.probe import ProbeOptions, probe, trace_events
 from planner.probe.rank.gradients import FlatParameters, Sharding
 from planner.probe.result import MeasuredRun
-from planner.probe.verdict.judge import trace_events
 
 ROOT = Path(__file__).parent.parent.parent
 

@@ -12,14 +12,14 @@ torch = pytest.importorskip("torch", reason="needs the probe extra (torch)")
 import torch.distributed as dist  # noqa: E402
 from small_plans import small_plan  # noqa: E402
 
-from planner.probe.eager import in_eager_torch  # noqa: E402
+from planner.probe.compare import beside_messages_s, compare_pipeline, compare_stage  # noqa: E402
+from planner.probe.evidence import _factor  # noqa: E402
 from planner.probe.rank import after_steps  # noqa: E402
 from planner.probe.rank.after_steps import with_quiet_seconds  # noqa: E402
 from planner.probe.rank.training import trainer_alone  # noqa: E402
 from planner.probe.result import ChunkSeconds, RankResult  # noqa: E402
 from planner.probe.run import SURE_FRACTION, ProbeRun  # noqa: E402
-from planner.probe.verdict.compare import beside_messages_s, compare_pipeline, compare_stage  # noqa: E402
-from planner.probe.verdict.evidence import _factor  # noqa: E402
+from planner.probe.run_price import in_eager_torch  # noqa: E402
 
 STEP_S = 0.01
 """Seconds by which the clock below moves at each mark."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from planner.probe.verdict.evidence import objection_to_device
+from planner.probe.evidence import objection_to_device
 from planner.specs.registry import hardware_names, load_hardware
 
 DEVICES = {

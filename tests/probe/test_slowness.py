@@ -10,9 +10,9 @@ from probes import probe_result, probe_run
 
 from planner.answer import Plan
 from planner.errors import SpecError
-from planner.probe.eager import in_eager_torch
+from planner.probe.evidence import slowness
 from planner.probe.result import ProbeResult
-from planner.probe.verdict.evidence import slowness
+from planner.probe.run_price import in_eager_torch
 from planner.search.rebalance import rebalance
 
 SLOW = (1.0, 1.0, 1.3, 1.0, 0.9, 1.0, 1.0, 1.1)

@@ -13,7 +13,7 @@ from planner.layout.alive import explore  # noqa: E402
 from planner.layout.evaluate import evaluate  # noqa: E402
 from planner.layout.price import reprice  # noqa: E402
 from planner.probe import torch_build  # noqa: E402
-from planner.probe.eager import in_eager_torch  # noqa: E402
+from planner.probe.run_price import in_eager_torch  # noqa: E402
 from planner.specs.cluster import ClusterSpec  # noqa: E402
 from planner.specs.registry import load_hardware  # noqa: E402
 from planner.specs.training import Parallelism, TrainingSpec  # noqa: E402

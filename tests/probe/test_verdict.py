@@ -9,21 +9,20 @@ import pytest
 from probes import probe_result, probe_run
 
 from planner.answer import Plan
+from planner.probe.compare import activity, bubble_fraction, run_checks
 from planner.probe.result import RankResult, StepSeconds, TimedAction
-from planner.probe.verdict.compare import activity, bubble_fraction, run_checks
 from planner.specs.registry import load_model
 
 pytest.importorskip("torch", reason="needs the probe extra (torch)")
 
 from small_plans import SMALL, plan_of, small_plan
 
-from planner.probe.eager import in_eager_torch, repriced
+from planner.probe.compare import compare_exchanges, replayed_step_s
 from planner.probe.plan_runs import ranks_run
 from planner.probe.plan_slice import RankGrid
-from planner.probe.probe import ProbeOptions
+from planner.probe.probe import ProbeOptions, judge_ranks
 from planner.probe.result import ChunkSeconds, MeasuredRun, ProbedExchange, ProbedMemory, ProbeResult, RankOutOfMemory
-from planner.probe.verdict.compare import compare_exchanges, replayed_step_s
-from planner.probe.verdict.judge import judge_ranks
+from planner.probe.run_price import in_eager_torch, repriced
 from planner.specs.model import ModelSpec
 
 
@@ -115,7 +114,7 @@ def test_ranks_on_gpus_are_compared_in_time_memory_and_loss(loss: float, capsys:
 def test_a_report_and_a_trace_say_how_far_clocks_may_differ(capsys: pytest.CaptureFixture[str]) -> None:
     from planner.cli.output import show
     from planner.cli.probe_report import render
-    from planner.probe.verdict.judge import trace_events
+    from planner.probe.probe import trace_events
 
     plan = small_plan()
     ran = probe_result(plan, lambda stage: (1e-3, 2e-3), mode="ranks", run=probe_run(plan, num_steps=1))

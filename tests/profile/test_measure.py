@@ -33,7 +33,7 @@ from tools.calibrate.tables import read_table
 
 torch = pytest.importorskip("torch", reason="needs the probe extra (torch)")
 
-from planner.probe.device_state import Monitor, state_of  # noqa: E402
+from planner.probe.torch_build import Monitor, state_of  # noqa: E402
 from planner.profile.measure import (  # noqa: E402
     MeasurementTask,
     Stopwatch,
@@ -328,7 +328,7 @@ def test_a_profile_says_how_sure_it_is_and_how_the_gpu_was(
     record, asked = no_record(), list[str]()
     states = {"before": {"clock_mhz": 345.0}, "within": {"clock_mhz": 1455.0, "max_clock_mhz": 1980.0}, "after": {}}
     monitor = Monitor(lambda: {**states[asked[-1]], "power_limit_w": 500.0, "default_power_limit_w": 700.0})
-    monkeypatch.setattr("planner.probe.device_state.time", SimpleNamespace(sleep=lambda s: None))
+    monkeypatch.setattr("planner.probe.torch_build.time", SimpleNamespace(sleep=lambda s: None))
     monkeypatch.setattr(Monitor, "_keep", lambda m, fields, when: m.states.append(state_of(fields, when)))
 
     def row(spread: float, when: str) -> MeasuredRow:

@@ -66,7 +66,7 @@ def test_an_alternative_is_shown_instead_of_the_best(running: Running) -> None:
 @pytest.mark.parametrize(
     ("form", "says"),
     [
-        ({"gpus": "many"}, "--gpus: &#x27;many&#x27; is not a whole number"),
+        ({"gpus": "many"}, "--gpus: &#39;many&#39; is not a whole number"),
         ({"gpus": "0"}, "--gpus"),
         ({"model": "/etc/passwd"}, "it reads no files"),
         ({"model": "../x.yaml"}, "it reads no files"),
@@ -75,7 +75,7 @@ def test_an_alternative_is_shown_instead_of_the_best(running: Running) -> None:
         ({"calibration": "probe.json"}, "no such control"),
         ({"time_limit": "9999"}, "longer than this page searches"),
         ({"top": "900"}, "more than this page shows"),
-        ({"tp": "<script>alert(1)</script>"}, "--tp: &#x27;&lt;script&gt;"),
+        ({"tp": "<script>alert(1)</script>"}, "--tp: &#39;&lt;script&gt;"),
     ],
 )
 def test_what_is_wrong_is_said_in_words(running: Running, form: dict[str, str], says: str) -> None:

@@ -13,9 +13,8 @@ from planner.cli.options import SearchOptions
 from planner.cli.serve_command import read_question
 from planner.errors import SpecError
 from planner.search.search import plan
-from planner.serve.app import same_layout
+from planner.serve.app import plan_panel, same_layout
 from planner.serve.controls import CONTROLS, NETWORK, Catalogue, changed, form_of, options_of
-from planner.serve.panel import plan_panel
 
 CATALOGUE = Catalogue.shipped({"model": "./mine.yaml"}, {})
 

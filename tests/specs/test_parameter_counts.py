@@ -19,11 +19,7 @@ PUBLISHED: dict[str, int] = TABLES["published"]
 PUBLISHED_CONFIGS: dict[str, dict[str, Any]] = {
     entry["name"]: entry for entry in json.loads((Path(__file__).parent / "published.json").read_text())
 }
-UNCOMMON = {
-    "qwen3-next-80b-a3b", "qwen3.5-35b-a3b", "minimax-m2", "olmo-3-32b", "deepseek-v3.2", "glm-5", "kimi-k3",
-    "nemotron-3-nano-30b-a3b", "granite-4.0-h-small", "falcon-h1-34b", "deepseek-v4-flash", "deepseek-v4-pro",
-    "minimax-m3",
-}  # fmt: skip
+UNCOMMON = set(model_names()) & set(PUBLISHED_CONFIGS) - set(PUBLISHED)
 """Models that are held against their published config, and against the count of transformers."""
 ROUNDED: dict[str, tuple[float, int]] = TABLES["rounded"]
 ACTIVE: dict[str, tuple[float, int, int]] = TABLES["active"]

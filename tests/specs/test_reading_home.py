@@ -47,7 +47,7 @@ EXCEPTIONS = {
     "planner/trace/trace.py": WIRE,
     "planner/validate/rows.py": OWN,
     "planner/specs/expressions.py": "expressions in our own tables, in which nothing stands that a user gives",
-    "planner/probe/device_state.py": "the table that nvidia-smi prints",
+    "planner/probe/torch_build.py": "the table that nvidia-smi prints",
     "planner/probe/rank/groups.py": WIRE,
     "planner/observe/lines.py": "logs, inflated a MiB at a time, up to a limit; no line is longer than 64 KiB",
     "planner/observe/traces/source.py": f"an unpickler that knows no class, in bounded memory; {LARGE}",

@@ -20,10 +20,10 @@ torch = pytest.importorskip("torch", reason="needs the probe extra (torch)")
 from small_plans import plan_of  # noqa: E402
 from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
 
-from planner.probe.eager import EAGER, fuses_norms  # noqa: E402
 from planner.probe.plan_runs import require_runnable  # noqa: E402
 from planner.probe.plan_slice import ProbeOptions  # noqa: E402
 from planner.probe.run import ChunkSpec, ProbeRun  # noqa: E402
+from planner.probe.run_price import EAGER, fuses_norms  # noqa: E402
 from tools.counted_bytes import (  # noqa: E402
     BytesAlive,
     count_stage,

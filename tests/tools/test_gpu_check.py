@@ -15,12 +15,12 @@ from fake_gpus import H200, MI300X, Neighbours, fake_gpu, fake_group  # noqa: E4
 
 from planner.errors import PlannerError, ProbeError, SpecError  # noqa: E402
 from planner.probe import probe as probe_module  # noqa: E402
-from planner.probe.eager import in_eager_torch  # noqa: E402
 from planner.probe.launch.process import StageWorker  # noqa: E402
 from planner.probe.rank.groups import RESULT_FILE, RUN_FILE  # noqa: E402
 from planner.probe.rank.worker import Worker  # noqa: E402
 from planner.probe.result import MeasuredRun, RankResult  # noqa: E402
 from planner.probe.run import ProbeRun  # noqa: E402
+from planner.probe.run_price import in_eager_torch  # noqa: E402
 from planner.probe.torch_build import torch_release  # noqa: E402
 from planner.profile.measure import machine_of  # noqa: E402
 from planner.specs.registry import load_hardware  # noqa: E402

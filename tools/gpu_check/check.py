@@ -10,9 +10,9 @@ from pathlib import Path
 
 from planner.distribution import __version__
 from planner.errors import ProbeError, SpecError
-from planner.probe.eager import in_eager_torch
 from planner.probe.result import ProbeResult
 from planner.probe.run import Device
+from planner.probe.run_price import in_eager_torch
 from planner.probe.torch_build import require_gpu
 from planner.profile.measurements import known_profile
 from planner.profile.probe_calibration import from_probe

@@ -15,15 +15,15 @@ from typing import Literal
 
 from planner.answer import Plan
 from planner.errors import PlannerError, ProbeError, defect
-from planner.probe.eager import in_eager_torch
+from planner.probe.compare import compare_stage
+from planner.probe.evidence import load_in_words, seen_kernels
 from planner.probe.launch.launcher import process_context
 from planner.probe.model.attention import require_flash
 from planner.probe.plan_runs import require_runnable
 from planner.probe.probe import ProbeOptions, probe
 from planner.probe.result import ComparedQuantity, ProbeResult, RankResult
 from planner.probe.run import Device
-from planner.probe.verdict.compare import compare_stage
-from planner.probe.verdict.evidence import load_in_words, seen_kernels
+from planner.probe.run_price import in_eager_torch
 from planner.profile.measure import machine_of
 from planner.profile.measurements import Machine
 from planner.specs.hardware import HardwareSpec

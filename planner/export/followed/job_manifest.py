@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from planner.errors import SpecError
+from planner.specs.base import Fields, Said
 from planner.specs.reading import parse_yaml, shipped_table
 from planner.specs.shipped import find
 
@@ -47,7 +48,7 @@ def job_of(text: str) -> StartedScript | None:
     return StartedScript(text, hardware=_profile(asked[1])) if asked is not None else None
 
 
-def _of_row(data: Mapping[str, Any], row: Mapping[str, Any]) -> StartedScript:
+def _of_row(data: Said, row: Said) -> StartedScript:
     """The job of a manifest whose fields a row of the table names."""
     commands = _at(data, row["script"])
     script = "\n".join(map(str, commands)) if isinstance(commands, list) else str(commands or "")
@@ -63,7 +64,7 @@ def _of_row(data: Mapping[str, Any], row: Mapping[str, Any]) -> StartedScript:
     return StartedScript(_with(given, script), each and nodes * each, kind)
 
 
-def _of_kubernetes(documents: list[Mapping[str, Any]]) -> StartedScript:
+def _of_kubernetes(documents: list[Said]) -> StartedScript:
     """The job of the container that has most to say, and of the files it starts from a ConfigMap, on all pods' GPUs."""
     pods = [pod for document in documents for pod in _pods(document, 1, 0)]
     # Ray's jobs have a command of their own
@@ -87,7 +88,7 @@ def _of_kubernetes(documents: list[Mapping[str, Any]]) -> StartedScript:
     return StartedScript(_with(given, script + held_too), sum(replicas * each for replicas, each in asks) or None)
 
 
-def _pods(part: Any, replicas: int, depth: int) -> Iterator[tuple[Mapping[str, Any], int]]:
+def _pods(part: Any, replicas: int, depth: int) -> Iterator[tuple[Said, int]]:
     """Every container or trainer in a manifest, and how many there are of it."""
     if depth > _MAX_DEPTH:
         return
@@ -107,7 +108,7 @@ def _pods(part: Any, replicas: int, depth: int) -> Iterator[tuple[Mapping[str, A
                     yield from _pods(inner, replicas, depth + 1)
 
 
-def _limit(container: Mapping[str, Any]) -> Any:
+def _limit(container: Said) -> Any:
     resources = container.get("resources") or container.get("resourcesPerNode") or {}
     limits = (resources.get("limits") or resources.get("requests") or {}) if isinstance(resources, Mapping) else {}
     return next((value for name, value in limits.items() if _GPU.fullmatch(str(name))), None)
@@ -142,7 +143,7 @@ def _asked(said: Any, called: Mapping[str, str]) -> tuple[str | None, int | None
 
 def _variables(said: Any) -> dict[str, str]:
     """Variables of a mapping, of `NAME=VALUE`s, or of Kubernetes' pairs of name and value; those with a value."""
-    pairs: dict[str, Any] = dict(said) if isinstance(said, Mapping) else {}
+    pairs: Fields = dict(said) if isinstance(said, Mapping) else {}
     for one in _listed(said):
         if isinstance(one, Mapping):
             pairs[str(one.get("name"))] = one.get("value")

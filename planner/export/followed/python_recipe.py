@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
 from planner.errors import SpecError
 from planner.export.followed.python_values import (
-    BINARY,
     BUILTINS,
-    COMPARE,
     MAX_CHARACTERS,
+    MAX_ITEMS,
     CallRecord,
     PythonClass,
     PythonFunction,
@@ -20,20 +19,21 @@ from planner.export.followed.python_values import (
     PythonModule,
     Scope,
     Unknown,
+    as_key,
     built_in,
+    computed,
     field_value,
     has_field,
-    is_small,
     method_value,
     told,
     truth,
 )
 from planner.export.imported_run import ConfigFile
+from planner.specs.base import Fields, Said, Texts
 from planner.specs.problems import nearest
 from planner.specs.reading import PYTHON, num_signs, parse_python
 
-MAX_STEPS, MAX_DEPTH, MAX_ITEMS = 200_000, 60, 4_096
-MAX_NUMBER, MAX_EXPONENT, MAX_BITS = 10**12, 64, 256
+MAX_STEPS, MAX_DEPTH, MAX_BITS = 200_000, 60, 256
 ITEMS_A_STEP = 16
 """Making a list or a text costs a step for so many items or characters: what all steps make is bounded."""
 
@@ -55,11 +55,6 @@ class _StopError(Exception):
     """A loop is left."""
 
 
-def _as_key(value: Any) -> Any:
-    """A value as a key: tuples are lists here, which are none."""
-    return tuple(value) if isinstance(value, list) else value
-
-
 class Evaluator:
     """Works out what functions of a file return; the files that it imports are read if they lie in the same tree."""
 
@@ -67,7 +62,7 @@ class Evaluator:
         self,
         config: ConfigFile,
         never_followed: frozenset[str] = frozenset(),
-        known: Callable[[CallRecord], Mapping[str, Any]] = lambda record: {},
+        known: Callable[[CallRecord], Said] = lambda record: {},
     ) -> None:
         self.steps, self.depth, self.never_followed, self.known = 0, 0, never_followed, known
         self.num_signs = 0
@@ -222,7 +217,7 @@ class Evaluator:
 
     def called(self, node: ast.Call, scope: Scope) -> Any:
         arguments = [item for argument in node.args for item in self._items(argument, scope)]
-        keywords: dict[str, Any] = {}
+        keywords: Fields = {}
         for keyword in node.keywords:
             value = self.value(keyword.value, scope)
             if keyword.arg is None:
@@ -254,7 +249,7 @@ class Evaluator:
             self._calls += [value] if keywords or arguments else []
         return value
 
-    def _of_function(self, function: Any, name: str, arguments: list[Any], keywords: dict[str, Any]) -> Any:
+    def _of_function(self, function: Any, name: str, arguments: list[Any], keywords: Fields) -> Any:
         if isinstance(function, PythonFunction):
             return self._call(function, arguments, keywords)
         if isinstance(function, PythonClass):
@@ -284,16 +279,16 @@ class Evaluator:
             return arguments[1]
         return CallRecord(name, arguments, keywords)
 
-    def class_names(self, cls: PythonClass) -> dict[str, Any]:
+    def class_names(self, cls: PythonClass) -> Fields:
         """The names that the body of a class defines."""
         scope = Scope(cls.module, {}, Scope(cls.module, cls.module.names))
         body = [node for node in cls.node.body if not isinstance(node, (ast.Expr, ast.FunctionDef))]
         self._run(body, scope)
         return scope.names
 
-    def _defaults(self, cls: PythonClass, depth: int = 0) -> dict[str, Any]:
+    def _defaults(self, cls: PythonClass, depth: int = 0) -> Fields:
         """Values of the fields of a class and of those that it inherits from."""
-        defaults: dict[str, Any] = {}
+        defaults: Fields = {}
         if depth < MAX_DEPTH // 4:
             for base in reversed(cls.node.bases):
                 inherited = self.value(base, Scope(cls.module, cls.module.names))
@@ -305,7 +300,7 @@ class Evaluator:
             if not isinstance(value, (PythonClass, PythonFunction, PythonImport))
         }
 
-    def _call(self, function: PythonFunction, arguments: list[Any], keywords: dict[str, Any]) -> Any:
+    def _call(self, function: PythonFunction, arguments: list[Any], keywords: Fields) -> Any:
         parameters = function.node.args
         names = [argument.arg for argument in (*parameters.posonlyargs, *parameters.args)]
         scope = Scope(function.module, {})
@@ -364,20 +359,8 @@ class Evaluator:
                 return [item for element in node.elts for item in self._items(element, scope)]
             case ast.Dict():
                 return self._dict(node, scope)
-            case ast.BinOp():
-                return self._binary(node, scope)
-            case ast.UnaryOp():
-                value = self.value(node.operand, scope)
-                if isinstance(node.op, ast.Not):
-                    known = truth(value)
-                    return Unknown(node) if known is None else not known
-                return -value if isinstance(node.op, ast.USub) else value
-            case ast.BoolOp():
-                return self._bool(node, scope)
-            case ast.Compare():
-                return self._compare(node, scope)
-            case ast.IfExp():
-                return self.value(node.body if truth(self.value(node.test, scope)) else node.orelse, scope)
+            case ast.BinOp() | ast.UnaryOp() | ast.BoolOp() | ast.Compare() | ast.IfExp():
+                return computed(node, lambda part: self.value(part, scope))
             case ast.JoinedStr():
                 parts = [
                     self.value(part.value if isinstance(part, ast.FormattedValue) else part, scope)
@@ -392,7 +375,7 @@ class Evaluator:
                 owner, key = self.value(node.value, scope), self.value(node.slice, scope)
                 if isinstance(owner, CallRecord):
                     return owner.fields.get(str(key), Unknown(node))
-                return owner[_as_key(key)]
+                return owner[as_key(key)]
         return Unknown(node)
 
     def _attribute(self, owner: Any, node: ast.Attribute) -> Any:
@@ -420,48 +403,9 @@ class Evaluator:
             value = self.value(item, scope)
             if key is None:
                 result |= value if isinstance(value, dict) else {}
-            elif isinstance(name := _as_key(self.value(key, scope)), (str, int, tuple)):
+            elif isinstance(name := as_key(self.value(key, scope)), (str, int, tuple)):
                 result[name] = value
         return result
-
-    def _binary(self, node: ast.BinOp, scope: Scope) -> Any:
-        left, right = self.value(node.left, scope), self.value(node.right, scope)
-        is_repeat = isinstance(node.op, ast.Mult) and (isinstance(left, (list, str)) or isinstance(right, (list, str)))
-        if is_repeat:
-            items, times = (left, right) if isinstance(right, int) else (right, left)
-            return items * times if len(items) * times <= MAX_ITEMS else Unknown(node)
-        if isinstance(left, (CallRecord, Unknown)) or isinstance(right, (CallRecord, Unknown)):
-            return Unknown(node)
-        if isinstance(node.op, ast.Pow) and not (abs(left) <= MAX_NUMBER and abs(right) <= MAX_EXPONENT):
-            return Unknown(node)
-        if isinstance(node.op, ast.Mod) and isinstance(left, str):
-            return Unknown(node)
-        value = BINARY[type(node.op)](left, right)
-        is_long = isinstance(value, (str, list)) and len(value) > MAX_CHARACTERS
-        return Unknown(node) if is_long else value
-
-    def _bool(self, node: ast.BoolOp, scope: Scope) -> Any:
-        value: Any = None
-        for item in node.values:
-            value = self.value(item, scope)
-            known = truth(value)
-            if known is (isinstance(node.op, ast.Or)):
-                return value
-        return value
-
-    def _compare(self, node: ast.Compare, scope: Scope) -> Any:
-        left, right = self.value(node.left, scope), self.value(node.comparators[0], scope)
-        kind = type(node.ops[0])
-        if kind in (ast.Is, ast.IsNot, ast.Eq, ast.NotEq) and (left is None or right is None):
-            other = right if left is None else left
-            if isinstance(other, Unknown) or (isinstance(other, CallRecord) and not other.fields):
-                return Unknown(node)
-            return (other is None) == (kind in (ast.Is, ast.Eq))
-        if isinstance(left, (CallRecord, Unknown)) or isinstance(right, (CallRecord, Unknown)) or len(node.ops) > 1:
-            return Unknown(node)
-        if kind in (ast.In, ast.NotIn) and isinstance(right, dict):
-            left = _as_key(left)
-        return COMPARE[kind](left, right) if is_small(left, right) else Unknown(node)
 
     def _comprehension(self, node: ast.ListComp | ast.GeneratorExp | ast.SetComp, scope: Scope) -> Any:
         result: list[Any] = []
@@ -485,7 +429,7 @@ class Evaluator:
         return True
 
 
-def chosen_recipe(evaluator: Evaluator, recipe: str | None, marks: tuple[str, ...]) -> CallRecord | None:
+def chosen_recipe(evaluator: Evaluator, recipe: str | None, marks: Texts) -> CallRecord | None:
     """The record that the chosen function returns; None for a file without functions that make one.
 
     `marks` are fields that a recipe's record has. Raises SpecError with all names where several make one.

@@ -10,6 +10,7 @@ from itertools import islice
 from typing import Any
 
 from planner.export.imported_run import ConfigFile
+from planner.specs.base import Fields
 
 BINARY: Mapping[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
@@ -28,7 +29,8 @@ BUILTINS: Mapping[str, Callable[..., Any]] = {
 
 MAX_CHARACTERS = 100_000
 """Characters of a text, and items of a list, that a configuration may make."""
-MAX_COMPARED = 5_000
+MAX_COMPARED, MAX_ITEMS = 5_000, 4_096
+_MAX_NUMBER, _MAX_EXPONENT = 10**12, 64
 _MAX_NODES = 100
 
 
@@ -53,8 +55,8 @@ class CallRecord:
 
     kind: str
     arguments: list[Any] = field(default_factory=list)
-    fields: dict[str, Any] = field(default_factory=dict)
-    defaults: dict[str, Any] = field(default_factory=dict)
+    fields: Fields = field(default_factory=dict)
+    defaults: Fields = field(default_factory=dict)
     """Values of fields that nobody set, where the class is known."""
     line: int = 0
     """The line of the call; 0 where it is no call in the text."""
@@ -112,13 +114,13 @@ class PythonModule:
     """A file's names and their values."""
 
     config: ConfigFile
-    names: dict[str, Any] = field(default_factory=dict)
+    names: Fields = field(default_factory=dict)
 
 
 class Scope:
     """The names that an expression sees."""
 
-    def __init__(self, module: PythonModule, names: dict[str, Any], outer: Scope | None = None) -> None:
+    def __init__(self, module: PythonModule, names: Fields, outer: Scope | None = None) -> None:
         self.module, self.names, self.outer = module, names, outer
 
     def get(self, name: str) -> Any:
@@ -173,7 +175,64 @@ def is_small(*values: Any) -> bool:
     return True
 
 
-def built_in(name: str, arguments: list[Any], keywords: dict[str, Any]) -> Any:
+def computed(node: ast.expr, value: Callable[[ast.expr], Any]) -> Any:
+    """The value of an operation; `value` gives those of its parts."""
+    match node:
+        case ast.BinOp():
+            return _binary(node, value(node.left), value(node.right))
+        case ast.Compare():
+            return _compare(node, value(node.left), value(node.comparators[0]))
+        case ast.UnaryOp(op=ast.Not()):
+            known = truth(value(node.operand))
+            return Unknown(node) if known is None else not known
+        case ast.UnaryOp():
+            return -value(node.operand) if isinstance(node.op, ast.USub) else value(node.operand)
+        case ast.IfExp():
+            return value(node.body if truth(value(node.test)) else node.orelse)
+        case ast.BoolOp():
+            found: Any = None
+            for item in node.values:
+                found = value(item)
+                if truth(found) is isinstance(node.op, ast.Or):
+                    break
+            return found
+    return Unknown(node)
+
+
+def _binary(node: ast.BinOp, left: Any, right: Any) -> Any:
+    if isinstance(node.op, ast.Mult) and (isinstance(left, (list, str)) or isinstance(right, (list, str))):
+        items, times = (left, right) if isinstance(right, int) else (right, left)
+        return items * times if len(items) * times <= MAX_ITEMS else Unknown(node)
+    if isinstance(left, (CallRecord, Unknown)) or isinstance(right, (CallRecord, Unknown)):
+        return Unknown(node)
+    if isinstance(node.op, ast.Pow) and not (abs(left) <= _MAX_NUMBER and abs(right) <= _MAX_EXPONENT):
+        return Unknown(node)
+    if isinstance(node.op, ast.Mod) and isinstance(left, str):
+        return Unknown(node)
+    made = BINARY[type(node.op)](left, right)
+    return Unknown(node) if isinstance(made, (str, list)) and len(made) > MAX_CHARACTERS else made
+
+
+def _compare(node: ast.Compare, left: Any, right: Any) -> Any:
+    kind = type(node.ops[0])
+    if kind in (ast.Is, ast.IsNot, ast.Eq, ast.NotEq) and (left is None or right is None):
+        other = right if left is None else left
+        if isinstance(other, Unknown) or (isinstance(other, CallRecord) and not other.fields):
+            return Unknown(node)
+        return (other is None) == (kind in (ast.Is, ast.Eq))
+    if isinstance(left, (CallRecord, Unknown)) or isinstance(right, (CallRecord, Unknown)) or len(node.ops) > 1:
+        return Unknown(node)
+    if kind in (ast.In, ast.NotIn) and isinstance(right, dict):
+        left = as_key(left)
+    return COMPARE[kind](left, right) if is_small(left, right) else Unknown(node)
+
+
+def as_key(value: Any) -> Any:
+    """A value as a key: tuples are lists here, which are none."""
+    return tuple(value) if isinstance(value, list) else value
+
+
+def built_in(name: str, arguments: list[Any], keywords: Fields) -> Any:
     """The value of a call of one of BUILTINS; Unknown where it is not worth its time."""
     is_flat = name in ("len", "list", "dict", "tuple", "set", "bool")
     return BUILTINS[name](*arguments, **keywords) if is_flat or is_small(*arguments) else Unknown(name)
@@ -201,43 +260,29 @@ def field_value(name: str, arguments: list[Any]) -> Any:
     return owner.fields.get(key, arguments[2] if len(arguments) > 2 else Unknown(key))
 
 
-def method_value(owner: Any, name: str, arguments: list[Any], keywords: dict[str, Any]) -> tuple[bool, Any]:
+_METHODS: Mapping[type, frozenset[str]] = {
+    dict: frozenset({"update", "get", "pop", "setdefault", "items", "keys", "values", "copy"}),
+    list: frozenset({"append", "extend"}),
+    str: frozenset({"lower", "upper", "strip", "replace", "split", "startswith", "endswith"}),
+}
+
+
+def method_value(owner: Any, name: str, arguments: list[Any], keywords: Fields) -> tuple[bool, Any]:
     """(it is known what it does, the value) of a method of a value."""
-    if isinstance(owner, dict):
-        if name == "update":
-            owner |= (arguments[0] if arguments and isinstance(arguments[0], dict) else {}) | keywords
-            return True, None
-        if name in ("get", "pop", "setdefault") and arguments and isinstance(arguments[0], (str, int)):
-            if name == "setdefault":
-                return True, owner.setdefault(arguments[0], arguments[1] if len(arguments) > 1 else None)
-            found = owner.get(arguments[0], arguments[1] if len(arguments) > 1 else None)
-            if name == "pop":
-                owner.pop(arguments[0], None)
-            return True, found
-        if name in ("items", "keys", "values"):
-            return True, [list(item) if name == "items" else item for item in getattr(owner, name)()]
-        if name == "copy":
-            return True, dict(owner)
-    if isinstance(owner, list):
-        if name == "append":
-            owner.append(arguments[0])
-            return True, None
-        if name == "extend":
-            more = arguments[0] if isinstance(arguments[0], list) else []
-            owner.extend(more if len(owner) + len(more) <= MAX_CHARACTERS else [])
-            return True, None
-    if isinstance(owner, str) and name in (
-        "lower",
-        "upper",
-        "strip",
-        "replace",
-        "split",
-        "startswith",
-        "endswith",
-    ):
-        is_long = name == "replace" and len(owner) * len(str(arguments[-1:])) > MAX_CHARACTERS
-        return True, Unknown(name) if is_long else getattr(owner, name)(*arguments)
     if isinstance(owner, CallRecord) and owner.arguments:
         # a method of what a call returned is about the same thing, such as AutoBridge's provider of a model
         return True, CallRecord(f"{owner.kind}.{name}", [*owner.arguments, *arguments], dict(keywords))
-    return False, None
+    if name not in _METHODS.get(type(owner), ()):
+        return False, None
+    grows = len(owner) * len(str(arguments[-1:])) if name == "replace" else 0
+    grows = len(owner) + len(arguments[0]) if name == "extend" else grows
+    if grows > MAX_CHARACTERS:
+        return True, Unknown(name)
+    if name == "pop":
+        arguments = [*arguments, None][:2]
+    value = getattr(owner, name)(*arguments, **keywords)
+    return True, [list(item) if name == "items" else item for item in value] if name in (
+        "items",
+        "keys",
+        "values",
+    ) else value

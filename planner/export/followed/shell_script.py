@@ -8,17 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from planner.errors import SpecError
-from planner.export.followed.shell_syntax import (
-    CaseStatement,
-    ForStatement,
-    IfStatement,
-    ShellBlock,
-    ShellFunction,
-    Simple,
-    Statement,
-    WhileStatement,
-    parse_shell,
-)
+from planner.export.followed.shell_syntax import ShellBlock, Simple, Statement, parse_shell
 from planner.export.followed.shell_words import EACH, Environment, Words, holds
 from planner.export.imported_run import json_of, yaml_of
 from planner.specs.reading import SHELL
@@ -156,49 +146,47 @@ class _Reader:
             self.depth -= 1
 
     def _followed(self, statement: Statement) -> bool | None:
-        match statement:
-            case Simple():
-                return self._simple(statement)
-            case ShellBlock():
-                return self.block(statement)
-            case IfStatement():
-                for condition, body in statement.branches:
-                    if self.block(condition):
-                        return self.block(body)
-                return self.block(statement.otherwise)
-            case ForStatement(name=""):
-                self._count(statement)
-            case ForStatement():
-                values = [word for raw in statement.words for each in _counted(raw) for word in self.words.expand(each)]
+        if isinstance(statement, Simple):
+            return self._simple(statement)
+        if isinstance(statement, ShellBlock):
+            return self.block(statement)
+        words, body = statement.words, statement.bodies[-1] if statement.bodies else ShellBlock()
+        match statement.kind:
+            case "if":
+                held = (
+                    inner
+                    for when, inner in zip(statement.conditions, statement.bodies, strict=False)
+                    if self.block(when)
+                )
+                return self.block(next(held, body))
+            case "case":
+                value = self.words.text(words[0])
+                for patterns, inner in zip(statement.patterns, statement.bodies, strict=True):
+                    if any(holds(["[[", value, "==", self.words.text(known), "]]"], self.words) for known in patterns):
+                        return self.block(inner)
+            case "count":
+                self._count(words, body)
+            case "for":
+                values = [word for raw in words[1:] for each in _counted(raw) for word in self.words.expand(each)]
                 for value in values[:_MAX_ITERATIONS]:
-                    self.words.variables[statement.name] = [value]
-                    self.block(statement.body)
-            case WhileStatement():
-                met = self.block(statement.condition)
-                if met is (not statement.until):
-                    self.block(statement.body)
-            case CaseStatement():
-                return self._case(statement)
-            case ShellFunction():
-                self.functions[statement.name] = statement.body
+                    self.words.variables[words[0]] = [value]
+                    self.block(body)
+            case "while" | "until":
+                if self.block(statement.conditions[0]) is (statement.kind == "while"):
+                    self.block(body)
+            case "function":
+                self.functions[words[0]] = body
         return True
 
-    def _count(self, loop: ForStatement) -> None:
+    def _count(self, words: list[str], body: ShellBlock) -> None:
         """Follow `for ((i=0; i<N; i++))`."""
-        begin, condition, step = ([*map(str.strip, " ".join(loop.words).split(";")), "", "", ""])[:3]
+        begin, condition, step = ([*map(str.strip, " ".join(words).split(";")), "", "", ""])[:3]
         self.words.counted(begin)
         for _ in range(_MAX_COUNTED):
             if not self.words.counted(condition):
                 break
-            self.block(loop.body)
+            self.block(body)
             self.words.counted(step)
-
-    def _case(self, case: CaseStatement) -> bool | None:
-        value = self.words.text(case.word)
-        for patterns, body in case.branches:
-            if any(holds(["[[", value, "==", self.words.text(pattern), "]]"], self.words) for pattern in patterns):
-                return self.block(body)
-        return True
 
     def _simple(self, command: Simple) -> bool | None:
         """Keep assignments; collect the words of anything else. The status of a test is known, of a program never."""

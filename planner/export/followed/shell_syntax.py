@@ -9,29 +9,10 @@ from typing import Literal
 from planner.errors import SpecError
 from planner.specs.reading import SHELL
 
-_OPERATORS = (
-    "&&",
-    "||",
-    ";;",
-    "&>",
-    ">>",
-    "<<<",
-    "<<-",
-    "<<",
-    ">&",
-    "<&",
-    ">|",
-    "|&",
-    ";",
-    "|",
-    "&",
-    "(",
-    ")",
-    "<",
-    ">",
-    "\n",
-)
-_FIRST = frozenset(operator[0] for operator in _OPERATORS)
+_BLANK = re.compile(r"[ \t\r]+|\\\r?\n|#[^\n]*")
+_OPERATOR = re.compile(r"&&|\|\||;;|&>|>>|<<<|<<-|<<|>&|<&|>\||\|&|[;|&()<>\n]")
+_ARRAY = re.compile(r"(^|[\s;&|(])[A-Za-z_]\w*\+?=$")
+_ENDS = " \t\r\n;&|()<>"
 
 
 @dataclass(slots=True)
@@ -43,76 +24,59 @@ class Token:
 
 def tokens_of(text: str) -> list[Token]:
     """Words as they are written and operators; the documents that commands read go with their operators."""
-    tokens: list[Token] = []
-    waiting: list[int] = []
-    """Places of the `<<` whose documents begin on the next line."""
-    at = 0
+    tokens, waiting, at = list[Token](), list[int](), 0
     while at < len(text):
-        char = text[at]
-        if char in " \t\r":
-            at += 1
-        elif text.startswith("\\\n", at) or text.startswith("\\\r\n", at):
-            at = text.index("\n", at) + 1
-        elif char == "#":
-            at = _find(text, "\n", at)
-        elif (operator := _operator(text, at)) is not None:
-            tokens.append(Token(operator, is_operator=True))
-            at += len(operator)
-            if operator in ("<<", "<<-"):
+        if blank := _BLANK.match(text, at):
+            at = blank.end()
+        elif operator := _OPERATOR.match(text, at):
+            tokens.append(Token(operator[0], is_operator=True))
+            at = operator.end()
+            if operator[0] in ("<<", "<<-"):
+                # its document begins on the next line
                 waiting.append(len(tokens) - 1)
-            elif operator == "\n" and waiting:
-                at = _documents(text, at, tokens, waiting)
-                waiting = []
+            elif operator[0] == "\n":
+                at, waiting = _documents(text, at, tokens, waiting), []
         else:
-            end = _word_end(text, at)
-            tokens.append(Token(text[at:end]))
-            at = end
+            start, at = at, _word_end(text, at)
+            tokens.append(Token(text[start:at]))
     return tokens
-
-
-def _operator(text: str, at: int) -> str | None:
-    if text[at] not in _FIRST:
-        return None
-    return next((operator for operator in _OPERATORS if text.startswith(operator, at)), None)
 
 
 def _documents(text: str, at: int, tokens: list[Token], waiting: list[int]) -> int:
     """Give each waiting `<<` the lines up to its delimiter; the index behind them."""
     for index in waiting:
-        token = tokens[index]
         delimiter = re.sub(r"['\"\\]", "", tokens[index + 1].text) if index + 1 < len(tokens) else ""
         match = re.compile(rf"^[\t ]*{re.escape(delimiter)}[ \t\r]*$", re.MULTILINE).search(text, at)
-        end = match.start() if match else len(text)
-        token.here = text[at:end]
-        at = match.end() if match else len(text)
+        start, end, at = at, *(match.span() if match else (len(text), len(text)))
+        tokens[index].here = text[start:end]
     return at
 
 
-def _find(text: str, mark: str, start: int) -> int:
+def found(text: str, mark: str, start: int) -> int:
+    """The index of a mark from `start` on, or the end of the text."""
     index = text.find(mark, start)
     return len(text) if index < 0 else index
+
+
+def _behind(text: str, at: int, quotes: str = "'\"`") -> int:
+    """The index behind what begins at `at`: a quoted text, an expansion, an escaped sign, or one sign."""
+    char = text[at]
+    if char == "$" and text[at + 1 : at + 2] in ("(", "{"):
+        return closing(text, at + 1) + 1
+    if char not in quotes:
+        return at + 1 + (char == "\\")
+    return double_end(text, at) if char == '"' else found(text, char, at + 1) + 1
 
 
 def _word_end(text: str, at: int) -> int:
     """The index behind the word that begins at `at`; quotes, expansions and an array's parentheses belong to it."""
     while at < len(text):
-        char = text[at]
-        if char == "\\":
-            at += 2
-        elif char == "'":
-            at = _find(text, "'", at + 1) + 1
-        elif char == '"':
-            at = double_end(text, at)
-        elif char == "`":
-            at = _find(text, "`", at + 1) + 1
-        elif char == "$" and text[at + 1 : at + 2] in ("(", "{"):
-            at = closing(text, at + 1) + 1
-        elif char == "(" and re.search(r"(^|[\s;&|(])[A-Za-z_]\w*\+?=$", text[max(0, at - 80) : at]):
+        if text[at] == "(" and _ARRAY.search(text[max(0, at - 80) : at]):
             at = closing(text, at) + 1
-        elif char in " \t\r\n;&|()<>":
+        elif text[at] in _ENDS:
             break
         else:
-            at += 1
+            at = _behind(text, at)
     return min(at, len(text))
 
 
@@ -120,38 +84,28 @@ def double_end(text: str, at: int) -> int:
     """The index behind the double-quoted text that begins at `at`."""
     at += 1
     while at < len(text) and text[at] != '"':
-        if text[at] == "\\":
-            at += 2
-        elif text[at] == "$" and text[at + 1 : at + 2] in ("(", "{"):
-            at = closing(text, at + 1) + 1
-        else:
-            at += 1
+        at = _behind(text, at, "")
     return at + 1
 
 
 def closing(text: str, start: int) -> int:
     """The index at which the bracket at `start` closes, or the end of the text; quoted brackets do not count."""
-    opening, ending = text[start], {"(": ")", "{": "}"}[text[start]]
-    depth, at = 0, start
+    opening, depth, at = text[start], 0, start
+    in_command = opening == "("
     while at < len(text):
         char = text[at]
-        if char == "\\":
-            at += 1
-        elif char == "'" and opening == "(":
-            at = _find(text, "'", at + 1)
-        elif char == '"':
-            at = double_end(text, at) - 1
-        elif char == "#" and opening == "(" and text[at - 1] in " \t\n" and not text.startswith("((", start):
-            at = _find(text, "\n", at) - 1
+        if char in ("\\", '"') or (char == "'" and in_command):
+            at = _behind(text, at)
+        elif char == "#" and in_command and text[at - 1] in " \t\n" and not text.startswith("((", start):
+            at = found(text, "\n", at)
         else:
-            depth += (char == opening) - (char == ending)
+            depth += (char == opening) - (char == (")" if in_command else "}"))
             if not depth:
                 return at
-        at += 1
+            at += 1
     return len(text)
 
 
-Connector = Literal["", "&&", "||", "|"]
 _SEPARATORS = (";", "\n", "&", ";;")
 _REDIRECTIONS = ("&>", ">>", "<<<", ">&", "<&", ">|", "<", ">")
 _MAX_DEPTH = SHELL.depth
@@ -173,49 +127,33 @@ class Simple:
 class ShellBlock:
     """Statements, each with what joins it to the one before."""
 
-    statements: list[tuple[Connector, Statement]] = field(default_factory=list)
+    statements: list[tuple[str, Statement]] = field(default_factory=list)
 
 
 @dataclass(slots=True)
-class IfStatement:
-    branches: list[tuple[ShellBlock, ShellBlock]]
-    otherwise: ShellBlock
+class Compound:
+    """A condition, a loop, a choice or a function."""
 
-
-@dataclass(slots=True)
-class ForStatement:
-    name: str
-    """The variable; empty for a loop that counts."""
+    kind: Literal["if", "for", "count", "while", "until", "case", "function"]
     words: list[str]
-    """Its values; of `for ((a; b; c))` the three expressions."""
-    body: ShellBlock
+    """The variable and the values of a loop, or the three expressions of one that counts; the word that is chosen by;
+    the function's name."""
+    bodies: list[ShellBlock]
+    """The last one of a condition is what follows where none holds."""
+    conditions: list[ShellBlock] = field(default_factory=list)
+    patterns: list[list[str]] = field(default_factory=list)
+    """Those of each body of a choice."""
 
 
-@dataclass(slots=True)
-class WhileStatement:
-    condition: ShellBlock
-    body: ShellBlock
-    until: bool
-
-
-@dataclass(slots=True)
-class CaseStatement:
-    word: str
-    branches: list[tuple[list[str], ShellBlock]]
-
-
-@dataclass(slots=True)
-class ShellFunction:
-    name: str
-    body: ShellBlock
-
-
-Statement = Simple | ShellBlock | IfStatement | ForStatement | WhileStatement | CaseStatement | ShellFunction
+Statement = Simple | ShellBlock | Compound
 
 
 def parse_shell(text: str) -> ShellBlock:
     """The statements of a script; what never ends, ends with the text. SpecError for blocks nested too deeply."""
-    return _Parser(tokens_of(text)).block(())
+    return _Parser(tokens_of(text)).block()
+
+
+_END = Token("", is_operator=True)
 
 
 class _Parser:
@@ -224,41 +162,34 @@ class _Parser:
     def __init__(self, tokens: list[Token]) -> None:
         self.tokens, self.at, self.depth = tokens, 0, 0
 
-    def block(self, ends: tuple[str, ...]) -> ShellBlock:
-        """Statements up to a word of `ends`, which is taken, or the end of the text."""
+    def block(self, *ends: str) -> ShellBlock:
+        """Statements up to a word of `ends`, or the end of the text."""
         self.depth += 1
         if self.depth > _MAX_DEPTH:
             raise SpecError(f"the script nests more than {_MAX_DEPTH} blocks", "give a simpler launch script")
         block, connector = ShellBlock(), ""
-        while self.at < len(self.tokens):
-            token = self.tokens[self.at]
-            if token.text in ends:
-                break
+        while (token := self._peek()) is not _END and token.text not in ends:
             self.at += 1
             if token.is_operator and token.text in ("&&", "||", "|", "|&"):
-                connector = "|" if token.text == "|&" else token.text
+                connector = token.text
             elif token.is_operator and token.text in (*_SEPARATORS, ")"):
-                connector = "" if token.text != "\n" or not connector else connector
+                connector = connector if token.text == "\n" else ""
             else:
-                block.statements.append((connector, self._statement(token)))  # type: ignore[arg-type]
+                block.statements.append((connector, self._statement(token)))
                 connector = ""
         self.depth -= 1
         return block
 
     def _until(self, *ends: str) -> tuple[ShellBlock, str]:
         """A block and the word that ended it."""
-        block = self.block(ends)
-        end = self.tokens[self.at].text if self.at < len(self.tokens) else ""
-        self.at += 1
-        return block, end
+        return self.block(*ends), self._word()
 
     def _statement(self, token: Token) -> Statement:
         if token.is_operator:
-            if token.text == "(":
-                if self._next("("):
-                    return self._arithmetic()
-                return self._until(")")[0]
-            return self._simple([], token)
+            if token.text != "(":
+                self.at -= 1
+                return self._simple([])
+            return self._arithmetic() if self._next("(") else self._until(")")[0]
         match token.text:
             case "{":
                 return self._until("}")[0]
@@ -267,35 +198,29 @@ class _Parser:
             case "for":
                 return self._for()
             case "while" | "until":
-                condition, _ = self._until("do")
-                return WhileStatement(condition, self._until("done")[0], token.text == "until")
+                conditions = [self._until("do")[0]]
+                return Compound("until" if token.text == "until" else "while", [], [self._until("done")[0]], conditions)
             case "case":
                 return self._case()
             case "function":
-                name = self._word()
-                self._skip("(", ")", "\n")
-                return ShellFunction(name, self._body())
+                return self._function(self._word(), "(", ")", "\n")
         if self._next("(") and self._next(")", 1) and re.fullmatch(r"[\w.:-]+", token.text):
             self.at += 2
-            self._skip("\n")
-            return ShellFunction(token.text, self._body())
-        return self._simple([token.text], None)
+            return self._function(token.text, "\n")
+        return self._simple([token.text])
 
-    def _body(self) -> ShellBlock:
-        """The body of a function."""
-        if self.at >= len(self.tokens):
-            return ShellBlock()
-        self.at += 1
-        statement = self._statement(self.tokens[self.at - 1])
-        return statement if isinstance(statement, ShellBlock) else ShellBlock([("", statement)])
+    def _function(self, name: str, *before: str) -> Compound:
+        self._skip(*before)
+        statement = self._statement(self._take())
+        return Compound(
+            "function", [name], [statement if isinstance(statement, ShellBlock) else ShellBlock([("", statement)])]
+        )
 
     def _arithmetic(self) -> Simple:
         """`(( … ))` as a command of its own."""
         words, depth = ["(("], 0
         self.at += 1
-        while self.at < len(self.tokens):
-            token = self.tokens[self.at]
-            self.at += 1
+        while (token := self._take()) is not _END:
             depth += (token.text == "(") - (token.text == ")")
             if depth < 0:
                 self._skip(")")
@@ -303,86 +228,83 @@ class _Parser:
             words.append(token.text)
         return Simple(words)
 
-    def _if(self) -> IfStatement:
-        branches: list[tuple[ShellBlock, ShellBlock]] = []
-        while True:
-            condition, _ = self._until("then")
+    def _if(self) -> Compound:
+        found, end = Compound("if", [], []), "elif"
+        while end == "elif":
+            found.conditions.append(self._until("then")[0])
             body, end = self._until("elif", "else", "fi")
-            branches.append((condition, body))
-            if end != "elif":
-                return IfStatement(branches, self._until("fi")[0] if end == "else" else ShellBlock())
+            found.bodies.append(body)
+        found.bodies.append(self._until("fi")[0] if end == "else" else ShellBlock())
+        return found
 
-    def _for(self) -> ForStatement:
-        name = self._word()
-        words: list[str] = []
-        if name == "(" and self._next("("):
-            words, name = self._arithmetic().words[1:], ""
+    def _for(self) -> Compound:
+        words = [self._word()]
+        is_counting = words == ["("] and self._next("(")
+        if is_counting:
+            words = self._arithmetic().words[1:]
         self._skip("\n")
         if self._next("in"):
             self.at += 1
-            while self.at < len(self.tokens) and not self.tokens[self.at].is_operator:
+            while not self._peek().is_operator:
                 words.append(self._word())
-        while self.at < len(self.tokens) and self.tokens[self.at].text != "do":
-            self.at += 1
-        self.at += 1
-        return ForStatement(name, words, self._until("done")[0])
+        while (token := self._take()) is not _END and token.text != "do":
+            pass
+        return Compound("count" if is_counting else "for", words, [self._until("done")[0]])
 
-    def _case(self) -> CaseStatement:
-        word, branches = self._word(), list[tuple[list[str], ShellBlock]]()
+    def _case(self) -> Compound:
+        found = Compound("case", [self._word()], [])
         self._skip("\n")
         self._skip("in")
-        while self.at < len(self.tokens):
+        while self._peek() is not _END:
             self._skip("\n", "(", ";;", ";")
             if self._next("esac"):
                 self.at += 1
                 break
             patterns: list[str] = []
-            while self.at < len(self.tokens) and not self._next(")"):
-                patterns += [] if self.tokens[self.at].text == "|" else [self.tokens[self.at].text]
-                self.at += 1
-            self.at += 1
-            branches.append((patterns, self.block((";;", "esac"))))
-        return CaseStatement(word, branches)
+            while (token := self._take()) is not _END and token.text != ")":
+                patterns += [] if token.text == "|" else [token.text]
+            found.patterns.append(patterns)
+            found.bodies.append(self.block(";;", "esac"))
+        return found
 
-    def _simple(self, words: list[str], first: Token | None) -> Simple:
+    def _simple(self, words: list[str]) -> Simple:
         """A command's words up to a separator, with its redirections."""
-        command = Simple(words)
-        if first is not None:
-            self.at -= 1
-        in_test = words == ["[["]
-        while self.at < len(self.tokens):
-            token = self.tokens[self.at]
-            if token.is_operator and in_test and token.text in ("&&", "||", "(", ")", "<", ">", "\n"):
+        command, in_test = Simple(words), words == ["[["]
+        while (token := self._peek()) is not _END:
+            if not token.is_operator:
+                command.words.append(token.text)
+                in_test = in_test and token.text != "]]"
+            elif in_test and token.text in ("&&", "||", "(", ")", "<", ">", "\n"):
                 command.words += [token.text] if token.text != "\n" else []
-            elif token.is_operator and token.text in ("<<", "<<-"):
-                command.here, command.here_is_literal = token.here, not token.here
+            elif token.text in ("<<", "<<-", *_REDIRECTIONS):
                 self.at += 1
-                delimiter = self.tokens[self.at].text if self.at < len(self.tokens) else ""
-                command.here_is_literal = bool(re.search(r"['\"\\]", delimiter))
-            elif token.is_operator and token.text in _REDIRECTIONS:
-                self.at += 1
-                target = self.tokens[self.at].text if self.at < len(self.tokens) else ""
-                if token.text == "<<<":
+                target = self._peek().text
+                if token.text in ("<<", "<<-"):
+                    command.here, command.here_is_literal = token.here, bool(re.search(r"['\"\\]", target))
+                elif token.text == "<<<":
                     command.here = target
                 elif token.text in (">", ">>", ">|", "&>"):
                     command.output = target
                 if command.words and re.fullmatch(r"\d", command.words[-1]) and token.text in (">", ">&", ">>"):
                     command.words.pop()
-            elif token.is_operator:
-                break
             else:
-                command.words.append(token.text)
-                in_test = in_test and token.text != "]]"
+                break
             self.at += 1
         return command
 
-    def _word(self) -> str:
+    def _peek(self, ahead: int = 0) -> Token:
+        return self.tokens[self.at + ahead] if self.at + ahead < len(self.tokens) else _END
+
+    def _take(self) -> Token:
         self.at += 1
-        return self.tokens[self.at - 1].text if self.at <= len(self.tokens) else ""
+        return self._peek(-1)
+
+    def _word(self) -> str:
+        return self._take().text
 
     def _next(self, text: str, ahead: int = 0) -> bool:
-        return self.at + ahead < len(self.tokens) and self.tokens[self.at + ahead].text == text
+        return self._peek(ahead).text == text
 
     def _skip(self, *texts: str) -> None:
-        while self.at < len(self.tokens) and self.tokens[self.at].text in texts:
+        while self._peek().text in texts:
             self.at += 1

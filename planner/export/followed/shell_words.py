@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import ast
 import fnmatch
-import operator
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from planner.errors import SpecError
-from planner.export.followed.shell_syntax import closing, double_end
+from planner.export.followed.python_values import computed
+from planner.export.followed.shell_syntax import closing, double_end, found
 from planner.specs.reading import SHELL, InputLimits, parse_expression
 
 Environment = dict[str, list[str]]
@@ -18,16 +18,14 @@ Environment = dict[str, list[str]]
 
 _NAME = re.compile(r"[A-Za-z_]\w*")
 _SPECIAL = re.compile(r"['\"\\$`]")
+_NAMED = re.compile(r"[A-Za-z_]\w*|[0-9@*#?$!]")
+_LISTS = re.compile(r"\$(?:\{[A-Za-z_]\w*\[(?=[@*]\]\}))?([@*])")
+"""`$@`, `${A[@]}` and their like with a star."""
 _PARAMETER = re.compile(
     r"(?P<mark>[!#]?)(?P<name>[A-Za-z_]\w*|[0-9@*#?$!])(?P<index>\[[^\]]*\])?"
     r"(?P<operation>:?[-=+?]|##?|%%?|,,?|\^\^?|//?|:)?(?P<rest>.*)",
     re.DOTALL,
 )
-_OPERATORS: Mapping[type[ast.AST], Callable[[int, int], int]] = {
-    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.floordiv,
-    ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod, ast.Gt: operator.gt, ast.Lt: operator.lt,
-    ast.GtE: operator.ge, ast.LtE: operator.le, ast.Eq: operator.eq, ast.NotEq: operator.ne,
-}  # fmt: skip
 _ASSIGNS = re.compile(r"(\+\+|--)([A-Za-z_]\w*)|([A-Za-z_]\w*)\s*(?:(\+\+|--)|([-+*/%]?)=(?!=)\s*(.+))")
 _MAX_CHARACTERS = SHELL.num_items
 EACH = 32
@@ -54,43 +52,29 @@ class Words:
 
         Raises SpecError where variables that double themselves fill memory.
         """
-        self.depth += 1
-        if self.depth > _MAX_DEPTH:
-            self.depth -= 1
+        if self.depth >= _MAX_DEPTH:
             return []
-        fields, current, is_quoted, at = list[str](), "", False, 0
+        self.depth += 1
+        fields, is_quoted, at = [""], False, 0
         while at < len(raw):
-            char = raw[at]
+            char, start = raw[at], at
             if char == "'" or raw.startswith("$'", at):
-                start = at + 1 + (char == "$")
-                end = raw.find("'", start)
-                end = len(raw) if end < 0 else end
-                current, is_quoted, at = current + raw[start:end], True, end + 1
+                start += 1 + (char == "$")
+                at = found(raw, "'", start)
+                words, is_quoted, at = [raw[start:at]], True, at + 1
             elif char == '"':
-                end = double_end(raw, at)
-                parts = self.quoted(raw[at + 1 : end - 1 if raw[end - 1 : end] == '"' else end])
-                is_quoted, at = is_quoted or bool(parts), end
-                if parts:
-                    current += parts[0]
-                if len(parts) > 1:
-                    fields += [current, *parts[1:-1]]
-                    current = parts[-1]
-            elif char == "\\":
-                current, at = current + raw[at + 1 : at + 2].replace("\n", ""), at + 2
-            elif char in "$`":
-                values, at = self._expansion(raw, at)
-                pieces = " ".join(values).split() if split else [" ".join(values)]
-                if len(pieces) > 1:
-                    fields += [current + pieces[0], *pieces[1:-1]]
-                    current = pieces[-1]
-                else:
-                    current += "".join(pieces)
+                at = double_end(raw, at)
+                words = self.quoted(raw[start + 1 : at - 1 if raw[at - 1 : at] == '"' else at])
+                is_quoted = is_quoted or bool(words)
             else:
-                end = _end_of_plain(raw, at)
-                current, at = current + raw[at:end], end
+                words, at = self._piece(raw, at)
+                if char in "$`":
+                    joined = " ".join(words)
+                    words = joined.split() if split else [joined]
+            _add(fields, words)
         self.depth -= 1
-        self.spend(EACH + sum(map(len, fields)) + len(current))
-        return [*fields, *([current] if current or is_quoted else [])]
+        self.spend(EACH + sum(map(len, fields)))
+        return fields if fields[-1] or is_quoted else fields[:-1]
 
     def text(self, raw: str) -> str:
         """A word as one text."""
@@ -98,28 +82,29 @@ class Words:
 
     def quoted(self, inner: str) -> list[str]:
         """The words that a double-quoted text stands for: `"${A[@]}"` makes several, or none."""
-        fields, current, at, is_list = list[str](), "", 0, False
+        fields, is_list, at = [""], False, 0
         while at < len(inner):
-            char = inner[at]
-            if char == "\\" and inner[at + 1 : at + 2] in ('"', "\\", "$", "`", "\n"):
-                current, at = current + inner[at + 1 : at + 2].replace("\n", ""), at + 2
-            elif char in "$`":
-                start = at
-                values, at = self._expansion(inner, at)
-                if re.match(r"\$(\{[A-Za-z_]\w*\[\*\]\}|\*)", inner[start:at]):
-                    values = [self.joined_by().join(values)]
-                elif re.match(r"\$(\{[A-Za-z_]\w*\[@\]|@)", inner[start:at]):
-                    is_list = True
-                    if len(values) > 1:
-                        fields += [current + values[0], *values[1:-1]]
-                        current = values[-1]
-                        continue
-                current += " ".join(values)
-            else:
-                end = _end_of_plain(inner, at)
-                current, at = current + inner[at:end], end
-        self.spend(EACH + sum(map(len, fields)) + len(current))
-        return [] if is_list and not current and not fields else [*fields, current]
+            listed = _LISTS.match(inner, at)
+            words, at = self._piece(inner, at, '"\\$`\n')
+            is_list = is_list or (listed is not None and listed[1] == "@")
+            by = self.joined_by() if listed else " "
+            _add(fields, words if listed and listed[1] == "@" else [by.join(words)])
+        self.spend(EACH + sum(map(len, fields)))
+        return [] if is_list and fields == [""] else fields
+
+    def _piece(self, text: str, at: int, escaped: str = "") -> tuple[list[str], int]:
+        """The words of an expansion, an escaped sign or plain text, and the index behind.
+
+        `escaped` are the signs that a backslash takes the meaning from; none for any.
+        """
+        after = text[at + 1 : at + 2]
+        if text[at] in "$`":
+            return self._expansion(text, at)
+        if text[at] == "\\" and (not escaped or (after and after in escaped)):
+            return [after.replace("\n", "")], at + 2
+        special = _SPECIAL.search(text, at + 1)
+        end = special.start() if special else len(text)
+        return [text[at:end]], end
 
     def joined_by(self) -> str:
         """The character between the words of `"${A[*]}"`: the first of IFS."""
@@ -143,10 +128,10 @@ class Words:
         if self.num_unknown > num_unknown:
             return None
         named = _NAME.sub(self._number, expanded)
-        named = re.sub(r"\b0+(?=\d)", "", named).replace("&&", " and ").replace("||", " or ").strip()
+        named = re.sub(r"\b0+(?=\d)", "", named).replace("&&", " and ").replace("||", " or ").replace("/", "//").strip()
         try:
-            return _evaluate(parse_expression(named, _ARITHMETIC))
-        except (ValueError, ZeroDivisionError, RecursionError):
+            return _integer(parse_expression(named, _ARITHMETIC))
+        except (ValueError, TypeError, KeyError, ZeroDivisionError, RecursionError):
             return None
 
     def spend(self, characters: int) -> None:
@@ -165,24 +150,18 @@ class Words:
 
     def _expansion(self, text: str, at: int) -> tuple[list[str], int]:
         """The words that the `$…` or `` `…` `` at `at` stands for, and the index behind it."""
+        opening = text[at + 1 : at + 2]
         if text[at] == "`":
-            end = text.find("`", at + 1)
-            end = len(text) if end < 0 else end
+            end = found(text, "`", at + 1)
             return self._output(text[at + 1 : end]), end + 1
-        if text.startswith("$((", at):
+        if opening in ("(", "{"):
             end = closing(text, at + 1)
-            value = self.arithmetic(text[at + 3 : end - 1])
-            return ["" if value is None else str(value)], end + 1
-        if text.startswith("$(", at):
-            end = closing(text, at + 1)
-            return self._output(text[at + 2 : end]), end + 1
-        if text.startswith("${", at):
-            end = closing(text, at + 1)
-            return self._parameter(text[at + 2 : end]), end + 1
-        match = re.compile(r"[A-Za-z_]\w*|[0-9@*#?$!]").match(text, at + 1)
-        if match is None:
-            return ["$"], at + 1
-        return self.variables.get(match[0], []), match.end()
+            if text.startswith("$((", at):
+                value = self.arithmetic(text[at + 3 : end - 1])
+                return ["" if value is None else str(value)], end + 1
+            return (self._output if opening == "(" else self._parameter)(text[at + 2 : end]), end + 1
+        match = _NAMED.match(text, at + 1)
+        return (["$"], at + 1) if match is None else (self.variables.get(match[0], []), match.end())
 
     def _output(self, command: str) -> list[str]:
         """The output of a command; nothing where it is not known."""
@@ -232,44 +211,29 @@ class Words:
             return value.replace(old, put, -1 if operation == "//" else 1)
         if operation[0] not in "#%":
             return value
-        pattern, longest = self.text(rest), len(operation) == 2
+        pattern, from_start = self.text(rest), operation[0] == "#"
         self.spend(len(value) ** 2 * (1 + len(pattern)) // 64)  # every cut is held against the pattern
         cuts = range(len(value) + 1)
-        if operation[0] == "#":
-            ends = [cut for cut in cuts if fnmatch.fnmatchcase(value[:cut], pattern)]
-            return value[(max(ends) if longest else min(ends)) :] if ends else value
-        starts = [cut for cut in cuts if fnmatch.fnmatchcase(value[cut:], pattern)]
-        return value[: min(starts) if longest else max(starts)] if starts else value
-
-
-def _end_of_plain(text: str, at: int) -> int:
-    """The index of the next character that may mean something else than itself, behind the one at `at`."""
-    special = _SPECIAL.search(text, at + 1)
-    return special.start() if special else len(text)
-
-
-def _evaluate(node: ast.expr) -> int:
-    """The value of an integer expression; ValueError for anything else."""
-    if isinstance(node, ast.Constant) and type(node.value) is int:
-        return node.value
-    if isinstance(node, ast.UnaryOp):
-        value = _evaluate(node.operand)
-        return -value if isinstance(node.op, ast.USub) else int(not value)
-    if isinstance(node, ast.BoolOp):
-        values = [bool(_evaluate(value)) for value in node.values]
-        return int(all(values) if isinstance(node.op, ast.And) else any(values))
-    if isinstance(node, ast.IfExp):
-        return _evaluate(node.body if _evaluate(node.test) else node.orelse)
-    pair: tuple[ast.AST, ast.expr, ast.expr] | None = None
-    if isinstance(node, ast.BinOp):
-        pair = (node.op, node.left, node.right)
-    elif isinstance(node, ast.Compare) and len(node.ops) == 1:
-        pair = (node.ops[0], node.left, node.comparators[0])
-    if pair is not None and type(pair[0]) in _OPERATORS:
-        value = int(_OPERATORS[type(pair[0])](_evaluate(pair[1]), _evaluate(pair[2])))
-        if abs(value) <= _MAX_INTEGER:
+        fits = [cut for cut in cuts if fnmatch.fnmatchcase(value[:cut] if from_start else value[cut:], pattern)]
+        if not fits:
             return value
-    raise ValueError(ast.dump(node))
+        cut = (max if from_start == (len(operation) == 2) else min)(fits)
+        return value[cut:] if from_start else value[:cut]
+
+
+def _add(fields: list[str], words: list[str]) -> None:
+    """Put words behind others: the first goes on the last one."""
+    first, *others = words or [""]
+    fields[-1] += first
+    fields += others
+
+
+def _integer(node: ast.expr) -> int:
+    """The value of an integer expression; ValueError for anything else."""
+    value = node.value if isinstance(node, ast.Constant) else computed(node, _integer)
+    if not isinstance(value, int) or abs(value) > _MAX_INTEGER:
+        raise ValueError(ast.dump(node))
+    return bool(value) if isinstance(node, ast.BoolOp) else int(value)
 
 
 _COMPARISONS = {"-eq": "==", "-ne": "!=", "-gt": ">", "-ge": ">=", "-lt": "<", "-le": "<="}
@@ -287,11 +251,11 @@ def holds(raw: list[str], words: Words) -> bool | None:
     inner = [word for word in raw[1:] if word not in ("]", "]]")]
     if len(inner) > _MOST_WORDS:
         return None
-    for mark, combine in ((("||", "-o"), _either), (("&&", "-a"), _both)):
-        places = [index for index, word in enumerate(inner) if word in mark]
-        if places:
-            head, tail = inner[: places[0]], inner[places[0] + 1 :]
-            return combine(holds(["[[", *head], words), holds(["[[", *tail], words))
+    for marks, decides in ((("||", "-o"), True), (("&&", "-a"), False)):
+        place = next((index for index, word in enumerate(inner) if word in marks), None)
+        if place is not None:
+            sides = [holds(["[[", *part], words) for part in (inner[:place], inner[place + 1 :])]
+            return decides if decides in sides else None if None in sides else not decides
     inner = [word for word in inner if word not in ("(", ")")]
     if inner[:1] == ["!"]:
         status = holds(["[[", *inner[1:]], words)
@@ -331,15 +295,3 @@ def _matches(pattern: str, text: str, words: Words) -> bool | None:
         return re.search(pattern, text) is not None
     except (re.error, OverflowError, RecursionError):
         return None
-
-
-def _both(left: bool | None, right: bool | None) -> bool | None:
-    if left is False or right is False:
-        return False
-    return True if left and right else None
-
-
-def _either(left: bool | None, right: bool | None) -> bool | None:
-    if left or right:
-        return True
-    return False if left is False and right is False else None

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any
 
 from planner.answer import Plan
 from planner.errors import SpecError
 from planner.export.environment import node_environment
-from planner.export.imported_run import ConfigFile, ImportedRun, json_of, positive_number
+from planner.export.imported_run import ConfigFile, ImportedRun, json_of, new_run, positive_number
 from planner.export.keyed_settings import beginnings, dialect, flat, refused_settings
 from planner.export.named_models import exported_model
 from planner.export.refusal import broken_rules, hint_for, notes_on_price, refuse
@@ -29,6 +27,7 @@ from planner.export.trainer_files import (
     rendered,
     settings,
 )
+from planner.specs.base import Fields
 from planner.trainers.rules.rule_rows import rules_of
 
 TRAINING_FILE = "planned_training.py"
@@ -126,7 +125,7 @@ def _check_expressible(plan: Plan, stages: tuple[VirtualStage, ...]) -> None:
     refuse("deepspeed", [*reasons, *objections_to(plan, "deepspeed", stages)], hint_for(plan, "deepspeed", of_model))
 
 
-def deepspeed_config(plan: Plan) -> dict[str, Any]:
+def deepspeed_config(plan: Plan) -> Fields:
     """DeepSpeed's configuration: batch, precision, ZeRO, tensor parallelism without a pipeline."""
     run = run_settings(plan)
     return settings("deepspeed", plan, run=run, optimizer=run.optimizer)
@@ -153,21 +152,7 @@ _OFFLOAD = {"device", "ratio", "pin_memory", "nvme_path", "buffer_count", "buffe
 _AUTO = (None, "auto")
 
 
-@dataclass(slots=True)
-class DeepSpeedConfig:
-    """A configuration, as far as a run needs it; None for what is left to others or to `auto`."""
-
-    train_batch_size: int | None = None
-    micro_batch_size: int | None = None
-    accumulation_steps: int | None = None
-    dtype: str | None = None
-    layout: dict[str, Any] = field(default_factory=dict)
-    features: dict[str, Any] = field(default_factory=dict)
-    ignored: dict[str, str] = field(default_factory=dict)
-    unknown: dict[str, str] = field(default_factory=dict)
-
-
-def parse_json(text: str) -> dict[str, Any]:
+def parse_json(text: str) -> Fields:
     """The object of a `ds_config.json`; words that a script replaces (`CONFIG_BATCH_SIZE`) are null."""
     quoted = re.sub(r"(:\s*|\[\s*|,\s*)([A-Z][A-Z0-9_]{2,})(?=\s*[,}\]])", r"\1null", text)
     config = json_of(quoted, "give the file that is passed as --deepspeed_config")
@@ -176,30 +161,37 @@ def parse_json(text: str) -> dict[str, Any]:
     return config
 
 
-def read_config(config: dict[str, Any]) -> DeepSpeedConfig:
-    """The parts of a configuration that a run needs. Raises SpecError for values that DeepSpeed would not take."""
-    zero = section(config, "zero_optimization")
-    found = DeepSpeedConfig(
-        train_batch_size=positive_number(config, "train_batch_size", "write a number or auto", _AUTO),
-        micro_batch_size=positive_number(config, "train_micro_batch_size_per_gpu", "write a number or auto", _AUTO),
-        accumulation_steps=positive_number(config, "gradient_accumulation_steps", "write a number or auto", _AUTO),
+def apply_deepspeed(imported: ImportedRun, config: Fields) -> None:
+    """Put a configuration into a run; what it leaves to `auto` stays as the trainer says it.
+
+    Raises SpecError for values that DeepSpeed would not take.
+    """
+    run, layout, zero = imported.run, imported.run["parallelism"], section(config, "zero_optimization")
+    batch, micro_batch, steps = (
+        positive_number(config, name, "write a number or auto", _AUTO)
+        for name in ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
     )
     for dtype in ("fp16", "bf16", "bfloat16"):
         if section(config, dtype).get("enabled") is True:
-            found.dtype = "fp16" if dtype == "fp16" else "bf16"
-    found.layout = _layout(config, zero)
-    stage = found.layout["zero_stage"]
-    found.features = {
-        "overlap_grad_reduce": bool(zero.get("overlap_comm", stage == 3)),
+            run["dtype"] = dtype.replace("bfloat", "bf")
+    found = _layout(config, zero)
+    recompute = layout.get("recompute") or found.get("recompute")
+    layout |= found | ({"recompute": recompute} if recompute else {})
+    run["runtime"] = DEEPSPEED_RUNTIME
+    run["features"] |= {
+        "overlap_grad_reduce": bool(zero.get("overlap_comm", found["zero_stage"] == 3)),
         "optimizer_offload": _offloaded(zero),
     }
     if section(config, "data_types").get("grad_accum_dtype") == "bf16":
-        found.features["bf16_gradients"] = True
-    _sort(config, zero, found)
-    return found
+        run["features"]["bf16_gradients"] = True
+    run["global_batch_size"] = run["global_batch_size"] or batch
+    if micro_batch:
+        layout.setdefault("micro_batch_size", micro_batch)
+    imported.microbatches_per_rank = imported.microbatches_per_rank or steps
+    _sort(config, zero, imported)
 
 
-def section(config: dict[str, Any], name: str) -> dict[str, Any]:
+def section(config: Fields, name: str) -> Fields:
     """A part of the configuration; empty where it is missing. SpecError for a value that is none."""
     part = config.get(name)
     if part is None:
@@ -211,13 +203,13 @@ def section(config: dict[str, Any], name: str) -> dict[str, Any]:
     return part
 
 
-def _layout(config: dict[str, Any], zero: dict[str, Any]) -> dict[str, Any]:
+def _layout(config: Fields, zero: Fields) -> Fields:
     """Sharding, tensor and sequence parallelism, and recompute."""
     stage = zero.get("stage", 0)
     stage = 0 if stage in _AUTO else stage
     if stage not in (0, 1, 2, 3) or isinstance(stage, bool):
         raise SpecError(f"zero_optimization: stage: {stage!r:.60} is none", "one of 0, 1, 2, 3")
-    layout: dict[str, Any] = {"zero_stage": stage, "sequence_parallel": False}
+    layout: Fields = {"zero_stage": stage, "sequence_parallel": False}
     tensor = section(config, "tensor_parallel")
     tp = tensor.get("autotp_size") or section(tensor, "tp").get("tp_size") or 1
     if not isinstance(tp, int):
@@ -231,7 +223,7 @@ def _layout(config: dict[str, Any], zero: dict[str, Any]) -> dict[str, Any]:
     return layout
 
 
-def _offloaded(zero: dict[str, Any]) -> float:
+def _offloaded(zero: Fields) -> float:
     """The share of the optimizer's states that stays on the host; all of them unless a ratio is given."""
     offload = section(zero, "offload_optimizer")
     ratio = offload.get("ratio", 1.0)
@@ -240,28 +232,26 @@ def _offloaded(zero: dict[str, Any]) -> float:
     return float(ratio) if offload.get("device") == "cpu" or zero.get("cpu_offload") is True else 0.0
 
 
-def _sort(config: dict[str, Any], zero: dict[str, Any], found: DeepSpeedConfig) -> None:
+def _sort(config: Fields, zero: Fields, imported: ImportedRun) -> None:
     """Note every key that is not read as ignored where it is known to be harmless, else as unknown."""
-    row = dialect("deepspeed")
     for key, read in (("offload_optimizer", ("none", "cpu")), ("offload_param", ("none",))):
         if section(zero, key).get("device", "none") not in (*read, None):
-            found.unknown[f"zero_optimization.{key}"] = json.dumps(zero[key])
+            imported.unknown[f"zero_optimization.{key}"] = json.dumps(zero[key])
     for key, value in zero.items():
         inner = value if isinstance(value, dict) and key.startswith("offload") else {}
         others = inner.keys() - _OFFLOAD
-        found.unknown |= {f"zero_optimization.{key}.{name}": str(inner[name]) for name in sorted(others)}
+        imported.unknown |= {f"zero_optimization.{key}.{name}": str(inner[name]) for name in sorted(others)}
         if key not in _ZERO_READ and not _ZERO_HARMLESS.match(key):
-            found.unknown[f"zero_optimization.{key}"] = json.dumps(value)
+            imported.unknown[f"zero_optimization.{key}"] = json.dumps(value)
     if zero.get("stage") == 3 and zero.get("zero_hpz_partition_size", 1) not in (1, "auto"):
         told = f"{zero['zero_hpz_partition_size']}, whose second copy of the weights in 16 bits is not priced"
-        found.unknown["zero_optimization.zero_hpz_partition_size"] = told
+        imported.unknown["zero_optimization.zero_hpz_partition_size"] = told
     kind = section(config, "optimizer").get("type")
     if str(kind or "").lower() not in _ADAMS:
-        found.unknown["optimizer.type"] = str(kind)
-    for key, value in config.items():
-        if key not in row.read:
-            is_off = isinstance(value, dict) and value.get("enabled") is False
-            (found.ignored if row.is_harmless(key) or is_off else found.unknown)[key] = json.dumps(value)
+        imported.unknown["optimizer.type"] = str(kind)
+    off = {key for key, value in config.items() if isinstance(value, dict) and value.get("enabled") is False}
+    shown = {key: json.dumps(value) for key, value in config.items()}
+    dialect("deepspeed").sort(imported, shown, (), lambda key, value: key in off)
 
 
 _PIPELINE = "planned_pipeline.py"
@@ -269,47 +259,36 @@ _PIPELINE = "planned_pipeline.py"
 
 def read_deepspeed(config: ConfigFile) -> ImportedRun:
     """The part of a run that `ds_config.json` holds. Raises SpecError where it is no JSON object."""
-    data = parse_json(config.text)
-    found, row = read_config(data), dialect("deepspeed")
+    data, row = parse_json(config.text), dialect("deepspeed")
     pipeline = config.beside(_PIPELINE) or ""
-    layout = {"micro_batch_size": found.micro_batch_size or 1, **found.layout, **_pipeline(pipeline)}
-    imported = ImportedRun(
-        "deepspeed",
-        {
-            "model": exported_model(pipeline),
-            "num_gpus": None,
-            "runtime": DEEPSPEED_RUNTIME,
-            "seq_length": None,
-            "global_batch_size": found.train_batch_size,
-            "dtype": found.dtype or "bf16",
-            "parallelism": layout,
-            "features": found.features,
-        },
-        ignored=found.ignored,
-        unknown=found.unknown,
-        assumed={path: str(value) for path, value in row.left_out(flat(data)).items()},
-        documented=row.documented,
-        refused=refused_settings(data, "deepspeed"),
-    )
+    imported = new_run("deepspeed", DEEPSPEED_RUNTIME, model=exported_model(pipeline), dtype=None)
+    apply_deepspeed(imported, data)
+    run, layout = imported.run, imported.run["parallelism"]
+    layout |= _pipeline(pipeline)
+    row.assume(imported, row.left_out(flat(data)))
+    imported.refused = refused_settings(data, "deepspeed")
     imported.notes.append("a DeepSpeed configuration names no model, sequence length or pipeline: add them as options")
-    if found.dtype is None:
+    if run["dtype"] is None:
+        run["dtype"] = "bf16"
         imported.notes.append("neither bf16 nor fp16 is enabled, so that it trains in fp32: priced as bf16")
-    steps = found.accumulation_steps or 1
-    if found.train_batch_size and found.micro_batch_size:
-        dp, rest = divmod(found.train_batch_size, found.micro_batch_size * steps)
+    batch, micro_batch, steps = (
+        run["global_batch_size"],
+        layout.get("micro_batch_size"),
+        imported.microbatches_per_rank or 1,
+    )
+    layout.setdefault("micro_batch_size", 1)
+    imported.microbatches_per_rank = steps if micro_batch and not batch else None
+    if batch and micro_batch:
+        dp, rest = divmod(batch, micro_batch * steps)
         if rest:
-            imported.refused.append(f"train_batch_size is no multiple of {found.micro_batch_size} × {steps}")
-        imported.notes.append(
-            f"{found.train_batch_size} sequences, micro-batches of {found.micro_batch_size}, {steps} a step: dp {dp}"
-        )
+            imported.refused.append(f"train_batch_size is no multiple of {micro_batch} × {steps}")
+        imported.notes.append(f"{batch} sequences, micro-batches of {micro_batch}, {steps} a step: dp {dp}")
         layout["dp"] = max(1, dp)
-        imported.run["num_gpus"] = layout["dp"] * layout["tp"] * layout.get("pp", 1) * layout.get("cp", 1)
-    elif found.micro_batch_size:
-        imported.microbatches_per_rank = steps
+        run["num_gpus"] = layout["dp"] * layout["tp"] * layout.get("pp", 1) * layout.get("cp", 1)
     return imported
 
 
-def _pipeline(source: str) -> dict[str, Any]:
+def _pipeline(source: str) -> Fields:
     """The grid and the stages in the module that plan export writes beside the configuration; nothing without one."""
     grid = re.search(r"num_pp=(\d{1,4}), num_mp=(\d{1,4}), num_dp=\d+", source)
     bounds = re.search(r"^BOUNDARIES = \[([\d, ]+)\]$", source, re.MULTILINE)

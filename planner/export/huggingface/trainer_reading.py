@@ -9,29 +9,29 @@ from typing import Any
 
 from planner.errors import SpecError
 from planner.export.followed.shell_script import read_script
-from planner.export.huggingface.deepspeed_files import DEEPSPEED_RUNTIME
+from planner.export.huggingface.deepspeed_files import DEEPSPEED_RUNTIME, apply_deepspeed
 from planner.export.huggingface.tuning_settings import (
     ACCELERATE_FILE,
+    FSDP_RUNTIME,
     IN_FP32,
     apply_accelerate,
-    apply_deepspeed,
     apply_parallelism,
     beside_adapters,
     deepspeed_beside,
     dtype_of,
     fsdp_layout,
-    new_run,
     note_sections,
     read_fine_tuning,
     set_model,
 )
-from planner.export.imported_run import ConfigFile, ImportedRun, json_of, positive_number, yaml_of
+from planner.export.imported_run import ConfigFile, ImportedRun, json_of, new_run, positive_number, yaml_of
 from planner.export.keyed_settings import (
     Dialect,
     KeyedSettings,
     Settings,
     dialect,
     flat,
+    is_empty,
     is_off,
     is_on,
     mapping_of,
@@ -46,6 +46,7 @@ from planner.export.megatron.deepspeed_options import refuse_other
 from planner.export.megatron.keyed_reading import is_adapter, read_adapter
 from planner.export.megatron.option_rows import options_of
 from planner.export.named_models import Model, exported_gpus, exported_model, model_called, num_layers_of
+from planner.specs.base import Fields
 from planner.specs.training import MLP
 
 _FULL = (None, "", "full", 0, "0", False, "false", "False", "none", "LORA")
@@ -134,7 +135,7 @@ def run_of_arguments(keyed: KeyedSettings, config: ConfigFile, tool: Dialect | N
         for key, what in table()["no_decoder"]["keys"].items():
             if not is_off(settings.get(key)):
                 refuse_other(what, key)
-    imported = new_run("huggingface")
+    imported = new_run("huggingface", FSDP_RUNTIME, parallelism={"zero_stage": 0})
     tool = tool or tool_of(settings, config.text)
     unasked = {
         name: value
@@ -143,7 +144,7 @@ def run_of_arguments(keyed: KeyedSettings, config: ConfigFile, tool: Dialect | N
         and name not in settings
         and name not in keyed.unread
     }
-    imported.assumed, imported.documented = {name: str(v) for name, v in unasked.items()}, tool.documented
+    tool.assume(imported, unasked)
     if settings.get("peft_type"):
         imported.assumed |= {name: str(value) for name, value in dialect("peft").left_out(settings).items()}
     said, settings = settings, {**unasked, **settings}
@@ -190,11 +191,7 @@ def run_of_arguments(keyed: KeyedSettings, config: ConfigFile, tool: Dialect | N
     imported.refused = refused_settings(known, "huggingface", "accelerate", tool.name)
     read_fine_tuning(imported, settings)
     _list_unread(imported, settings)
-    for name, value in said.items():
-        if name not in _READ:
-            is_known = any(row.is_harmless(str(name)) for row in (_ROW, tool))
-            is_harmless = is_off(value) or is_known or value in ([], {}, 0)
-            (imported.ignored if is_harmless else imported.unknown)[str(name)] = str(value)[:200]
+    _ROW.sort(imported, said, _READ, lambda name, v: is_off(v) or is_empty(v) or tool.is_harmless(name))
     imported.unknown |= {name: value for name, value in keyed.unread.items() if not _ROW.is_harmless(str(name))}
     layout.setdefault("micro_batch_size", 1)
     return imported
@@ -234,7 +231,7 @@ def _in_one(settings: Settings) -> Settings:
     return found
 
 
-def _read_sharding(imported: ImportedRun, settings: dict[str, Any], config: ConfigFile) -> None:
+def _read_sharding(imported: ImportedRun, settings: Fields, config: ConfigFile) -> None:
     """DeepSpeed's configuration, `zero_stage`, or FSDP."""
     name, layout = settings.get("deepspeed"), imported.run["parallelism"]
     launched = str(settings.get("config_file") or "")
@@ -274,7 +271,7 @@ def _read_sharding(imported: ImportedRun, settings: dict[str, Any], config: Conf
             imported.unknown["fsdp"] = f"{words or ''} offload of parameters".strip()
 
 
-def _list_unread(imported: ImportedRun, settings: dict[str, Any]) -> None:
+def _list_unread(imported: ImportedRun, settings: Fields) -> None:
     """List what trains less than the model, or otherwise, in ways that the planner has no price for."""
     for name in (*_NARROWER, *_OTHERS):
         if settings.get(name) not in _FULL:
@@ -287,7 +284,7 @@ def _list_unread(imported: ImportedRun, settings: dict[str, Any]) -> None:
         )
 
 
-def _model_options(settings: dict[str, Any]) -> dict[str, Any]:
+def _model_options(settings: Fields) -> Fields:
     """Options of the model that arguments of TRL hold inside others."""
     inner = settings.get("model_init_kwargs")
     if not isinstance(inner, dict):
@@ -327,10 +324,6 @@ def model_of_builder(component: str) -> tuple[Model | None, str]:
 
 
 _HINT = "give a recipe's YAML, such as recipes/configs/llama3_1/8B_lora.yaml"
-_READ_OF_MODEL = {
-    "_component_", "lora_attn_modules", "apply_lora_to_mlp", "apply_lora_to_output", "lora_rank", "lora_dropout",
-    "quantize_base",
-}  # fmt: skip
 _RANKS = re.compile(r"--nproc[-_]per[-_]node[ =](\d{1,4})")
 
 
@@ -341,21 +334,16 @@ def read_torchtune(config: ConfigFile) -> ImportedRun:
         raise SpecError("the file has no model with a _component_", _HINT)
     component = str(data["model"].get("_component_", ""))
     model, kind = model_of_builder(component)
-    layout: dict[str, Any] = {"micro_batch_size": _number(data, "batch_size") or 1}
-    imported = ImportedRun(
+    layout: Fields = {"micro_batch_size": _number(data, "batch_size") or 1}
+    imported = new_run(
         "torchtune",
-        {
-            "model": exported_model(config.text) or model,
-            "num_gpus": num_gpus,
-            "runtime": "torchtune",
-            "seq_length": _number(_section(data, "tokenizer"), "max_seq_len"),
-            "global_batch_size": None,
-            "dtype": "bf16",
-            "parallelism": layout,
-            "features": {},
-        },
-        microbatches_per_rank=_number(data, "gradient_accumulation_steps") or 1,
+        "torchtune",
+        model=exported_model(config.text) or model,
+        num_gpus=num_gpus,
+        seq_length=_number(_section(data, "tokenizer"), "max_seq_len"),
+        parallelism=layout,
     )
+    imported.microbatches_per_rank = _number(data, "gradient_accumulation_steps") or 1
     if imported.run["model"] is None:
         imported.model_name = component
     if str(data.get("dtype", "bf16")) != "bf16":
@@ -367,11 +355,9 @@ def read_torchtune(config: ConfigFile) -> ImportedRun:
     if not re.search(r"CrossEntropy|CEWith", loss):
         imported.unknown["loss._component_"] = f"{loss}, priced as cross-entropy of one model"
     row = dialect("torchtune")
-    imported.note_unread(data, row.read, {name for name in data if row.is_harmless(name)})
-    imported.assumed = {path: str(value) for path, value in row.left_out(flat(data)).items()}
-    imported.documented = row.documented
-    unread = {f"model.{name}": value for name, value in data["model"].items() if name not in _READ_OF_MODEL}
-    imported.note_unread(unread, (), {"model.lora_alpha"})
+    parts = {f"model.{name}": value for name, value in data["model"].items()}
+    row.sort(imported, {**data, **parts}, (), lambda name, value: False)
+    row.assume(imported, row.left_out(flat(data)))
     return imported
 
 
@@ -404,7 +390,7 @@ def _recipe_of(config: ConfigFile) -> tuple[Any, int | None]:
     return data, gpus or exported_gpus(text) or said
 
 
-def _read_layout(imported: ImportedRun, data: dict[str, Any]) -> None:
+def _read_layout(imported: ImportedRun, data: Fields) -> None:
     """Sharding, which recipes for several ranks always have, and recomputation."""
     layout = imported.run["parallelism"]
     if imported.run["num_gpus"] == 1:
@@ -428,7 +414,7 @@ def _read_layout(imported: ImportedRun, data: dict[str, Any]) -> None:
         imported.notes.append(f"sequences are not packed: priced as if each were {length:,} tokens long")
 
 
-def _read_adapters(imported: ImportedRun, model: dict[str, Any], kind: str) -> None:
+def _read_adapters(imported: ImportedRun, model: Fields, kind: str) -> None:
     """Adapters of LoRA and QLoRA, where the builder is one of theirs."""
     if not kind:
         return
@@ -454,7 +440,7 @@ def _read_adapters(imported: ImportedRun, model: dict[str, Any], kind: str) -> N
     }
 
 
-def _read_switches(imported: ImportedRun, data: dict[str, Any]) -> None:
+def _read_switches(imported: ImportedRun, data: Fields) -> None:
     features = imported.run["features"]
     if data.get("compile") is True:
         features["compile"] = True
@@ -469,11 +455,11 @@ def _read_switches(imported: ImportedRun, data: dict[str, Any]) -> None:
         features["cpu_offloading_num_layers"] = layers
 
 
-def _section(data: dict[str, Any], name: str) -> dict[str, Any]:
+def _section(data: Fields, name: str) -> Fields:
     part = data.get(name)
     return part if isinstance(part, dict) else {}
 
 
-def _number(data: dict[str, Any], name: str) -> int | None:
+def _number(data: Fields, name: str) -> int | None:
     """A positive whole number; None where there is none, or -1, which recipes infer."""
     return positive_number(data, name, unsaid=(None, -1))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Any, Literal
+from typing import Literal
 
 from planner.answer import Plan
 from planner.export.environment import node_environment
@@ -33,6 +33,7 @@ from planner.export.trainer_files import (
     requirements_of,
     settings,
 )
+from planner.specs.base import Fields
 from planner.specs.model import ModelSpec
 from planner.trainers.rules.recipe import rules_for
 from planner.trainers.rules.rule_rows import rules_of
@@ -101,7 +102,7 @@ def is_in_mixed_precision(plan: Plan) -> bool:
     return runtime.weight_bytes == 4 or plan.training.adapters is not None or sharding_of(plan) == "deepspeed"
 
 
-def accelerate_config(plan: Plan) -> dict[str, Any]:
+def accelerate_config(plan: Plan) -> Fields:
     """Accelerate's configuration of the launch."""
     return settings(
         "accelerate",
@@ -119,7 +120,7 @@ def offloads_all(plan: Plan) -> bool:
     return plan.runtime_spec.optimizer_offload_fraction == 1 and sharding_of(plan) == "fsdp2"
 
 
-def deepspeed_config(plan: Plan) -> dict[str, Any]:
+def deepspeed_config(plan: Plan) -> Fields:
     """DeepSpeed's configuration; a part of the states stays on the host under ZeRO-3 alone."""
     return settings("hf-deepspeed", plan)
 
@@ -145,7 +146,7 @@ def attention_name(runtime: RuntimeSpec, model: ModelSpec) -> str:
     return _ATTENTION.get(runtime.attention_kernel, plain)
 
 
-def training_arguments(plan: Plan) -> dict[str, Any]:
+def training_arguments(plan: Plan) -> Fields:
     """Fields of SFTConfig or DPOConfig, and of TrainingArguments."""
     return settings(
         "hf-arguments",

@@ -8,24 +8,26 @@ from math import inf, isfinite
 from typing import Any
 
 from planner.errors import SpecError
-from planner.export.huggingface.deepspeed_files import DEEPSPEED_RUNTIME, DeepSpeedConfig, parse_json, read_config
-from planner.export.imported_run import ConfigFile, ImportedRun, json_of
+from planner.export.huggingface.deepspeed_files import DEEPSPEED_RUNTIME, apply_deepspeed, parse_json
+from planner.export.imported_run import ConfigFile, ImportedRun, json_of, new_run
 from planner.export.keyed_settings import (
     dialect,
+    first,
     flat,
+    is_any_on,
+    is_empty,
     is_on,
     mapping_of,
     number,
     refuse_unset,
     refused_settings,
+    word,
 )
 from planner.export.named_models import has_towers, model_called, num_layers_of
+from planner.specs.base import Fields, Said
 from planner.specs.model import ModelSpec
 from planner.specs.training import ATTENTION, GROUPS, LATENT, TARGETS, AdapterSpec
 from planner.trainers.load import load_runtime, switches_of
-from planner.trainers.switches import SWITCHES
-
-Settings = Mapping[str, Any]
 
 FSDP_RUNTIME, HF_RUNTIME = "torch-fsdp", "hf"
 """FSDP around fp32 weights, which mixed precision makes of them; and transformers' own weights as they are loaded."""
@@ -36,19 +38,19 @@ _SHARDING = {
 """FSDP's strategies, by name and by Accelerate's number, and the ZeRO stage that each is."""
 
 
-def dtype_of(settings: Settings) -> str | None:
+def dtype_of(settings: Said) -> str | None:
     """bf16 or fp16 as flags or as `mixed_precision` say; None for fp32."""
-    mixed = str(settings.get("mixed_precision") or "").lower()
+    mixed = word(settings, "mixed_precision")
     for dtype in ("bf16", "fp16", "fp8"):
         if is_on(settings.get(dtype)) or (settings.get(dtype) == "auto" and dtype == "bf16") or mixed == dtype:
             return dtype
-    named = str(settings.get("dtype") or settings.get("torch_dtype") or "").lower()
+    named = word(settings, "dtype", "torch_dtype")
     return {"bf16": "bf16", "bfloat16": "bf16", "fp16": "fp16", "float16": "fp16"}.get(named)
 
 
-def fsdp_layout(settings: Settings, options: Settings) -> dict[str, Any]:
+def fsdp_layout(settings: Said, options: Said) -> Fields:
     """The layout that FSDP's options mean; `settings` are those of the trainer around it."""
-    words = str(settings.get("fsdp") or "").lower().split()
+    words = word(settings, "fsdp").split()
     strategy = str(_either(options, "fsdp_sharding_strategy", "sharding_strategy", "full_shard")).upper()
     if words:
         strategy = next((word.upper() for word in words if word.upper() in _SHARDING), strategy)
@@ -58,7 +60,7 @@ def fsdp_layout(settings: Settings, options: Settings) -> dict[str, Any]:
         stage, strategy = _SHARDING[reshards.upper()], reshards.upper()
     elif reshards is not None and not is_on(reshards):
         stage = 2
-    layout: dict[str, Any] = {"zero_stage": stage}
+    layout: Fields = {"zero_stage": stage}
     if "HYBRID" in strategy or strategy in ("4", "5"):
         layout["fsdp"] = 8
     if is_on(_either(options, "fsdp_activation_checkpointing", "activation_checkpointing")):
@@ -66,36 +68,17 @@ def fsdp_layout(settings: Settings, options: Settings) -> dict[str, Any]:
     return layout
 
 
-def _either(options: Settings, name: str, short: str, default: Any = None) -> Any:
+def _either(options: Said, name: str, short: str, default: Any = None) -> Any:
     """An option of FSDP by its name, or by the one that trainers' own sections give it."""
     return options.get(name, options.get(short, default))
 
 
-def deepspeed_beside(config: ConfigFile, name: Any) -> DeepSpeedConfig | None:
+def deepspeed_beside(config: ConfigFile, name: Any) -> Fields | None:
     """The DeepSpeed configuration that a setting names, or holds; None where it cannot be read."""
     if isinstance(name, Mapping):
-        return read_config(dict(name))
+        return dict(name)
     text = config.beside(str(name)) if name else None
-    return None if text is None else read_config(parse_json(text))
-
-
-def apply_deepspeed(imported: ImportedRun, found: DeepSpeedConfig) -> None:
-    """Put what DeepSpeed's configuration says into a run; what it leaves to `auto` stays as the trainer says it."""
-    run = imported.run
-    run["runtime"] = DEEPSPEED_RUNTIME
-    layout = run["parallelism"]
-    layout |= {
-        name: value for name, value in found.layout.items() if name != "recompute" or layout.get("recompute") is None
-    }
-    run["features"] |= found.features
-    run["dtype"] = found.dtype or run["dtype"]
-    run["global_batch_size"] = run["global_batch_size"] or found.train_batch_size
-    if found.micro_batch_size and "micro_batch_size" not in layout:
-        layout["micro_batch_size"] = found.micro_batch_size
-    if found.accumulation_steps and imported.microbatches_per_rank is None:
-        imported.microbatches_per_rank = found.accumulation_steps
-    imported.ignored |= found.ignored
-    imported.unknown |= found.unknown
+    return None if text is None else parse_json(text)
 
 
 def set_model(imported: ImportedRun, name: Any) -> None:
@@ -108,23 +91,6 @@ def set_model(imported: ImportedRun, name: Any) -> None:
         imported.model_name = name
     elif has_towers(name):
         imported.notes.append(f"{name[:80]}: the language model alone is planned")
-
-
-def new_run(source: str) -> ImportedRun:
-    """A run of eager torch without sharding, to be filled in."""
-    return ImportedRun(
-        source,
-        {
-            "model": None,
-            "num_gpus": None,
-            "runtime": FSDP_RUNTIME,
-            "seq_length": None,
-            "global_batch_size": None,
-            "dtype": "bf16",
-            "parallelism": {"zero_stage": 0},
-            "features": {},
-        },
-    )
 
 
 OPTIMIZERS = {
@@ -143,6 +109,7 @@ _OPTIMIZERS = {name: value for value, name in OPTIMIZERS.items()} | {
 _BF16 = ("bf16", "bfloat16")
 _FP32 = ("float32", "fp32")
 _WORDS = ("lora", "qlora")
+_KINDS = ("finetuning_type", "tuner_type", "train_type", "sft_type")
 _OLDER = {
     "num_generations",
     "max_seq_length",
@@ -156,38 +123,36 @@ _OLDER = {
 """Settings that TRL no longer took when its loss came in chunks, and those of other losses."""
 
 
-def beside_adapters(settings: Settings, config: ConfigFile) -> dict[str, Any]:
+def beside_adapters(settings: Said, config: ConfigFile) -> Fields:
     """Fields of peft's and bitsandbytes' files beside training arguments; none where the arguments name adapters."""
     if says_adapters(settings) or "peft_type" in settings:
         return {}
-    found: dict[str, Any] = {}
+    found: Fields = {}
     for name in (ADAPTER_FILE, QUANTIZATION_FILE):
         data = json_of(config.beside(name) or "{}", f"mend {name}")
         found |= data if isinstance(data, dict) else {}
     return found if "peft_type" in found else {}
 
 
-def says_adapters(settings: Settings) -> bool:
+def says_adapters(settings: Said) -> bool:
     """The settings of a trainer train adapters, by any of their words."""
-    kinds = ("adapter", "finetuning_type", "tuner_type", "train_type", "sft_type")
-    named = next((str(settings[kind]).lower() for kind in kinds if settings.get(kind)), "")
-    flags = ("use_peft", "use_lora", "use_qlora", "peft", "q_lora")
-    given = any(settings.get(name) not in (None, "", 0, "0") for name in ("lora_r", "lora_rank", "lora_dim"))
-    is_off = named == "full" or any(name in settings and not is_on(settings[name]) for name in flags[:2])
-    return named in _WORDS or any(is_on(settings.get(name)) for name in flags) or (given and not is_off)
+    named = word(settings, "adapter", *_KINDS)
+    given = word(settings, "lora_r", "lora_rank", "lora_dim") not in ("", "0")
+    is_off = named == "full" or any(name in settings and not is_on(settings[name]) for name in ("use_peft", "use_lora"))
+    is_asked = is_any_on(settings, "use_peft", "use_lora", "use_qlora", "peft", "q_lora")
+    return named in _WORDS or is_asked or (given and not is_off)
 
 
-def read_fine_tuning(imported: ImportedRun, settings: dict[str, Any]) -> None:
+def read_fine_tuning(imported: ImportedRun, settings: Fields) -> None:
     """Put adapters, the optimizer and kernels into a run, and choose the trainer that keeps weights as it does."""
     run = imported.run
     if says_adapters(settings) or str(settings.get("peft_type")).upper() == "LORA":
-        named = str(settings.get("adapter") or "").lower()
-        bits = 4 if named == "qlora" or is_on(settings.get("use_qlora")) or is_on(settings.get("q_lora")) else None
+        bits = 4 if word(settings, "adapter") == "qlora" or is_any_on(settings, "use_qlora", "q_lora") else None
         run["adapters"], unknown = read_adapters(settings, bits)
         imported.unknown |= unknown
     elif bits_of(settings) < 16:
         imported.unknown["quantization"] = f"weights of {bits_of(settings)} bits that are trained whole"
-    for kind in ("finetuning_type", "tuner_type", "train_type", "sft_type"):
+    for kind in _KINDS:
         if str(settings.get(kind)).lower() not in ("none", "full", *_WORDS):
             imported.unknown[kind] = f"{settings[kind]}, priced as all weights"
     _read_objective(imported, settings)
@@ -196,10 +161,9 @@ def read_fine_tuning(imported: ImportedRun, settings: dict[str, Any]) -> None:
     _read_kernels(imported, settings)
 
 
-def _read_objective(imported: ImportedRun, settings: Settings) -> None:
+def _read_objective(imported: ImportedRun, settings: Said) -> None:
     """Pairs of answers, which DPO counts its batch in; other objectives than these are not understood."""
-    named = settings.get("rl") or settings.get("stage") or settings.get("rlhf_type")
-    stage = str(named or ("grpo" if "num_generations" in settings else "")).lower()
+    stage = word(settings, "rl", "stage", "rlhf_type") or ("grpo" if "num_generations" in settings else "")
     if "precompute_ref_log_probs" not in settings and stage != "dpo":
         if stage in ("kto", "orpo", "ppo", "rm", "grpo", "simpo", "ipo"):
             imported.unknown["stage"] = f"{stage}, priced as learning the next token"
@@ -211,7 +175,7 @@ def _read_objective(imported: ImportedRun, settings: Settings) -> None:
     layout["micro_batch_size"] = 2 * layout.get("micro_batch_size", 1)
 
 
-def _read_sharding(imported: ImportedRun, settings: Settings) -> None:
+def _read_sharding(imported: ImportedRun, settings: Said) -> None:
     """The one who shards, where adapters are trained or the model is loaded in bf16; others keep their own trainer."""
     run = imported.run
     named, sharded = _named_dtype(settings), run["parallelism"].get("zero_stage", 0)
@@ -227,13 +191,13 @@ def _read_sharding(imported: ImportedRun, settings: Settings) -> None:
     run["runtime"] = HF_RUNTIME
 
 
-def _named_dtype(settings: Settings) -> str:
+def _named_dtype(settings: Said) -> str:
     """The dtype in which the model is loaded."""
-    return str(settings.get("dtype") or settings.get("torch_dtype") or "").lower().removeprefix("torch.")
+    return word(settings, "dtype", "torch_dtype").removeprefix("torch.")
 
 
-def _read_optimizer(imported: ImportedRun, settings: Settings) -> None:
-    given = str(settings.get("optim") or settings.get("optimizer") or "adamw_torch")
+def _read_optimizer(imported: ImportedRun, settings: Said) -> None:
+    given = str(first(settings, "optim", "optimizer", default="adamw_torch"))
     value = _OPTIMIZERS.get(given)
     if _ADAMS.fullmatch(given):
         return
@@ -243,10 +207,10 @@ def _read_optimizer(imported: ImportedRun, settings: Settings) -> None:
         imported.unknown["optim"] = given
 
 
-def _read_kernels(imported: ImportedRun, settings: Settings) -> None:
+def _read_kernels(imported: ImportedRun, settings: Said) -> None:
     """Attention, compiled and fused kernels, and activations on the host."""
     features = imported.run["features"]
-    attention = str(settings.get("attn_implementation") or settings.get("attn_impl") or "").lower()
+    attention = word(settings, "attn_implementation", "attn_impl")
     if attention == "eager":
         features["flash_attention"] = False
     elif is_on(settings.get("flash_attention")) or "fa2" in str(settings.get("flash_attn")) or "2" in attention:
@@ -255,14 +219,10 @@ def _read_kernels(imported: ImportedRun, settings: Settings) -> None:
         features["attention_kernel"] = "fastest"
     if is_on(settings.get("torch_compile")):
         features["compile"] = True
-    if any(
-        is_on(settings.get(name))
-        for name in ("use_liger_kernel", "liger_kernel", "enable_liger_kernel", "liger_fused_linear_cross_entropy")
+    if is_any_on(
+        settings, "use_liger_kernel", "liger_kernel", "enable_liger_kernel", "liger_fused_linear_cross_entropy"
     ):
-        if "liger" in SWITCHES:
-            features["liger"] = True
-        else:
-            imported.unknown["use_liger_kernel"] = "true"
+        features["liger"] = True
     elif (
         settings.get("loss_type") == "chunked_nll" and not settings.keys() & _OLDER and "objective" not in imported.run
     ):
@@ -283,40 +243,35 @@ _READ_OF_SECTIONS = re.compile(
     r"|num_micro_batches)"
 )
 IN_FP32 = "mixed_precision: no, so that it trains in fp32: priced as bf16"
-_MEGATRON = {"tp_degree": "tp", "pp_degree": "pp"}
 
 
 def read_accelerate(config: ConfigFile) -> ImportedRun:
     """The part of a run that Accelerate's YAML holds. Raises SpecError where it is no mapping."""
     settings = mapping_of(config.text)
-    imported = new_run("accelerate")
+    imported = new_run("accelerate", FSDP_RUNTIME, parallelism={"zero_stage": 0})
     apply_accelerate(imported, settings, config)
     read_fine_tuning(imported, beside_adapters(settings, config))
     imported.notes.append("an Accelerate configuration names no model, batch or sequence length: add them as options")
     row, given = dialect("accelerate"), flat(settings)
-    harmless = {name for name, value in settings.items() if not value or row.is_harmless(name)}
-    imported.note_unread(settings, row.read, harmless)
-    imported.assumed = {
-        path: str(value) for path, value in row.left_out(given).items() if path.partition(".")[0] in settings
-    }
-    imported.documented = row.documented
+    row.sort(imported, settings, (), lambda name, value: not value)
+    row.assume(imported, {path: v for path, v in row.left_out(given).items() if path.partition(".")[0] in settings})
     imported.refused = refused_settings(settings, "accelerate")
     note_sections(imported, given)
     return imported
 
 
-def note_sections(imported: ImportedRun, given: Settings) -> None:
+def note_sections(imported: ImportedRun, given: Said) -> None:
     """List the options in sections of Accelerate's that are not read; `given` are settings by their paths."""
     row = dialect("accelerate")
     for path, value in given.items():
         if "." in path and _READ_OF_SECTIONS.fullmatch(path.partition(".")[2]) is None and not row.is_harmless(path):
-            (imported.ignored if value in (None, False, [], {}) else imported.unknown)[path] = str(value)
+            (imported.ignored if is_empty(value) else imported.unknown)[path] = str(value)
 
 
-def apply_accelerate(imported: ImportedRun, settings: Settings, config: ConfigFile) -> None:
+def apply_accelerate(imported: ImportedRun, settings: Said, config: ConfigFile) -> None:
     """Put what Accelerate's settings say into a run."""
     run = imported.run
-    kind = str(settings.get("distributed_type") or "NO").upper()
+    kind = word(settings, "distributed_type").upper()
     if kind in ("MULTI_CPU", "MULTI_XPU", "XLA", "TPU", "MULTI_NPU", "MULTI_HPU"):
         raise SpecError(
             f"distributed_type: {kind} runs on no GPU that is planned", "MULTI_GPU, FSDP, DEEPSPEED or MEGATRON_LM"
@@ -340,14 +295,14 @@ def apply_accelerate(imported: ImportedRun, settings: Settings, config: ConfigFi
         _apply_megatron(imported, _section(settings, "megatron_lm_config"))
 
 
-def _section(settings: Settings, name: str) -> dict[str, Any]:
+def _section(settings: Said, name: str) -> Fields:
     part = settings.get(name) or {}
     if not isinstance(part, Mapping):
         raise SpecError(f"{name}: {part!r:.60} is no mapping", "write its fields below it")
     return dict(part)
 
 
-def apply_parallelism(imported: ImportedRun, options: dict[str, Any]) -> None:
+def apply_parallelism(imported: ImportedRun, options: Fields) -> None:
     """Sizes of tensor and context parallelism, and of groups that shard."""
     sizes = {str(name).removeprefix("parallelism_config_"): value for name, value in options.items()}
     layout = imported.run["parallelism"]
@@ -362,7 +317,7 @@ def apply_parallelism(imported: ImportedRun, options: dict[str, Any]) -> None:
         )
 
 
-def _apply_deepspeed(imported: ImportedRun, options: dict[str, Any], config: ConfigFile) -> None:
+def _apply_deepspeed(imported: ImportedRun, options: Fields, config: ConfigFile) -> None:
     imported.run["runtime"] = DEEPSPEED_RUNTIME
     if name := options.get("deepspeed_config_file"):
         found = deepspeed_beside(config, name)
@@ -382,15 +337,14 @@ def _apply_deepspeed(imported: ImportedRun, options: dict[str, Any], config: Con
         imported.unknown["deepspeed_config.offload_param_device"] = str(options["offload_param_device"])
 
 
-def _apply_megatron(imported: ImportedRun, options: dict[str, Any]) -> None:
+def _apply_megatron(imported: ImportedRun, options: Fields) -> None:
     sizes = {name.removeprefix("megatron_lm_"): value for name, value in options.items()}
     layout, run = imported.run["parallelism"], imported.run
     run["runtime"] = "megatron"
-    for name, axis in _MEGATRON.items():
-        layout[axis] = number(sizes, name) or 1
+    layout["tp"], layout["pp"] = number(sizes, "tp_degree") or 1, number(sizes, "pp_degree") or 1
     layout["sequence_parallel"] = is_on(sizes.get("sequence_parallelism")) and layout["tp"] > 1
     layout["zero_stage"] = 1 if is_on(sizes.get("use_distributed_optimizer")) else 0
-    if is_on(sizes.get("recompute_activations")) or is_on(sizes.get("recompute_activation")):
+    if is_any_on(sizes, "recompute_activations", "recompute_activation"):
         layout["recompute"] = "selective"
     imported.microbatches_per_rank = number(sizes, "num_micro_batches") or 1
 
@@ -400,11 +354,10 @@ ACCELERATE_FILE = "accelerate_config.yaml"
 EVERY_LINEAR = "all-linear"
 ALPHA_OVER_RANK = 2
 """lora_alpha over r that TRL's own defaults have (32 and 16); it scales what adapters add, and costs nothing."""
-_RANK, _DROPOUT, _TARGETS = ("r", "lora_r", "lora_rank"), ("lora_dropout",), ("target_modules", "lora_target_modules")
 _EXPERTS = "experts."
 
 
-def lora_config(adapters: AdapterSpec, model: ModelSpec) -> dict[str, Any]:
+def lora_config(adapters: AdapterSpec, model: ModelSpec) -> Fields:
     """Fields of peft's LoraConfig."""
     modules = [name for name in _modules(adapters, model) if not name.startswith(_EXPERTS)]
     tensors = [name for name in _modules(adapters, model) if name.startswith(_EXPERTS)]
@@ -429,7 +382,7 @@ def _modules(adapters: AdapterSpec, model: ModelSpec) -> list[str]:
     return [name for name in named if name not in absent or name in adapters.targets]
 
 
-def quantization_config(adapters: AdapterSpec, is_sharded: bool) -> dict[str, Any] | None:
+def quantization_config(adapters: AdapterSpec, is_sharded: bool) -> Fields | None:
     """Fields of BitsAndBytesConfig for the frozen weights; None where they stay in 16 bits.
 
     Sharded weights of 4 bits are stored as bf16, whose tensors can be split as all others are.
@@ -447,14 +400,14 @@ def quantization_config(adapters: AdapterSpec, is_sharded: bool) -> dict[str, An
     return None
 
 
-def read_adapters(settings: Mapping[str, Any], bits: int | None = None) -> tuple[dict[str, Any], dict[str, str]]:
+def read_adapters(settings: Said, bits: int | None = None) -> tuple[Fields, dict[str, str]]:
     """Fields of AdapterSpec that settings of peft, or of a trainer around it, say; and what it cannot say.
 
     Raises SpecError for a rank or a dropout that is no number.
     """
-    adapters: dict[str, Any] = {"base_bits": bits or bits_of(settings)}
+    adapters: Fields = {"base_bits": bits or bits_of(settings)}
     unknown: dict[str, str] = {}
-    rank, dropout = (_first(settings, names) for names in (_RANK, _DROPOUT))
+    rank, dropout = first(settings, "r", "lora_r", "lora_rank"), first(settings, "lora_dropout")
     if rank is not None:
         adapters["rank"] = int(_number("r", rank))
     if dropout is not None:
@@ -471,21 +424,16 @@ def read_adapters(settings: Mapping[str, Any], bits: int | None = None) -> tuple
     return adapters, unknown
 
 
-def bits_of(settings: Mapping[str, Any]) -> int:
+def bits_of(settings: Said) -> int:
     """Bits of the frozen weights, by the flags of bitsandbytes and of the trainers around it."""
-    named = settings.get("quantization_bit") or settings.get("load_in_bits")
-    if settings.get("load_in_4bit") in (True, "true", "True") or str(named) == "4":
-        return 4
-    if settings.get("load_in_8bit") in (True, "true", "True") or str(named) == "8":
-        return 8
-    return 16
+    named = word(settings, "quantization_bit", "load_in_bits")
+    asked = (bits for bits in (4, 8) if is_on(settings.get(f"load_in_{bits}bit")) or named == str(bits))
+    return next(asked, 16)
 
 
-def _targets(settings: Mapping[str, Any]) -> tuple[list[str], list[str]]:
+def _targets(settings: Said) -> tuple[list[str], list[str]]:
     """Targets that the planner knows, and names that it does not."""
-    given = _first(settings, _TARGETS)
-    if given is None:
-        given = settings.get("lora_target")
+    given = first(settings, "target_modules", "lora_target_modules", "lora_target")
     named = [*_listed(given), *_listed(settings.get("target_parameters"))]
     short = [name for name in map(_short, map(str, named)) if name]
     if "all" in short or EVERY_LINEAR in short or settings.get("lora_target_linear") in (True, "true"):
@@ -506,10 +454,6 @@ def _short(name: str) -> str:
     """The end of a module's path, by which peft finds it."""
     tail = name.strip(" .*\\^$").rpartition(".")[2]
     return f"{_EXPERTS}{tail}" if f"{_EXPERTS}{tail}" in name else tail
-
-
-def _first(settings: Mapping[str, Any], names: tuple[str, ...]) -> Any:
-    return next((settings[name] for name in names if settings.get(name) not in (None, "")), None)
 
 
 def _number(name: str, value: Any) -> float:

@@ -37,6 +37,7 @@ from planner.export.trainer_files import (
     promise,
     settings,
 )
+from planner.specs.base import Texts
 from planner.specs.model import ModelSpec
 from planner.specs.model_parts import RopeScalingSpec
 from planner.trainers.rules.facts import every_nth, family_of, query_width, rotary_method
@@ -225,7 +226,7 @@ def _unquoted(words: Iterable[str]) -> list[str]:
     return [word[1:-1].replace('\\"', '"') if isinstance(word, ShellText) else word for word in words]
 
 
-def _notes(plan: Plan) -> tuple[str, ...]:
+def _notes(plan: Plan) -> Texts:
     """Placeholders, notes on Megatron-LM's options, and downloads of the recipe."""
     notes = [
         *run_settings(plan).notes,

@@ -12,6 +12,7 @@ from planner.export.imported_run import ImportedRun
 from planner.export.keyed_settings import table
 from planner.export.megatron.model_options import PATTERNS
 from planner.export.megatron.option_rows import Options, number, text
+from planner.specs.base import Fields
 
 MARKS = {
     "--deepspeed", "--zero-stage", "--deepspeed_config", "--deepspeed-config", "--checkpoint-activations",
@@ -103,7 +104,7 @@ def _stages(options: Options) -> dict[str, list[str]]:
     return {"--account-for-embedding-in-pipeline-split": [], "--account-for-loss-in-pipeline-split": []}
 
 
-def read_zero(options: Options, config: dict[str, Any], imported: ImportedRun) -> None:
+def read_zero(options: Options, config: Fields, imported: ImportedRun) -> None:
     """The sharding and precision that DeepSpeed's own configuration and `--zero-stage` say."""
     run, zero = imported.run, config.get("zero_optimization") or {}
     stage = zero.get("stage") if isinstance(zero, dict) and isinstance(zero.get("stage"), int) else None

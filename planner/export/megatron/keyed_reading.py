@@ -5,17 +5,17 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from typing import Any
 
 from planner.errors import SpecError
 from planner.export.followed.shell_script import Script, read_script
 from planner.export.huggingface.tuning_settings import read_adapters
 from planner.export.imported_run import ConfigFile, ImportedRun, yaml_of
-from planner.export.keyed_settings import KeyedSettings, Settings, dialect, is_off, is_on, settings_of
+from planner.export.keyed_settings import KeyedSettings, Settings, dialect, is_empty, is_off, is_on, settings_of
 from planner.export.megatron.deepspeed_options import as_megatron, read_zero
 from planner.export.megatron.option_rows import Options, all_rows, options_of
 from planner.export.megatron.script_reading import READ_OPTIONS, run_of
 from planner.export.named_models import Model, model_called
+from planner.specs.base import Fields
 
 _CONFIG_KEYS = {
     "virtual_pipeline_model_parallel_size": "--num-virtual-stages-per-pipeline-rank",
@@ -38,7 +38,9 @@ OPTION_OF_KEY: dict[str, str] = (
     | _CONFIG_KEYS
 )
 """A key, as the parser of Megatron-LM or its configuration classes name it, to the option that sets it."""
-OFF_KEYS = {row.primus.removeprefix("not "): row.name for row in all_rows() if row.primus.startswith("not ")}
+OFF_KEYS = {row.primus.removeprefix("not "): row.name for row in all_rows() if row.primus.startswith("not ")} | {
+    "add_position_embedding": "--no-position-embedding"
+}
 """Keys that are true unasked, and the option that sets them to false."""
 
 
@@ -54,9 +56,9 @@ def options_of_keys(values: Settings, renamed: Mapping[str, str] = {}) -> Option
                 options[OFF_KEYS[key]] = []
         elif value is True or value in ("true", "True"):
             options[option] = []
-        elif isinstance(value, (list, tuple)):
+        elif isinstance(value, (list, tuple)) and any(isinstance(item, str) for item in value):
             options[option] = [str(item) for item in value]
-        elif not is_off(value):
+        elif not is_off(value) or key == "position_embedding_type":
             text = str(value)
             # a list of names as one text, `["moe_act", "layernorm"]`; one of numbers is a pattern of layers
             is_list = text.startswith("[") and re.search("[A-Za-z]", text)
@@ -65,31 +67,35 @@ def options_of_keys(values: Settings, renamed: Mapping[str, str] = {}) -> Option
 
 
 _MODEL_KEYS = ("model", "model_name_or_path", "model_id_or_path", "hf_checkpoint", "load")
-_ADAPTER_KEYS = (
-    "tuner_type", "train_type", "sft_type", "lora_rank", "lora_alpha", "lora_dropout", "target_modules",
-    "finetuning_type", "lora_bias", "use_rslora", "adapters",
-)  # fmt: skip
 
 
 def read_keys(
-    name: str, settings: Settings, gpus: int | None, script: Script | None = None, named: Model | None = None
+    name: str,
+    settings: Settings,
+    gpus: int | None,
+    script: Script | None = None,
+    named: Model | None = None,
+    written: Settings | None = None,
 ) -> ImportedRun:
-    """The run that the keys of a dialect describe, over its own defaults; keys that nobody knows are unknown."""
+    """The run that the keys of a dialect describe, over its own defaults; keys that nobody knows are unknown.
+
+    `written` are those that are listed where they are not read; all where there are none.
+    """
     row = dialect(name)
     unasked = row.left_out(settings)
-    values = {key: value for key, value in {**unasked, **settings}.items() if key not in _ADAPTER_KEYS}
-    options = options_of_keys(values, {**dict.fromkeys(_MODEL_KEYS, ""), **row.renamed})
+    options = options_of_keys({k: v for k, v in {**unasked, **settings}.items() if k not in row.read}, row.renamed)
     imported = run_of(options, script or Script(), name.partition("-megatron")[0], named=named)
     imported.run["num_gpus"] = gpus or imported.run["num_gpus"]
     imported.assumed = {**imported.assumed, **{key: str(value) for key, value in unasked.items()}}
     imported.documented = row.documented
-    said = {row.renamed.get(key) or OPTION_OF_KEY.get(key, "--" + key.replace("_", "-")): key for key in settings}
+    written = settings if written is None else written
+    said = {row.renamed.get(key) or OPTION_OF_KEY.get(key, "--" + key.replace("_", "-")): key for key in written}
     unread, known = imported.unknown | imported.ignored, {*imported.ignored}
     imported.unknown, imported.ignored = {}, {}
     for option, value in unread.items():
         key = said.get(option, option if option.startswith("$") else "")
-        if key and key not in (*_ADAPTER_KEYS, *_MODEL_KEYS):
-            is_known = option in known or is_off(value) or row.is_harmless(key)
+        if key and key not in row.read:
+            is_known = option in known or is_off(written.get(key, value)) or row.is_harmless(key)
             (imported.ignored if is_known else imported.unknown)[key] = value
     return imported
 
@@ -230,12 +236,6 @@ def _whole(settings: Settings, key: str, default: int) -> int:
 
 
 _ROW = dialect("neox")
-_READ = {
-    *_ROW.renamed, *_ROW.unasked, "fp16", "bf16", "optimizer", "intermediate_size", "expansion_factor", "num_kv_heads",
-    "attention_config", "global_num_gpus", "num_gpus", "num_nodes", "zero_stage", "use_qk_layernorm",
-    "use_bias_in_norms", "rms_norm_epsilon", "data_types", "zero_allow_untested_optimizer", "checkpoint_num_layers",
-    "gpt_j_tied", "train_impl",
-}  # fmt: skip
 _OTHER_LAYERS = re.compile(r"gmlp|amlp|rwkv|mamba")
 _GATED = {"swiglu": "silu", "geglu": "gelu", "reglu": "relu", "bilinear": "identity", "glu": "sigmoid"}
 
@@ -255,8 +255,7 @@ def read_neox(config: ConfigFile) -> ImportedRun:
     imported.unknown, imported.ignored, imported.notes = {}, {}, []
     read_zero(options, {**settings, "fp16": None, "bf16": None, _precision(given): {"enabled": True}}, imported)
     imported.microbatches_per_rank = int(given["gradient_accumulation_steps"] or 1)
-    imported.assumed = {key: str(value) for key, value in _ROW.left_out(settings).items()}
-    imported.documented = _ROW.documented
+    _ROW.assume(imported, _ROW.left_out(settings))
     if run["model"] is not None:
         _add_to_model(run["model"], given)
     _list_unread(imported, settings)
@@ -321,7 +320,7 @@ def _width(given: Settings) -> int:
     return multiple * -(-int(width) // multiple)
 
 
-def _add_to_model(model: dict[str, Any], given: Settings) -> None:
+def _add_to_model(model: Fields, given: Settings) -> None:
     if is_on(given["gpt_j_residual"]):
         model["parallel_residual"] = "one_norm" if is_on(given.get("gpt_j_tied")) else "two_norms"
     if given["activation"] in _GATED:
@@ -339,7 +338,5 @@ def _list_unread(imported: ImportedRun, settings: Settings) -> None:
         imported.unknown["train_impl"] = f"{settings['train_impl']}, priced as learning the next token"
     if re.search("sparse|local", json.dumps(settings.get("attention_config") or [])):
         imported.unknown["attention_config"] = "sparse or local attention, priced as full"
-    for key, value in settings.items():
-        if key not in _READ:
-            is_harmless = is_off(value) or value in ([], {}) or _ROW.is_harmless(key)
-            (imported.ignored if is_harmless else imported.unknown)[key] = str(value)[:200]
+    read = {*_ROW.renamed, *_ROW.unasked}
+    _ROW.sort(imported, settings, read, lambda key, value: is_off(value) or is_empty(value))

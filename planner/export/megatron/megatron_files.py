@@ -43,7 +43,8 @@ from planner.export.trainer_files import (
     promise,
     requirements_of,
 )
-from planner.trainers.rules.facts import norms_queries_twice, release
+from planner.specs.base import Fields, Texts
+from planner.trainers.rules.facts import is_hybrid, norms_queries_twice, release
 from planner.trainers.rules.rule_rows import Rule, rules_of
 
 DATA_PATH = Placeholder(
@@ -99,9 +100,9 @@ def megatron_arguments(
     plan: Plan,
     target: str = "megatron",
     of_model: tuple[Rule, ...] | None = None,
-    own_schedules: tuple[str, ...] = (),
+    own_schedules: Texts = (),
 ) -> Arguments:
-    """All arguments of `pretrain_gpt.py` but for data, length and checkpoints, which a first run has not.
+    """All arguments of `pretrain_gpt.py` or `pretrain_hybrid.py` but for data, length and checkpoints.
 
     Another target puts them into its own words, under its own rules, and says by itself what its own schedules need.
 
@@ -128,7 +129,7 @@ def _check_expressible(
     stages: tuple[VirtualStage, ...],
     target: str,
     of_model: tuple[Rule, ...],
-    own_schedules: tuple[str, ...],
+    own_schedules: Texts,
 ) -> None:
     """Raise Inexpressible, with every reason, where Megatron-LM cannot run the plan."""
     reasons = broken_rules((*of_model, *rules_of("layout megatron", runtime=plan.runtime_spec)), plan)
@@ -181,7 +182,7 @@ def export_megatron(plan: Plan) -> TrainerFiles:
     version = plan.runtime_spec.version
     training = RunPart(training_arguments(plan))
     command = LaunchCommand(
-        program='"$MEGATRON_PATH"/pretrain_gpt.py',
+        program=f'"$MEGATRON_PATH"/pretrain_{"hybrid" if is_hybrid(plan.model.spec) else "gpt"}.py',
         arguments=arguments,
         first_run=RunPart(first_run_arguments(plan)),
         training_run=training,
@@ -206,7 +207,7 @@ def export_megatron(plan: Plan) -> TrainerFiles:
 
 def _options_yaml(arguments: Arguments, variables: dict[str, str]) -> str:
     """Options as `ENV_VARS:` and `MODEL_ARGS:`; a bare flag is true, several words are a list."""
-    data: dict[str, Any] = {
+    data: Fields = {
         "ENV_VARS": {name: _scalar(value) for name, value in variables.items()},
         "MODEL_ARGS": {
             option: list(value) if isinstance(value, tuple) and len(value) > 1 else _scalar(value)
@@ -225,7 +226,7 @@ def _scalar(value: Any) -> Any:
     return int(value) if isinstance(value, str) and value.isdigit() else value
 
 
-def notes_on_options(plan: Plan) -> tuple[str, ...]:
+def notes_on_options(plan: Plan) -> Texts:
     """Notes on the options of Megatron-LM, whoever passes them."""
     names = {"norms_queries_twice": norms_queries_twice, "has_published_scales": has_published_scales(plan)}
     notes = [*notes_on_model(plan.model.spec), *notes_of("megatron", plan, **names)]

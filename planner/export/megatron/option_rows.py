@@ -19,6 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from planner.errors import SpecError
 from planner.export.trainer_files import Arguments, ShellText, names_of
+from planner.specs.base import Fields, Said, Texts
 from planner.specs.expressions import value_of
 from planner.specs.model import ModelSpec
 from planner.specs.reading import parse_expression, shipped_table
@@ -157,10 +158,6 @@ def _whole(node: ast.expr) -> int:
     return node.value
 
 
-Fields = dict[str, Any]
-"""Fields by their paths (`moe.num_experts`), as a configuration says them."""
-
-
 class OptionRow(BaseModel):
     """One option of Megatron-LM: a row of options.yaml, which says what its columns mean."""
 
@@ -182,8 +179,8 @@ class OptionRow(BaseModel):
     unasked: float | int | None = None
     unasked_by: str = ""
     bridge: str = ""
-    bridge_is: tuple[str, ...] = ()
-    bridge_read: tuple[str, ...] = ()
+    bridge_is: Texts = ()
+    bridge_read: Texts = ()
     primus: str = ""
     since: str = ""
 
@@ -202,7 +199,8 @@ class OptionRow(BaseModel):
             return attrgetter(self.size)(source.parallelism)
         if self.amount:
             return attrgetter(self.amount)(source) or None
-        return ShellText(self.shell) if self.shell else self.constant
+        constant = tuple(self.constant) if isinstance(self.constant, list) else self.constant
+        return ShellText(self.shell) if self.shell else constant
 
     def read(self, options: Options, unasked: Mapping[str, Callable[[Options], Any]]) -> Fields:
         """The fields that the options say by this one."""
@@ -221,21 +219,22 @@ class OptionRow(BaseModel):
             return {path: number_of(options, self.name)}
         return {path: unasked[self.unasked_by](options) if self.unasked_by else self.unasked}
 
-    def _read(self, names: Mapping[str, Any]) -> Fields:
+    def _read(self, names: Said) -> Fields:
         """The fields of `reads`; one with ? is left out where it is null."""
         found = {path: value_of(text, names) for path, text in self.reads.items()}
         return {path.rstrip("?"): value for path, value in found.items() if value is not None or path[-1] != "?"}
 
 
-def _of_model(model: ModelSpec) -> dict[str, Any]:
+def _of_model(model: ModelSpec) -> Fields:
     method = rotary_method(model)
     return {
         "model": model, "moe": model.moe, "mla": model.mla, "scaling": model.rope_scaling, "method": method,
+        "mamba": model.mamba,
         "is_yarn": method not in (None, "llama3", "linear"),
     }  # fmt: skip
 
 
-def _reading(options: Options) -> dict[str, Any]:
+def _reading(options: Options) -> Fields:
     readers = (text, size, number, positive, decimal, given)
     return {
         "options": options,
@@ -251,9 +250,9 @@ READERS: dict[str, Callable[[Any], Any]] = {}
 
 
 @cache
-def table() -> dict[str, Any]:
+def table() -> Fields:
     """options.yaml as it stands."""
-    found: dict[str, Any] = shipped_table("export/megatron/options.yaml")
+    found: Fields = shipped_table("export/megatron/options.yaml")
     return found
 
 
@@ -334,7 +333,7 @@ def holds(clause: str, options: Options) -> bool:
     return name in options and (not words or not {*said}.isdisjoint(words[0].split("|")))
 
 
-def broken_rows(rows: Mapping[str, Mapping[str, Any]], options: Options) -> Iterator[tuple[str, str]]:
+def broken_rows(rows: Mapping[str, Said], options: Options) -> Iterator[tuple[str, str]]:
     """The refusals of a table that options meet: their names, and the options that do not go together."""
     for name, row in rows.items():
         given = next((clause for clause in row["given"] if holds(clause, options)), None)
@@ -392,14 +391,14 @@ FLAGS = [flag for row in all_rows() for flag in _flags(row.name, row.bridge_is)]
 """Fields that are written for a bare option, whether it is given or not."""
 READ_FLAGS = [flag for row in all_rows() for flag in _flags(row.name, row.bridge_read)]
 """Fields that only recipes set."""
-OF_BRIDGE: dict[str, Any] = table()["bridge"]
+OF_BRIDGE: Fields = table()["bridge"]
 """Recipes, downloads, dtypes of moments: rows that only Bridge has."""
-YARN: list[tuple[str, str, str]] = [(plain, latent, field) for plain, latent, field in OF_BRIDGE["yarn"]]
-"""A number of yarn: Bridge's field of plain attention, that of latent attention, and ours."""
+YARN: list[list[str]] = OF_BRIDGE["yarn"]
+"""A number of yarn: Bridge's field of plain attention, that of latent attention, and the option."""
 _KEYS = {row.name: row.primus for row in all_rows() if row.primus}
 NEGATED = {option: key.removeprefix("not ") for option, key in _KEYS.items() if key.startswith("not ")}
 """Options that set a key of Primus to false."""
-PRIMUS_SCHEDULES: dict[str, dict[str, Any]] = table()["primus_schedules"]
+PRIMUS_SCHEDULES: dict[str, Fields] = table()["primus_schedules"]
 
 
 def key_of(option: str) -> str:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterator, Sequence
-from typing import Any
 
 from planner.errors import SpecError
 from planner.export.followed.shell_script import AROUND, Script, read_script
-from planner.export.imported_run import ConfigFile, ImportedRun, json_of
+from planner.export.imported_run import ConfigFile, ImportedRun, json_of, new_run
 from planner.export.keyed_settings import beginnings, count, num_gpus, table
 from planner.export.megatron.deepspeed_options import (
     DEEPSPEED_OPTIONS,
@@ -32,6 +31,7 @@ from planner.export.megatron.plan_options import (
 )
 from planner.export.named_models import Model, moe_of, num_layers_of
 from planner.export.spelling import canonical, read_switches, unexplained
+from planner.specs.base import Fields
 from planner.trainers.switches import SWITCHES
 
 _OF_MIXTURES = ("dispatcher", "shared_expert_overlap", "fused_experts", "ep_overlap", "token_drop")
@@ -45,10 +45,10 @@ def options_of_features() -> dict[str, frozenset[str]]:
     return {name: frozenset(option for other, option in pairs if other == name) for name, _ in pairs}
 
 
-def read_features(options: Options) -> dict[str, Any]:
+def read_features(options: Options) -> Fields:
     """A run's features; those that no option names are as Megatron-LM has them unasked."""
     found = {name: words or True for name, words in options.items()}
-    features: dict[str, Any] = canonical(read_switches(SWITCH_OPTIONS, found))
+    features: Fields = canonical(read_switches(SWITCH_OPTIONS, found))
     if features.get("cp_comm_type") == "allgather":
         features["cp_comm_type"] = "all_gather"
     if "--num-experts" in options:
@@ -158,7 +158,7 @@ def _split(text: str) -> list[str]:
     return text.split() if re.match(r"\s*--\w", text) else [text]
 
 
-def _deepspeed_config(options: Options, script: Script, config: ConfigFile) -> dict[str, Any]:
+def _deepspeed_config(options: Options, script: Script, config: ConfigFile) -> Fields:
     """DeepSpeed's own configuration: written by the script, or a file beside it; empty where there is none."""
     name = text(options, "--deepspeed_config") or text(options, "--deepspeed-config")
     source = script.files.get(name) or config.beside(name)
@@ -224,20 +224,18 @@ def _run_of(
     options = with_pattern(options)
     model = read_model(options) if "--num-layers" in options and named is None else named
     described = {**options, **_options_of_model(named)} if named is not None else options
-    imported = ImportedRun(
+    imported = new_run(
         source,
-        {
-            "model": model,
-            "num_gpus": num_gpus(options, script),
-            "gpus_per_node": number(options, "--nproc-per-node") or count([script.directives.get("gpus-per-node", "")]),
-            "runtime": "megatron",
-            "seq_length": number(options, "--seq-length") or number(options, "--max-position-embeddings"),
-            "global_batch_size": number(options, "--global-batch-size"),
-            "dtype": read_dtype(options),
-            "precision_recipe": read_scales(options),
-            "parallelism": read_layout(described),
-            "features": read_features(described),
-        },
+        "megatron",
+        model=model,
+        num_gpus=num_gpus(options, script),
+        gpus_per_node=number(options, "--nproc-per-node") or count([script.directives.get("gpus-per-node", "")]),
+        seq_length=number(options, "--seq-length") or number(options, "--max-position-embeddings"),
+        global_batch_size=number(options, "--global-batch-size"),
+        dtype=read_dtype(options),
+        precision_recipe=read_scales(options),
+        parallelism=read_layout(described),
+        features=read_features(described),
     )
     if named is None and not source.startswith("megatron") and not {"--vocab-size", "--tokenizer-type"} & {*options}:
         # GPT-2's vocabulary is what Megatron-LM alone takes unasked

@@ -21,7 +21,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from planner.files import write_text
-from planner.probe.device_state import Monitor
 from planner.probe.model.attention import AttentionTables, KernelsSeen
 from planner.probe.model.chunk import Chunk, initialise, shard_of
 from planner.probe.model.peers import Surroundings
@@ -45,7 +44,7 @@ from planner.probe.rank.pipeline import ActionTimes, GroupWires, RankClock, Step
 from planner.probe.rank.training import Parameters, RankTrainer, batch_seed, dtypes, synthetic_batch
 from planner.probe.result import ChunkSeconds, ProbeCheck, ProbedMemory, RankResult, StepSeconds, TimedAction, shown
 from planner.probe.run import ChunkSpec, ProbeRun, Repeats, spread_fraction
-from planner.probe.torch_build import watched
+from planner.probe.torch_build import Monitor, watched
 from planner.specs.base import Texts
 
 REFERENCE = "reference is computed"

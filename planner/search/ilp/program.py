@@ -35,13 +35,15 @@ if stages differ little, so the optimum is a certificate. The gap to the replay 
 
 from __future__ import annotations
 
+import math
 import textwrap
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from planner.errors import SolverError
+from planner.layout.candidate import Candidate
 from planner.schedule.orders import Bound
 from planner.search.ilp.formulation import (
     Expression,
@@ -54,7 +56,7 @@ from planner.search.ilp.formulation import (
     count,
     value,
 )
-from planner.search.ilp.node import Node, Solution, recurring
+from planner.search.ilp.node import Node, RecomputeChoice, Solution, node_of, recurring, split_of
 from planner.search.ilp.rows import RankSums, RecomputedLayers, add_ends, add_memory, add_recompute, add_time
 from planner.search.ilp.solver import LEAST_TIME_S, Checked, solved
 from planner.specs.units import GIB
@@ -148,6 +150,30 @@ def shorter(short_bytes: Sequence[float], excess: Sequence[float], free_bytes: S
         short + (free + LEAST_SHORT_BYTES) * (more > 0)
         for short, more, free in zip(known, excess, free_bytes, strict=True)
     ]
+
+
+def splits_tried(
+    start: Candidate, choice: RecomputeChoice, solver: Callable[[Node], Solution | None], cutoff_s: float = math.inf
+) -> Iterator[tuple[Solution | None, Candidate | None]]:
+    """A solver's answers for a candidate's shape, each with its split, until one fits or there is none.
+
+    Each leaves more bytes free on the ranks that the exact memory of the last showed to be too full.
+    """
+    short_bytes: list[float] = []
+    for _ in range(MAX_TRIES):
+        node = node_of(
+            start.pricing, start.table, choice, start.schedule, short_bytes, cutoff_s, rank_factors=start.rank_factors
+        )
+        solution = solver(node)
+        if solution is None or not solution.counts:
+            yield solution, None
+            return
+        split = split_of(start.pricing, node, solution)
+        candidate = start.with_split(replace(split, mtp_stage=start.split.mtp_stage))
+        yield solution, candidate
+        if candidate.fits:
+            return
+        short_bytes = shorter(short_bytes, candidate.excess_bytes, solution.free_bytes)
 
 
 WIDTH = 120

@@ -37,8 +37,8 @@ from planner.search.enumerate import (
     schedules_tried,
 )
 from planner.search.frontier import nodes_of
-from planner.search.ilp.node import RecomputeChoice, node_of, split_of
-from planner.search.ilp.program import MAX_TRIES, shorter
+from planner.search.ilp.node import RecomputeChoice
+from planner.search.ilp.program import splits_tried
 from planner.search.priced_shapes import PricedShapes, fits, priced_shapes
 from planner.shape import FloatArray, IntArray, Shape
 from planner.specs.training import Parallelism, Recompute
@@ -292,18 +292,11 @@ def _with_room(case: Case, shapes: PricedShapes) -> PricedShapes:
 def _split_by_room(case: Case, shapes: PricedShapes) -> Iterator[Candidate]:
     """Layouts of plain 1F1B that fit, with layers split so."""
     for _, candidate in _candidates(case, shapes, lightest_alone=True):
-        mode, short_bytes = candidate.split.recompute, list[float]()
+        mode = candidate.split.recompute
         choice = RecomputeChoice("none", "all") if mode == "full" else RecomputeChoice(mode, "none")
-        for _ in range(MAX_TRIES):
-            node = node_of(candidate.pricing, candidate.table, choice, candidate.schedule, short_bytes)
-            solution = best_split(node)
-            if solution is None or not solution.counts:
-                break
-            other = candidate.with_split(split_of(candidate.pricing, node, solution))
-            if other.fits:
-                yield other
-                break
-            short_bytes = shorter(short_bytes, other.excess_bytes, solution.free_bytes)
+        yield from (
+            found for _, found in splits_tried(candidate, choice, best_split) if found is not None and found.fits
+        )
 
 
 def least_state_bytes(case: Case) -> float:
@@ -377,8 +370,8 @@ def _estimate_bytes(shapes: PricedShapes, modes: Sequence[Recompute]) -> FloatAr
 
     It only sorts the shapes; no user sees this number.
     """
-    pp = np.asarray(shapes.shape.pp)
-    in_flight = np.minimum(np.asarray(shapes.shape.num_microbatches), pp)[:, None].astype(float)
+    pp = shapes.shape.pp
+    in_flight = np.minimum(shapes.shape.num_microbatches, pp)[:, None].astype(float)
     layers_bytes = np.min([layer_bytes(shapes, mode, in_flight) for mode in modes], axis=0)[:, :, 0]
     counts = np.array(list(shapes.pricing.kind_counts.values()))
     # the fullest rank has a whole number of layers

@@ -19,7 +19,7 @@ from pydantic import ValidationError
 
 from planner.errors import SpecError
 from planner.specs.architectures import derivations, layer_lists, sections
-from planner.specs.architectures.derivations import Config, Derived, InexpressibleError, check_switches
+from planner.specs.architectures.derivations import Config, Derived, InexpressibleError, check_switches, first_of
 from planner.specs.architectures.layer_lists import without_unused_sections
 from planner.specs.architectures.vision import vision_of
 from planner.specs.model import ModelSpec
@@ -57,7 +57,7 @@ _DENSE = _BLOCK | _alike("intermediate_size")
 _MOE = _alike("num_experts_per_tok", "moe_intermediate_size") | {"num_experts": ("num_experts", "num_local_experts")}
 _MLA = _alike("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 _DEEPSEEK = {name: keys for name, keys in _DENSE.items() if name != "head_dim"} | _MLA | _MOE
-_DEEPSEEK |= _alike("num_nextn_predict_layers")
+_DEEPSEEK |= _alike("num_nextn_predict_layers") | {"head_dim": ("v_head_dim",)}
 _DEEPSEEK["num_experts"] = ("n_routed_experts", "num_local_experts", "num_experts")
 _GPT = _alike("vocab_size", "tie_word_embeddings")
 _GPT |= {"num_hidden_layers": ("n_layer", "num_hidden_layers"), "hidden_size": ("n_embd", "hidden_size", "n_embed"),
@@ -101,13 +101,19 @@ def _keys(own: Keys, items: list[Any]) -> Keys:
 
 
 def _function(entry: Any) -> Any:
-    """A function by its name, or the one that `{name: arguments}` makes; without arguments the function itself."""
+    """A function by its name, or the one that `{name: arguments}` makes; without arguments the function itself.
+
+    A mapping among the arguments names a function, too, unless it is one of fields.
+    """
     if not isinstance(entry, dict):
         return _FUNCTIONS[entry]
     ((name, arguments),) = entry.items()
     if arguments is None:
         return _FUNCTIONS[name]
-    return _FUNCTIONS[name](*(_function(each) if isinstance(each, dict) else each for each in arguments))
+    given = [arguments] if isinstance(arguments, dict) else arguments
+    return _FUNCTIONS[name](
+        *(_function(each) if isinstance(each, dict) and each.keys() <= _FUNCTIONS.keys() else each for each in given)
+    )
 
 
 _HERE = Path(__file__).parent
@@ -155,13 +161,9 @@ _SCALING_NUMBERS = (
 )  # fmt: skip
 
 
-def _first(config: Config, keys: tuple[str, ...]) -> Any:
-    return next((config[key] for key in keys if config.get(key) is not None), None)
-
-
 def norm_eps(config: Config) -> Derived:
     """The number under the root of a norm."""
-    return {"norm_eps": _first(config, _EPSILONS)}
+    return {"norm_eps": first_of(config, _EPSILONS)}
 
 
 def soft_caps(config: Config) -> Derived:
@@ -207,11 +209,11 @@ def _scaling(stated: Mapping[str, Any], config: Config) -> Derived | None:
 
 def router(config: Config) -> Derived:
     """How a router scores, groups, scales and balances."""
-    fields = {name: _first(config, spellings) for name, spellings in _ROUTER.items()}
+    fields = {name: first_of(config, spellings) for name, spellings in _ROUTER.items()}
     groups = fields["n_group"]
     if groups in (None, 0, 1):
         fields["n_group"] = fields["topk_group"] = None
-    scores = _first(
+    scores = first_of(
         config, ("scoring_func", "score_function", "score_func", "moe_router_activation_func", "moe_router_activation")
     )
     fields["scoring_func"] = _SCORES.get(scores, scores) if isinstance(scores, str) else scores
@@ -321,7 +323,9 @@ def from_config(config: Config, where: str) -> ModelSpec:
         for name, spellings in row.keys.items()
     }
     given |= {name: given[keys[name]] for name in _CANONICAL if name in keys and keys[name] in given}
-    fields: Derived = {name: given[key] for name, key in keys.items() if key in given}
+    fields: Derived = {
+        name: given[key] for name, key in keys.items() if key in given and not _is_unsaid(name, given[key])
+    }
     try:
         check_switches(config)
         for read in (norm_eps, soft_caps, rotary, router):
@@ -386,6 +390,12 @@ def _kind_of_model(config: Config) -> str:
         if kind in ARCHITECTURES or kind in SAME_AS or kind in WRAPPERS or kind in REFUSED:
             return kind
     return stated
+
+
+def _is_unsaid(name: str, value: Any) -> bool:
+    """True for a null under the key of a field that has a value of its own where none is given."""
+    field = ModelSpec.model_fields.get(name)
+    return value is None and field is not None and not field.is_required()
 
 
 def _rotary_base(config: Config) -> Config:

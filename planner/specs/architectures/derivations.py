@@ -5,10 +5,12 @@ Each function takes the config of one `model_type` and returns fields of a Model
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from math import prod
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from types import MappingProxyType
 from typing import Any
 
+from planner.specs.expressions import names_in, value_of
 from planner.specs.reading import kind_of
 
 Config = Mapping[str, Any]
@@ -51,57 +53,84 @@ def whole(config: Config, key: str, default: int | None = None) -> int:
     return value
 
 
+def sum_of(text: str | int, size: Callable[[str], int]) -> int:
+    """An expression of numbers and sizes, such as `4*hidden_size + inner/16`, whose quotients are rounded down."""
+    whole_text = str(text).replace("/", "//")
+    names = {name: size(name) for name in names_in(whole_text) - _CALLED}
+    try:
+        return int(value_of(whole_text, names))
+    except ZeroDivisionError:
+        return 0
+
+
+_CALLED = {"max", "min"}
+"""Functions that sums of sizes call."""
+
+
+def size_of(config: Config, texts: str | list[str], needed: bool = False) -> int | None:
+    """The first of these sums whose sizes are all given, where `auto` is none; the last where one is needed."""
+    sums = [texts] if isinstance(texts, str) else texts
+    given = [text for text in sums if not any(config.get(key) in (None, "auto") for key in names_in(text) - _CALLED)]
+    return sum_of((given or sums[-1:])[0], partial(whole, config)) if given or needed else None
+
+
+def sizes(fields: Mapping[str, str | list[str]]) -> Callable[[Config], Derived]:
+    """A function that works out fields as `size_of` has it, as far as their sizes are given."""
+
+    def derive(config: Config) -> Derived:
+        found = {name: size_of(config, texts) for name, texts in fields.items()}
+        return {name: size for name, size in found.items() if size is not None}
+
+    return derive
+
+
+def first_of(config: Config, keys: str | Iterable[str]) -> Any:
+    """The value under the first key that has one."""
+    names = (keys,) if isinstance(keys, str) else keys
+    return next((config[key] for key in names if config.get(key) is not None), None)
+
+
+def section(
+    name: str, fields: Mapping[str, str | list[str]], others: Mapping[str, str | list[str]] = MappingProxyType({})
+) -> Callable[[Config], Derived]:
+    """A function that fills a section with sizes, and with other values as they stand."""
+
+    def derive(config: Config) -> Derived:
+        counted = {field: size_of(config, texts, needed=True) for field, texts in fields.items()}
+        stated = {field: first_of(config, keys) for field, keys in others.items()}
+        return {name: counted | {field: value for field, value in stated.items() if value is not None}}
+
+    return derive
+
+
+def switch(field: str, key: str, on: Any, off: Any = None, default: Any = None) -> Callable[[Config], Derived]:
+    """A function that gives a field one of two values."""
+    return lambda config: {field: on if config.get(key, default) else off}
+
+
+attention_bias = switch("attention_bias", "attention_bias", "all", "none")
+"""Biases on all four projections or on none, by one switch."""
+
+
+def ratio(field: str, above: str, below: str) -> Callable[[Config], Derived]:
+    """A function that works out a share of one size of another, at most 1."""
+
+    def derive(config: Config) -> Derived:
+        part, total = size_of(config, above), size_of(config, below)
+        return {field: min(1.0, part / total)} if part is not None and total else {}
+
+    return derive
+
+
 def activation(config: Config) -> Derived:
-    given = next((config[key] for key in ("hidden_activation", "hidden_act") if config.get(key) is not None), None)
+    given = first_of(config, ("mlp_hidden_act", "hidden_activation", "hidden_act", "activation_function"))
     return {"activation": ACTIVATIONS.get(given, given) if isinstance(given, str) else given}
-
-
-def attention_bias(config: Config) -> Derived:
-    """Biases on all four projections or on none, by one switch."""
-    return {"attention_bias": "all" if config.get("attention_bias") else "none"}
-
-
-def qkv_bias(config: Config) -> Derived:
-    """Biases on queries, keys and values only (Qwen2)."""
-    return {"attention_bias": "qkv" if config.get("qkv_bias", True) else "none"}
 
 
 def no_output_bias(config: Config) -> Derived:
     """Biases on queries, keys and values only, unless the output's own switch is on (GLM-4, Seed-OSS)."""
     inner, output = config.get("attention_bias"), config.get("attention_out_bias")
     return {"attention_bias": "all" if inner and output else "qkv" if inner else "none"}
-
-
-def whole_heads(config: Config) -> Derived:
-    """Heads that are given no width: hidden_size // num_attention_heads."""
-    hidden, heads = config.get("hidden_size"), config.get("num_attention_heads")
-    known = config.get("head_dim") is not None or not (isinstance(hidden, int) and isinstance(heads, int) and heads > 0)
-    return {} if known else {"head_dim": hidden // heads}  # type: ignore[operator]
-
-
-def llama4_shared(config: Config) -> Derived:
-    """One expert that every token visits, as wide as the others."""
-    return {"shared_expert_intermediate_size": config.get("intermediate_size")}
-
-
-def _times(count: Any, size: Any) -> Any:
-    """count · size; a value that is no integer is left for ModelSpec to complain of."""
-    return count * size if isinstance(count, int) and isinstance(size, int) else size
-
-
-def shared_experts(count: str, width_key: str = "moe_intermediate_size") -> Callable[[Config], Derived]:
-    """Shared experts are one MLP as wide as all of them, whose number stands under `count`."""
-
-    def derive(config: Config) -> Derived:
-        width = _times(config.get(count) or 0, config.get(width_key))
-        return {"shared_expert_intermediate_size": width}
-
-    return derive
-
-
-def latent_heads(config: Config) -> Derived:
-    """Heads are as wide as their values."""
-    return {"head_dim": config.get("v_head_dim")}
 
 
 def opt_sizes(config: Config) -> Derived:
@@ -112,47 +141,7 @@ def opt_sizes(config: Config) -> Derived:
         raise InexpressibleError("word_embed_proj_dim: a projection between embedding and layers")
     positions = config.get("max_position_embeddings")
     rows = positions + 2 if isinstance(positions, int) else positions
-    return {"max_position_embeddings": rows, **activation({"hidden_act": config.get("activation_function")})}
-
-
-def stablelm_norms(config: Config) -> Derived:
-    if config.get("qk_layernorm"):
-        raise InexpressibleError("qk_layernorm: a norm of its own for each head")
-    return {"attention_bias": "qkv" if config.get("use_qkv_bias") else "none"}
-
-
-def gpt2_sizes(config: Config) -> Derived:
-    """The MLP is four times as wide as the model unless n_inner says otherwise."""
-    inner = config.get("n_inner")
-    width = _times(4, config.get("n_embd")) if inner is None else inner
-    return {"intermediate_size": width, **activation({"hidden_act": config.get("activation_function")})}
-
-
-def parallel(kind: str, key: str = "use_parallel_residual", default: bool = True) -> Callable[[Config], Derived]:
-    """A function that says whether attention and MLP run side by side, by a switch."""
-
-    def derive(config: Config) -> Derived:
-        return {"parallel_residual": kind if config.get(key, default) else None}
-
-    return derive
-
-
-def gpt_rotary(config: Config) -> Derived:
-    """GPT-J rotates the first rotary_dim features of a head."""
-    hidden, heads, rotated = (config.get(key) for key in ("n_embd", "n_head", "rotary_dim"))
-    if not (isinstance(hidden, int) and isinstance(heads, int) and isinstance(rotated, int) and heads > 0):
-        return {}
-    return {"partial_rotary_factor": min(1.0, rotated * heads / max(hidden, 1))}
-
-
-def four_times(config: Config) -> Derived:
-    """An MLP four times as wide as the model."""
-    return {"intermediate_size": _times(4, config.get("hidden_size"))}
-
-
-def one_key_head(config: Config) -> Derived:
-    """All queries share one head of keys and values, unless multi_query is off (GPT-BigCode)."""
-    return {"num_key_value_heads": 1 if config.get("multi_query", True) else None}
+    return {"max_position_embeddings": rows}
 
 
 def falcon(config: Config) -> Derived:
@@ -162,10 +151,9 @@ def falcon(config: Config) -> Derived:
     kv_heads = config.get("num_kv_heads") if new else 1 if config.get("multi_query", True) else heads
     norms = config.get("num_ln_in_parallel_attn") or (2 if new else 1)
     beside = new or config.get("parallel_attn", True)
-    ffn = config.get("ffn_hidden_size")
     return {
         "num_key_value_heads": kv_heads or heads,
-        "intermediate_size": _times(4, config.get("hidden_size")) if ffn is None else ffn,
+        "intermediate_size": size_of(config, ["ffn_hidden_size", "4*hidden_size"]),
         "bias": bias,
         "parallel_residual": None if not beside else "two_norms" if norms == 2 else "one_norm",
         "position_embedding": "alibi" if config.get("alibi") else "rope",
@@ -175,7 +163,6 @@ def falcon(config: Config) -> Derived:
 
 def mpt(config: Config) -> Derived:
     """MPT: no biases unless no_bias is off; ALiBi, else learned positions."""
-    ratio, hidden = config.get("expansion_ratio"), config.get("d_model")
     alibi, has_bias = config.get("alibi", True), config.get("no_bias") is False
     norms: Derived = {}
     if config.get("qk_ln"):
@@ -184,24 +171,13 @@ def mpt(config: Config) -> Derived:
         norms = {"qk_norm": True, "qk_norm_over": "hidden", "vector_parameters": normed * has_bias}
     return {
         **norms,
-        "intermediate_size": _times(ratio, hidden),
+        "intermediate_size": size_of(config, "expansion_ratio*d_model"),
         "num_key_value_heads": config.get("kv_n_heads"),
         "bias": has_bias,
         "norm_bias": has_bias,
         "position_embedding": "alibi" if alibi else "learned",
         **({} if alibi else {"max_position_embeddings": config.get("max_seq_len")}),
     }
-
-
-def baichuan(config: Config) -> Derived:
-    """Baichuan 13B has ALiBi, and says so by naming no largest position."""
-    return {"position_embedding": "rope" if config.get("max_position_embeddings") else "alibi"}
-
-
-def qwen1(config: Config) -> Derived:
-    """The first Qwen: intermediate_size counts gate and up together."""
-    both = config.get("intermediate_size")
-    return {"intermediate_size": both // 2 if isinstance(both, int) else both, "attention_bias": "qkv"}
 
 
 def chatglm(config: Config) -> Derived:
@@ -230,19 +206,8 @@ def minicpm(config: Config) -> Derived:
 
 def root_of_hidden(config: Config) -> Derived:
     """The embedding is multiplied by the root of its width (Gemma)."""
-    hidden = config.get("hidden_size")
+    hidden = config.get("hidden_size") if config.get("mup_enabled", True) else None
     return {"embedding_multiplier": hidden**0.5} if isinstance(hidden, int) and hidden > 0 else {}
-
-
-def grok_scales(config: Config) -> Derived:
-    """Grok's scales of embedding, attention and logits, and the cap of the attention's logits."""
-    output = config.get("output_multiplier_scale")
-    return {
-        "embedding_multiplier": config.get("embedding_multiplier_scale"),
-        "attention_multiplier": config.get("attn_output_multiplier"),
-        "attn_logit_softcapping": config.get("max_attn_value"),
-        "logits_scaling": 1 / output if isinstance(output, int | float) and output > 0 else 1.0,
-    }
 
 
 def one_for_all(*pairs: tuple[str, str], default: Any = None) -> Callable[[Config], Derived]:
@@ -269,39 +234,20 @@ def hunyuan_experts(config: Config) -> Derived:
         ("num_experts", "num_experts"),
     )(config)  # fmt: skip
     width = stated["width"] or config.get("intermediate_size")
-    shared = 1 if stated["shared"] is None else stated["shared"]
     followers = whole(config, "cla_share_factor", 2) - 1 if config.get("use_cla") else 0
     return {
         "layer_sizes": ({}, *({"shares_keys": True},) * followers) if followers else None,
         "moe_intermediate_size": width,
         "num_experts_per_tok": stated["num_experts_per_tok"],
         "num_experts": stated["num_experts"],
-        "shared_expert_intermediate_size": _times(shared, config.get("intermediate_size")),
+        "shared_expert_intermediate_size": whole(stated, "shared", 1) * whole(config, "intermediate_size"),
         "qk_norm": bool(config.get("use_qk_norm", True)),
     }
 
 
-def shared_width(key: str) -> Callable[[Config], Derived]:
-    """A function that reads the width of the shared expert; 0 where there is none."""
-
-    def derive(config: Config) -> Derived:
-        return {"shared_expert_intermediate_size": config.get(key) or 0}
-
-    return derive
-
-
-def bailing(config: Config) -> Derived:
-    """Ling's switches: biases, norms of queries and keys, the balancing bias, the width of the shared experts."""
-    bias = "all" if config.get("use_bias") else "qkv" if config.get("use_qkv_bias") else "none"
-    width = config.get("moe_shared_expert_intermediate_size")
-    shared = config.get("num_shared_experts") or 0
-    return {
-        "attention_bias": bias,
-        "qk_norm": bool(config.get("use_qk_norm")),
-        "router_bias": bool(config.get("moe_router_enable_expert_bias")),
-        "shared_expert_intermediate_size": _times(shared, width or config.get("moe_intermediate_size")),
-        "embedding_norm": False,
-    }
+def all_or_qkv_bias(config: Config) -> Derived:
+    """Biases on all four projections by one switch, or on queries, keys and values by another (Ling)."""
+    return {"attention_bias": "all" if config.get("use_bias") else "qkv" if config.get("use_qkv_bias") else "none"}
 
 
 def longcat(config: Config) -> Derived:
@@ -313,13 +259,7 @@ def longcat(config: Config) -> Derived:
         "num_hidden_layers": 2 * layers,
         "mlp_layer_types": ("moe", "dense"),
         "shared_expert_intermediate_size": config.get("ffn_hidden_size"),
-        **latent_heads(config),
     }
-
-
-def afmoe(config: Config) -> Derived:
-    """Trinity's scale of the embedding, which is a choice."""
-    return root_of_hidden(config) if config.get("mup_enabled") else {}
 
 
 def layer_norms_of_heads(config: Config) -> Derived:
@@ -332,17 +272,6 @@ def layer_norms_of_heads(config: Config) -> Derived:
     }
 
 
-def vectors(field: str, *terms: list[int | str]) -> Callable[[Config], Derived]:
-    """A function that adds up products of numbers and of sizes under keys: the length of vectors beside."""
-
-    def derive(config: Config) -> Derived:
-        return {
-            field: sum(prod(whole(config, one, 0) if isinstance(one, str) else one for one in term) for term in terms)
-        }
-
-    return derive
-
-
 def reciprocal(field: str, key: str) -> Callable[[Config], Derived]:
     """A function that reads a factor on the logits, by which ours are divided."""
 
@@ -351,13 +280,6 @@ def reciprocal(field: str, key: str) -> Callable[[Config], Derived]:
         return {field: 1 / scale} if isinstance(scale, int | float) and scale > 0 else {}
 
     return derive
-
-
-def neo_sizes(config: Config) -> Derived:
-    """GPT-Neo's MLP is four times as wide as the model unless intermediate_size says otherwise."""
-    stated = config.get("intermediate_size")
-    width = _times(4, config.get("hidden_size")) if stated is None else stated
-    return {"intermediate_size": width, **activation({"hidden_act": config.get("activation_function")})}
 
 
 def doge(config: Config) -> Derived:
@@ -370,32 +292,9 @@ def doge(config: Config) -> Derived:
     return fields | ({"moe": None} if config.get("num_experts_per_tok") and config.get("keep_window_size", 1) else {})
 
 
-def one_bias(config: Config) -> Derived:
-    """InternLM: biases on all four projections of attention by one switch, on by default."""
-    return {"attention_bias": "all" if config.get("bias", True) else "none"}
-
-
 def internlm3(config: Config) -> Derived:
     """InternLM 3: biases of queries, keys and values by one switch, all others by another."""
     qkv, others = config.get("qkv_bias", config.get("attention_bias")), bool(config.get("bias"))
     everywhere = qkv and (others or config.get("attention_bias"))
     return {"attention_bias": "all" if everywhere else "qkv" if qkv else "output" if others else "none",
             "mlp_bias": others or bool(config.get("mlp_bias"))}  # fmt: skip
-
-
-def minimax_rotary(config: Config) -> Derived:
-    """MiniMax states the number of rotated features of a head."""
-    rotated, width = config.get("rotary_dim"), config.get("head_dim")
-    if not (isinstance(rotated, int) and isinstance(width, int) and 0 < rotated <= width):
-        return {}
-    return {"partial_rotary_factor": rotated / width}
-
-
-def mimo_rotary(config: Config) -> Derived:
-    """MiMo-V2's base of rotary frequencies on sliding layers."""
-    return {"rope_local_base_freq": config["swa_rope_theta"]} if config.get("swa_rope_theta") else {}
-
-
-def nemotron_activation(config: Config) -> Derived:
-    """Nemotron-H's activation has a name of its own."""
-    return activation({"hidden_act": config.get("mlp_hidden_act", "relu2")})

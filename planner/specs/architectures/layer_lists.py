@@ -7,13 +7,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from planner.specs.architectures.derivations import MAX_LAYERS, Config, Derived, InexpressibleError, num_layers, whole
+from planner.specs.architectures.derivations import (
+    MAX_LAYERS,
+    Config,
+    Derived,
+    InexpressibleError,
+    first_of,
+    num_layers,
+    whole,
+)
 from planner.specs.model_parts import NEEDS
 from planner.specs.reading import kind_of
 
 IsOne = Callable[[Config, int], bool]
 
-ATTENTIONS = {"full_attention": "full", "sliding_attention": "sliding", "chunked_attention": "chunked"}
+ATTENTIONS = {
+    "full_attention": "full", "sliding_attention": "sliding", "chunked_attention": "chunked", "hybrid": "full",
+    "hybrid_sliding": "sliding",
+}  # fmt: skip
 """Names of transformers for the ways to attend."""
 STATE_NAMES = ("linear_attention", "mamba", "mamba2", "M", "recurrent")
 """Names of layers with a state, by which transformers 5 and configs before it call them."""
@@ -51,7 +62,7 @@ def window(is_full: IsOne, key: str = "sliding_window") -> Callable[[Config], De
     narrow = "sliding" if key == "sliding_window" else "chunked"
 
     def derive(config: Config) -> Derived:
-        span, types = config.get(key), listed(config, ATTENTIONS)
+        span, types = config.get(key) or config.get(f"{key}_size"), listed(config, ATTENTIONS)
         if not span:
             return {}
         if types is None:
@@ -125,13 +136,19 @@ def periodic(name: str) -> IsOne:
     return is_nth
 
 
-def among(*keys: str) -> IsOne:
-    """Layers whose numbers, from 0 on, are listed under one of `keys`."""
+def among(key: str, other: IsOne = never, first: int = 0) -> IsOne:
+    """Layers whose numbers, from `first` on, are listed under a key; `other` where none are listed."""
 
     def is_listed(config: Config, layer: int) -> bool:
-        return any(isinstance(config.get(key), list) and layer in config[key] for key in keys)
+        stated = config.get(key)
+        return layer + first in stated if isinstance(stated, list) else other(config, layer)
 
     return is_listed
+
+
+def phased(period: int, first: int = 0) -> IsOne:
+    """Every n-th layer, from the first or a later one on."""
+    return lambda config, layer: layer >= first and layer % period == 0
 
 
 def unrotated(config: Config, layer: int) -> bool:
@@ -164,20 +181,9 @@ def marked(key: str, mark: int, other: IsOne) -> Callable[[Config, int], bool]:
     return is_marked
 
 
-def phased(period: int) -> IsOne:
-    """Every n-th layer from the first on."""
-    return lambda config, layer: layer % period == 0
-
-
 def mimo_full(config: Config, layer: int) -> bool:
     """The first and every sixth (MiMo-V2)."""
     return layer == 0 or (layer + 1) % 6 == 0
-
-
-def kimi_full(config: Config, layer: int) -> bool:
-    """Layers listed from 1 on under full_attn_layers, else every fourth but the first."""
-    stated = config.get("full_attn_layers")
-    return layer + 1 in stated if isinstance(stated, list) else layer > 0 and layer % 4 == 0
 
 
 def local_or_global(config: Config) -> Derived:
@@ -201,9 +207,7 @@ def block_pattern(config: Config) -> Derived:
     if isinstance(given, str):
         blocks = [_BLOCKS.get(mark, mark) for mark in given if mark != "|"]
     else:
-        stated = next(
-            (config[key] for key in ("layers_block_type", "layer_types") if config.get(key) is not None), None
-        )
+        stated = first_of(config, ("layers_block_type", "layer_types"))
         if not isinstance(stated, list):
             raise InexpressibleError(f"hybrid_override_pattern: {given!r:.60} is {kind_of(given)}, expected text")
         blocks = stated
@@ -244,11 +248,6 @@ def moe_layers(is_moe: IsOne) -> Callable[[Config], Derived]:
         return {"first_k_dense_replace": first, "moe_layer_freq": freq}
 
     return derive
-
-
-def llama4_moe(config: Config, layer: int) -> bool:
-    stated = config.get("moe_layers")
-    return layer in stated if isinstance(stated, list) else every("interleave_moe_layer_step", 0)(config, layer)
 
 
 def qwen_moe(config: Config, layer: int) -> bool:
@@ -303,6 +302,12 @@ def full_unrotated(config: Config) -> Derived:
     return {"no_rope_layer_interval": found.get("sliding_window_pattern")}
 
 
+def windows_but(config: Config, layer: int) -> bool:
+    """Layers that are not listed under local_layer_ids, every sixth where none are listed (Inkling)."""
+    stated = config.get("local_layer_ids")
+    return layer not in stated if isinstance(stated, list) else (layer + 1) % 6 == 0
+
+
 def rotated_layers(config: Config) -> Derived:
     """Every n-th layer has no rotary positions (SmolLM3): n as stated, or as no_rope_layers lists it."""
     stated, count = config.get("no_rope_layers"), num_layers(config)
@@ -316,10 +321,11 @@ def rotated_layers(config: Config) -> Derived:
     return {"no_rope_layer_interval": interval}
 
 
-def lfm2_full(config: Config, layer: int) -> bool:
-    """Layers listed under full_attn_idxs, all where none are listed (LFM2)."""
-    stated = config.get("full_attn_idxs")
-    return layer in stated if isinstance(stated, list) else True
+def lfm3_layers(config: Config) -> Derived:
+    """LFM3 has windows among LFM2's layers."""
+    turns = ("sliding", "conv", "full", "conv")
+    kinds = ("conv", *(turns[layer % 4] for layer in range(1, num_layers(config))))
+    return {} if config.get("layer_types") else {"layer_types": kinds}
 
 
 def jamba_moe(config: Config) -> Derived:

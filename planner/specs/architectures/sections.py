@@ -3,100 +3,10 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 from planner.specs.architectures import layer_lists as lists
 from planner.specs.architectures.derivations import Config, Derived, InexpressibleError, num_layers, whole
 from planner.specs.units import is_count
-
-
-def _expanded(config: Config, key: str) -> int:
-    """Channels of a mixer: the model's width times its expansion."""
-    return whole(config, key, 2) * whole(config, "hidden_size")
-
-
-def _mamba2(
-    config: Config, heads: str, head_dim: str, groups: str, state: str, conv: str, chunk: str, conv_bias: str, bias: str
-) -> dict[str, Any]:
-    num_heads = whole(config, heads)
-    return {
-        "num_heads": num_heads, "intermediate_size": num_heads * whole(config, head_dim),
-        "n_groups": whole(config, groups), "state_size": whole(config, state), "conv_kernel": whole(config, conv),
-        "chunk_size": whole(config, chunk), "conv_bias": config.get(conv_bias, True),
-        "proj_bias": config.get(bias, False),
-    }  # fmt: skip
-
-
-def mamba2_d(config: Config) -> Derived:
-    """Mamba-2 as Bamba, Granite 4 and Falcon-H1 spell it."""
-    heads, head_dim = whole(config, "mamba_n_heads"), config.get("mamba_d_head")
-    inner = config.get("mamba_d_ssm") or _expanded(config, "mamba_expand")
-    if head_dim in (None, "auto") and heads > 0:
-        head_dim = inner // heads
-    names = ("mamba_n_heads", "mamba_d_head", "mamba_n_groups", "mamba_d_state", "mamba_d_conv", "mamba_chunk_size")
-    section = _mamba2({**config, "mamba_d_head": head_dim}, *names, "mamba_conv_bias", "mamba_proj_bias")
-    return {"mamba": section | {"gated_norm": bool(config.get("mamba_rms_norm", True))}}
-
-
-def nemotron_mamba(config: Config) -> Derived:
-    """Mamba-2 as Nemotron-H spells it."""
-    first = {new: config[old] for new, old in _NEMOTRON_OLD.items() if config.get(old) is not None}
-    names = ("mamba_num_heads", "mamba_head_dim", "n_groups", "ssm_state_size", "conv_kernel", "chunk_size")
-    return {"mamba": _mamba2({**config, **first}, *names, "use_conv_bias", "mamba_proj_bias")}
-
-
-_NEMOTRON_OLD = {
-    "n_groups": "mamba_n_groups", "conv_kernel": "mamba_d_conv", "chunk_size": "mamba_chunk_size",
-    "use_conv_bias": "mamba_conv_bias",
-}  # fmt: skip
-
-
-def pure_mamba2(config: Config) -> Derived:
-    """Mamba-2 alone: its heads stand for the model's, which has no attention."""
-    names = ("num_heads", "head_dim", "n_groups", "state_size", "conv_kernel", "chunk_size")
-    section = _mamba2(config, *names, "use_conv_bias", "use_bias")
-    return {"mamba": section, "num_attention_heads": section["num_heads"], "head_dim": whole(config, "head_dim")}
-
-
-def pure_mamba(config: Config) -> Derived:
-    """Mamba alone; 64 of its channels stand for a head of the model, which has none."""
-    inner = config.get("intermediate_size") or _expanded(config, "expand")
-    rank = config.get("time_step_rank")
-    hidden = whole(config, "hidden_size")
-    if isinstance(inner, bool) or not isinstance(inner, int):
-        raise InexpressibleError(f"intermediate_size: {inner!r:.60}, expected an integer")
-    return {
-        "mamba": {
-            "state_size": whole(config, "state_size"), "intermediate_size": inner,
-            "conv_kernel": whole(config, "conv_kernel"), "conv_bias": config.get("use_conv_bias", True),
-            "proj_bias": config.get("use_bias", False),
-            "time_step_rank": math.ceil(hidden / 16) if rank in (None, "auto") else rank,
-        },
-        "intermediate_size": None, "num_attention_heads": max(inner // 64, 1), "head_dim": 64,
-    }  # fmt: skip
-
-
-def jamba_mamba(config: Config) -> Derived:
-    """Mamba as Jamba has it, with norms of its time steps, B and C."""
-    rank = config.get("mamba_dt_rank")
-    return {
-        "mamba": {
-            "state_size": whole(config, "mamba_d_state"), "intermediate_size": _expanded(config, "mamba_expand"),
-            "conv_kernel": whole(config, "mamba_d_conv"), "conv_bias": config.get("mamba_conv_bias", True),
-            "proj_bias": config.get("mamba_proj_bias", False), "inner_norms": True,
-            "time_step_rank": math.ceil(whole(config, "hidden_size") / 16) if rank in (None, "auto") else rank,
-        }
-    }  # fmt: skip
-
-
-def gated_delta(config: Config) -> Derived:
-    """Gated delta net as Qwen3-Next spells it."""
-    names = {
-        "num_key_heads": "linear_num_key_heads", "num_value_heads": "linear_num_value_heads",
-        "key_head_dim": "linear_key_head_dim", "value_head_dim": "linear_value_head_dim",
-        "conv_kernel": "linear_conv_kernel_dim",
-    }  # fmt: skip
-    return {"linear_attention": {name: whole(config, key) for name, key in names.items()}}
 
 
 def kimi_delta(config: Config) -> Derived:
@@ -114,33 +24,30 @@ def kimi_delta(config: Config) -> Derived:
     }  # fmt: skip
 
 
-def kimi_k3(config: Config) -> Derived:
-    """Kimi-K3 beside Kimi Linear: experts in a narrower width, gated latent attention, snapshots of the residual."""
-    latent = config.get("routed_expert_hidden_size")
-    return {
-        "latent_size": latent, "latent_norm": bool(latent and config.get("latent_moe_use_norm", False)),
-        "attn_output_gate": bool(config.get("mla_use_output_gate", False)),
-        "attn_res_block_size": config.get("attn_res_block_size"),
-    }  # fmt: skip
-
-
 def ling_delta(config: Config) -> Derived:
-    """Ling 3's Kimi delta attention, whose gates have full projections unless `no_kda_lora` is off."""
-    if config.get("group_norm_size") and not config.get("short_conv_kernel_size"):
-        raise InexpressibleError(
-            f"group_norm_size: {config['group_norm_size']!r:.60}: lightning beside latent attention"
-        )
-    section = kimi_delta({"linear_head_dim": config.get("head_dim"), **config})
-    kernel = whole(config, "short_conv_kernel_size", whole(config, "linear_conv_kernel_dim", 4))
-    own: Derived = section["linear_attention"] | {"conv_kernel": kernel}
-    heads = whole(config, "num_attention_heads")
-    own |= {"num_key_heads": heads, "num_value_heads": heads}
-    return {"linear_attention": own | ({"gate_rank": None} if config.get("no_kda_lora", True) else {})}
+    """Ling 3's Kimi delta attention, its gates full projections unless `no_kda_lora` is off; Ling 2.5's lightning."""
+    heads, width = whole(config, "num_attention_heads"), whole(config, "head_dim", 128)
+    if _is_lightning(config):
+        sizes = {"key_head_dim": width, "value_head_dim": width, "chunk_size": 256}
+    else:
+        section = kimi_delta({**config, "linear_head_dim": width})["linear_attention"]
+        kernel = whole(config, "short_conv_kernel_size", whole(config, "linear_conv_kernel_dim", 4))
+        sizes = section | {"conv_kernel": kernel} | ({"gate_rank": None} if config.get("no_kda_lora", True) else {})
+    return {
+        "linear_attention": sizes | {"num_key_heads": heads, "num_value_heads": heads},
+        "attn_head_gate": not _is_lightning(config),
+    }
+
+
+def _is_lightning(config: Config) -> bool:
+    """Ling's linear layers are lightning attention: without latent attention, or where they have no convolution."""
+    grouped = config.get("group_norm_size") and not config.get("short_conv_kernel_size")
+    return bool(grouped or not config.get("kv_lora_rank"))
 
 
 def ling_layers(config: Config) -> Derived:
     """Ling's groups of layers, the last of each with full attention, as are those that fill no group."""
-    linear = "kimi_delta" if config.get("kv_lora_rank") else "lightning"
+    linear = "lightning" if _is_lightning(config) else "kimi_delta"
     types = lists.listed(config, {"full_attention": "full", "linear_attention": linear})
     size, layers = max(whole(config, "layer_group_size"), 1), num_layers(config)
     rest = layers // size * size
@@ -171,27 +78,20 @@ def dots3(config: Config) -> Derived:
     slide = [layer for layer, kind in enumerate(kinds) if kind == "sliding" and isinstance(stated.get(layer), dict)]
     own: Derived = stated[slide[0]] if slide else {}
     sizes = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-    latent = {name: whole({**config, **own}, name) for name in sizes}
-    heads = {name: own[name] for name in ("num_attention_heads", "num_key_value_heads") if name in own}
-    return {"layer_types": lists.shortest(kinds), "sliding_heads": {**heads, "mla": latent}}
-
-
-def lightning(config: Config) -> Derived:
-    """Lightning attention has the heads of the model, all of them with keys and values of their own."""
-    heads = whole(config, "num_attention_heads")
-    dim = config.get("head_dim") or whole(config, "hidden_size") // max(heads, 1)
+    latent = {name: whole(own, name, whole(config, f"swa_{name}")) for name in sizes}
+    heads = whole(own, "num_attention_heads", whole(config, "swa_num_attention_heads"))
     return {
-        "linear_attention": {
-            "num_key_heads": heads, "num_value_heads": heads, "key_head_dim": dim, "value_head_dim": dim,
-            "chunk_size": whole(config, "block_size", 256),
-        }
-    }  # fmt: skip
+        "layer_types": lists.shortest(kinds),
+        "sliding_heads": {"num_attention_heads": heads, "num_key_value_heads": heads, "mla": latent},
+    }
 
 
-def indexer(config: Config) -> Derived:
-    """The indexer of sparse attention."""
-    names = ("index_n_heads", "index_head_dim", "index_topk")
-    return {"indexer": {name: whole(config, name) for name in names}}
+def lara(config: Config) -> Derived:
+    """Lara Mini: gated delta net on two of five layers, windows on two, full attention on one."""
+    if config.get("layer_types") is not None:
+        return {}
+    turns = ("gated_delta", "sliding", "gated_delta", "full", "sliding")
+    return {"layer_types": lists.shortest([turns[layer % 5] for layer in range(num_layers(config))])}
 
 
 _COMPRESSED = {
@@ -284,6 +184,44 @@ def gemma4_heads(config: Config) -> Derived:
     return fields
 
 
+def gemma3n(config: Config) -> Derived:
+    """Gemma 3n: widths listed by layer, and last layers that take the keys of others."""
+    listed, layers = config.get("intermediate_size"), num_layers(config)
+    widths = listed if isinstance(listed, list) and listed else [listed]
+    first = layers - whole(config, "num_kv_shared_layers", 15)
+    own = [{"intermediate_size": widths[layer % len(widths)]} | ({"shares_keys": True} if layer >= first else {})
+           for layer in range(layers)]  # fmt: skip
+    return {"intermediate_size": widths[0], "layer_sizes": tuple(own)}
+
+
+def mistral_large4(config: Config) -> Derived:
+    """Mistral Large 4: every fourth layer has keys without positions, which are as wide."""
+    names = ("kv_lora_rank", "v_head_dim", "qk_nope_head_dim", "qk_rope_head_dim")
+    latent = {name: whole(config, name) for name in names}
+    latent["qk_nope_head_dim"] += latent.pop("qk_rope_head_dim")
+    plain = {"mla": latent | {"qk_rope_head_dim": 0}}
+    stated, every = config.get("no_rope_layers"), max(whole(config, "no_rope_layer_interval", 4), 1)
+    turns = stated if isinstance(stated, list) and stated else [i % every for i in range(1, every + 1)]
+    return {"layer_sizes": tuple({} if turns[i % len(turns)] else plain for i in range(num_layers(config)))}
+
+
+def xlstm(config: Config) -> Derived:
+    """xLSTM's matrix memory as linear attention, with gates of a number a head, which count as vectors."""
+    hidden, heads = whole(config, "hidden_size"), max(whole(config, "num_heads"), 1)
+    factors = [config.get(key) for key in ("qk_dim_factor", "v_dim_factor", "ffn_proj_factor")]
+    if not all(isinstance(one, int | float) and 0 < one < 1000 for one in factors):
+        raise InexpressibleError(f"qk_dim_factor, v_dim_factor, ffn_proj_factor: {factors!r:.60}, expected numbers")
+    keys, values, wide = (int(one * hidden) for one in factors)  # type: ignore[operator]
+    block = max(whole(config, "ffn_round_up_to_multiple_of"), 1)
+    return {
+        "num_attention_heads": heads, "head_dim": values // heads, "intermediate_size": -(-wide // block) * block,
+        "linear_attention": {
+            "num_key_heads": heads, "num_value_heads": heads, "key_head_dim": keys // heads,
+            "value_head_dim": values // heads, "chunk_size": whole(config, "chunk_size"),
+        },
+    }  # fmt: skip
+
+
 def nas_blocks(config: Config) -> Derived:
     """Nemotron-NAS: each block's attention and MLP have sizes of their own, are one matrix, or are left out.
 
@@ -317,25 +255,6 @@ def nas_blocks(config: Config) -> Derived:
         "mlp_layer_types": lists.shortest([mlp for _, mlp, _ in layers]),
         "layer_sizes": tuple(sizes for _, _, sizes in layers),
     }  # fmt: skip
-
-
-def mimo_heads(config: Config) -> Derived:
-    """MiMo-V2: sliding layers with key-value heads and sinks of their own, values narrower than keys."""
-    kv_heads = config.get("num_key_value_heads")
-    doubled = 2 * kv_heads if isinstance(kv_heads, int) else kv_heads
-    v_dim = config.get("v_head_dim")
-    sliding = {
-        "num_attention_heads": config.get("swa_num_attention_heads"),
-        "num_key_value_heads": config.get("swa_num_key_value_heads") or doubled,
-        "head_dim": config.get("swa_head_dim"),
-        "value_head_dim": config.get("swa_v_head_dim"),
-        "attention_sinks": bool(config.get("add_swa_attention_sink_bias", True)),
-    }
-    return {
-        "value_head_dim": v_dim,
-        "sliding_heads": sliding,
-        "attention_sinks": bool(config.get("add_full_attention_sink_bias", False)),
-    }
 
 
 def step_layers(config: Config) -> Derived:
@@ -400,27 +319,6 @@ def lfm2_mlp(config: Config) -> Derived:
     if isinstance(factor, int | float) and math.isfinite(factor):
         width = int(factor * width)
     return {"intermediate_size": -(-width // max(block, 1)) * block}
-
-
-def tied(config: Config) -> Derived:
-    """LFM2 spells its tied embedding in the singular."""
-    return {"tie_word_embeddings": config.get("tie_embedding", config.get("tie_word_embeddings", True))}
-
-
-def conv_bias(config: Config) -> Derived:
-    """LFM2's biases: of the convolution and of the projections around it."""
-    return {"bias": bool(config.get("conv_bias", False))}
-
-
-def lfm3(config: Config) -> Derived:
-    """LFM3: windows among LFM2's layers, norms behind both halves, gates of whole heads."""
-    fields: Derived = {
-        "post_norms": config.get("use_sandwich_norm", True), "attn_head_gate": config.get("use_attention_gate", True),
-    }  # fmt: skip
-    if config.get("layer_types") is None:
-        turns = ("sliding", "conv", "full", "conv")
-        fields["layer_types"] = ("conv", *(turns[layer % 4] for layer in range(1, num_layers(config))))
-    return fields
 
 
 def laguna(config: Config) -> Derived:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from functools import cache, cached_property
 from typing import Any
 
 from planner.errors import SpecError
 from planner.shape import Shape, all_of
+from planner.specs.base import Fields, Said, Texts
 from planner.specs.cluster import ClusterSpec
 from planner.specs.expressions import names_in, truth
 from planner.specs.model import ModelSpec
@@ -30,7 +31,7 @@ class Setting:
     runtime: RuntimeSpec
     shape: Shape | None = None
     recompute: Recompute = "none"
-    modules: tuple[str, ...] = ()
+    modules: Texts = ()
     """Modules that are recomputed by themselves."""
 
     def value(self, name: str) -> Value:
@@ -38,7 +39,7 @@ class Setting:
         return SWITCHES[name].value_of(self.runtime)
 
     @cached_property
-    def names(self) -> dict[str, Any]:
+    def names(self) -> Fields:
         """Names that expressions of rules.yaml know beside a shape's sizes."""
         own = {field.name: getattr(self, field.name) for field in fields(self)}
         read = {"moe": self.model.moe, "hardware": self.cluster.hardware, "value": self.value}
@@ -75,7 +76,7 @@ class RecipeRule:
 @cache
 def recipe_rules() -> tuple[RecipeRule, ...]:
     """All rules of recipes."""
-    rows: list[Mapping[str, Any]] = rule_table()["recipes"]
+    rows: list[Said] = rule_table()["recipes"]
     return tuple(
         RecipeRule(
             row["switch"],

@@ -14,6 +14,7 @@ from typing import Any, Final, Literal
 import numpy as np
 
 from planner.shape import Shape
+from planner.specs.base import Fields, Said, Texts
 from planner.specs.expressions import as_expression, names_in, truth, value_of
 from planner.specs.model import ModelSpec
 from planner.specs.reading import shipped_table
@@ -28,7 +29,7 @@ _KNOWN = FACTS.keys() | {
 }  # fmt: skip
 
 
-def value_at(text: str, names: Mapping[str, Any], shape: Shape | None) -> Any:
+def value_at(text: str, names: Said, shape: Shape | None) -> Any:
     """The value of an expression of rules.yaml for a shape, or for arrays of them."""
     read = names_in(text)
     sizes = {name: getattr(shape, name) for name in read & SIZES}
@@ -87,13 +88,13 @@ def _named(text: str) -> tuple[str, str]:
 
 
 @cache
-def rule_table() -> dict[str, Any]:
+def rule_table() -> Fields:
     """rules.yaml as it stands."""
-    found: dict[str, Any] = shipped_table("trainers/rules/rules.yaml")
+    found: Fields = shipped_table("trainers/rules/rules.yaml")
     return found
 
 
-def rule_names(kind: Literal["layout", "export"]) -> tuple[str, ...]:
+def rule_names(kind: Literal["layout", "export"]) -> Texts:
     """Names of the sets that a trainer's file may have under `rules`, or under `export_rules`."""
     return tuple(name.removeprefix(f"{kind} ") for name in rule_table()["sets"] if name.startswith(f"{kind} "))
 

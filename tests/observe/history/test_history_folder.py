@@ -13,6 +13,7 @@ from measured_runs import observed, priced
 
 from planner.answer import Plan
 from planner.errors import PlannerError, SpecError
+from planner.observe import default_folder
 from planner.observe import history as stored
 from planner.observe.history import (
     PRICES,
@@ -30,7 +31,6 @@ from planner.observe.history import (
     said_of,
     text_of,
 )
-from planner.observe.history_place import default_folder
 from planner.observe.observation import Observed
 from planner.trainers.load import load_runtime
 

@@ -10,11 +10,10 @@ from typing import NamedTuple
 
 from planner.answer import Plan, PricedLayout, StagePlan
 from planner.errors import SpecError
-from planner.probe.device_state import BUSY_FRACTION
-from planner.probe.eager import in_eager_torch
 from planner.probe.plan_slice import sampled_stages
-from planner.probe.result import Condition, DeviceState, ProbeResult, RankResult
+from planner.probe.result import BUSY_FRACTION, Condition, DeviceState, ProbeResult, RankResult
 from planner.probe.run import SURE_FRACTION, ProbeRun
+from planner.probe.run_price import in_eager_torch
 from planner.specs.base import Texts
 from planner.specs.hardware import HardwareSpec
 from planner.specs.registry import hardware_names, load_hardware
@@ -228,14 +227,16 @@ def _of_clocks(state: DeviceState) -> Iterator[Condition]:
 def load_in_words(state: DeviceState) -> str:
     """Clock, power, temperature and reasons for low clocks of a GPU under load, as far as its driver says."""
 
-    def of(value: float | None, most: float | None, unit: str) -> list[str]:
-        if value is None:
-            return []
-        return [f"{value:.0f} {unit}" if most is None else f"{value:.0f} of {most:.0f} {unit}"]
-
-    clock = of(state.clock_mhz, state.max_clock_mhz, "MHz")
-    power = of(state.power_w, state.power_limit_w, "W")
-    return ", ".join([*clock, *power, *of(state.temperature_c, None, "°C"), *state.throttle_reasons])
+    numbers = (
+        (state.clock_mhz, state.max_clock_mhz, "MHz"), (state.power_w, state.power_limit_w, "W"),
+        (state.temperature_c, None, "°C"),
+    )  # fmt: skip
+    said = [
+        f"{value:.0f}{'' if most is None else f' of {most:.0f}'} {unit}"
+        for value, most, unit in numbers
+        if value is not None
+    ]
+    return ", ".join([*said, *state.throttle_reasons])
 
 
 def _of_spreads(rank: RankResult) -> Iterator[Condition]:

@@ -13,7 +13,6 @@ from planner.layout.candidate import Candidate
 from planner.physics import compute, kernels
 from planner.physics.communication import Kind, collective_s, p2p_s
 from planner.physics.operators import BF16
-from planner.probe.eager import knows_peak, repriced, static_bytes, without_exchanges
 from planner.probe.plan_slice import planned_seconds, replay_durations
 from planner.probe.result import (
     ChunkSeconds,
@@ -28,6 +27,7 @@ from planner.probe.result import (
     stride_of,
 )
 from planner.probe.run import Message, Place, ProbeRun, SleepSeconds, message_of, needed_by
+from planner.probe.run_price import knows_peak, repriced, static_bytes, without_exchanges
 from planner.schedule.actions import Action, Schedule
 from planner.schedule.replay import Durations, makespan_s, replay
 from planner.specs.cluster import ClusterSpec

@@ -1,16 +1,17 @@
-"""Megatron-LM and its kin: Megatron-Bridge, Primus, GPT-NeoX, Megatron-DeepSpeed, which print its line of an iteration.
+"""The lines of Megatron-LM and its kin, of MLPerf training's log and of NeMo's dllogger; and the job that a log states.
 
-As of Megatron core 0.19 (megatron/training/training.py, timers.py, utils.py; megatron/core/utils.py) and older forms
-since 2021, of which `--log-straggler` printed milliwatts under a W.
+Megatron-Bridge, Primus, GPT-NeoX and Megatron-DeepSpeed print Megatron's line of an iteration, as of core 0.19
+(megatron/training/training.py, timers.py, utils.py; megatron/core/utils.py) and older forms since 2021, of which
+`--log-straggler` printed milliwatts under a W. MLPerf's lines (mlcommons/training_results_v3.0 to v5.1) are JSON.
 
 Below the lines, the job that a log states: its dump of arguments, or NeMo's configuration, as a run.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import re
-from collections.abc import Mapping
 from contextlib import suppress
 from functools import cache
 from typing import Any
@@ -26,10 +27,176 @@ from planner.export.megatron.deepspeed_options import as_megatron, read_zero
 from planner.export.megatron.option_rows import options_of
 from planner.export.megatron.script_reading import options_of_features, run_of
 from planner.observe.observation import JobFacts
-from planner.observe.record import MOST, FoundLine, RunRecord, Take, moment, named_parts, number, whole
+from planner.observe.record import (
+    MAX_NAMES,
+    MOST,
+    FoundLine,
+    RunRecord,
+    moment,
+    named_parts,
+    number,
+    text_of,
+    whole,
+)
 from planner.specs.base import Fields, Texts
-from planner.specs.reading import InputLimits, parse_yaml, shipped_table
+from planner.specs.reading import InputLimits, parse_json, parse_yaml, shipped_table
 from planner.specs.units import GB, GIB, MIB, is_count
+
+_TIMES = ("train_step_time", "train_step_timing in s", "train_step_timing")
+_FACTS: dict[str, tuple[str, Any]] = {
+    "global_batch_size": ("global_batch_size", whole), "max_sequence_length": ("seq_length", whole),
+    "lora_rank": ("lora_rank", whole), "submission_benchmark": ("model", text_of),
+    "submission_platform": ("hardware", text_of),
+}  # fmt: skip
+
+
+def json_object(text: str) -> Fields:
+    """The object in a line; empty where there is none."""
+    try:
+        data = parse_json(text, "", keeps_last=True)
+    except SpecError:
+        return {}
+    return data if isinstance(data, dict) else {}
+
+
+def _value(value: Any) -> float:
+    return number(str(value))
+
+
+def mllog(record: RunRecord, line: FoundLine) -> None:
+    data = json_object(line.match[1])
+    key = data.get("key")
+    value = data.get("value")
+    said = data.get("metadata")
+    at_s = _value(data.get("time_ms")) / 1e3
+    metadata = said if isinstance(said, dict) else {}
+    if not isinstance(key, str) or not math.isfinite(at_s):
+        record.note("some lines of MLPerf's log are cut off and were left out")
+        return
+    kind, _, side = key.rpartition("_")
+    if key == "init_start":
+        record.facts["num_gpus"] = int(record.facts.get("num_gpus", 0)) + 1
+        record.time(at_s)
+    elif kind in ("eval", "run", "block") and side == "start":
+        record.state[kind] = str(at_s)
+        record.state["tokens of a block"] = str(metadata.get("epoch_count", record.state.get("tokens of a block", "")))
+        if kind == "eval":
+            # all of 3.1 to 5.1 count here what was trained until then; at a block's ends they count different things
+            trained = _value(metadata.get("samples_count", metadata.get("epoch_num")))
+            record.state["trained"] = f"{record.state.get('trained', '')} {trained:.0f}"
+    elif side == "stop" and kind in record.state:
+        record.activity({"eval": "evaluation"}.get(kind, kind), float(record.state.pop(kind)), at_s)
+        if kind == "eval":
+            record.mark("evaluation")
+    elif key in _FACTS:
+        name, convert = _FACTS[key]
+        record.facts |= {name: known} if (known := convert(str(value))) else {}
+    elif key == "tracked_stats" and isinstance(value, dict):
+        _tracked(record, value, metadata, at_s)
+
+
+def _tracked(record: RunRecord, value: Fields, metadata: Fields, at_s: float) -> None:
+    """A step's seconds, or the mean of a block of steps, which is no step: counted, it makes totals 2 to 3% too high.
+
+    A block says its throughput (5.0), or only the samples and no step (5.1). `step` counts tokens in 4.1, samples in
+    5.0 and steps in 5.1, which has `samples_count` beside.
+    """
+    if (name := next((name for name in value if name.startswith("validation_step_tim")), None)) is not None:
+        record.state.setdefault("eval", str(at_s - _value(value[name])))  # some runs print no eval_start
+    if "max_memory_usage" in value:
+        record.bytes_of(None, max_allocated_bytes=_value(value["max_memory_usage"]) * GIB)
+    name = next((name for name in value if name in _TIMES), None)
+    counted = _value(metadata.get("step"))
+    if name is None or not math.isfinite(counted):
+        return
+    if "throughput" in value:
+        if counted > 0 and len(record.means) < MAX_NAMES:
+            record.means.append((counted, _value(value[name]), at_s))
+        return
+    if "samples_count" in metadata:
+        counted += 1  # the first step is 0
+    elif (batch := int(record.facts.get("global_batch_size", 0))) > 0:
+        counted /= batch * (int(record.facts.get("seq_length", 1)) if name == _TIMES[1] else 1)
+    record.step(round(counted), _value(value[name]), end_s=at_s, covers=1 if not record.numbers else 0)
+
+
+def finish_mlperf(record: RunRecord) -> None:
+    """Take means of stretches where no step is recorded: those that are recorded, or the time between evaluations."""
+    if not record.numbers:
+        ends = _in_steps(record, [counted for counted, _, _ in record.means])
+        before = 0
+        for step, (_, seconds, at_s) in zip(ends, record.means, strict=False):
+            if step > before:
+                record.step(step, seconds, end_s=at_s, covers=step - before)
+            before = step
+        if record.numbers:
+            record.note("no step is recorded: seconds are the means that the log has of stretches of steps")
+    if not record.numbers:
+        stretches = _stretches(record)
+        ends = _ends_of_stretches(record, len(stretches))
+        for before, step, (begin, end) in zip((0, *ends), ends, stretches, strict=False):
+            if step > before:
+                record.step(step, (end - begin) / (step - before), end_s=end, covers=step - before)
+        if record.numbers:
+            record.note("no step is recorded: seconds are means of the blocks between evaluations")
+    if record.facts.get("num_gpus") in (0, 1):
+        record.facts.pop("num_gpus")
+
+
+def _stretches(record: RunRecord) -> list[tuple[float, float]]:
+    """Begin and end of what was trained without a break: blocks, cut at the evaluations that are inside of them."""
+    evaluations = sorted((begin, end) for kind, begin, end in record.activities if kind == "evaluation")
+    found = []
+    for begin, end in ((begin, end) for kind, begin, end in record.activities if kind == "block"):
+        inside = [(start, stop) for start, stop in evaluations if begin < start and stop <= end]
+        for start, stop in inside:  # what follows the last one is no whole stretch
+            found.append((begin, start))
+            begin = stop
+        found += [] if inside else [(begin, end)]
+    return sorted(found)
+
+
+def _ends_of_stretches(record: RunRecord, count: int) -> list[int]:
+    """The last step of each stretch; none where that is not stated."""
+    per_step = int(record.facts.get("global_batch_size", 0)) * int(record.facts.get("seq_length", 0))
+    tokens = number(record.state.get("tokens of a block"))
+    if per_step and tokens >= per_step and tokens % per_step == 0:
+        return [round(tokens / per_step) * block for block in range(1, count + 1)]
+    trained = [float(text) for text in record.state.get("trained", "").split() if is_count(text)]
+    return _in_steps(record, trained) if len(trained) == count else []
+
+
+def _in_steps(record: RunRecord, counts: list[float]) -> list[int]:
+    """Counts of tokens, else of samples, as steps; none where they are of no whole steps."""
+    batch = int(record.facts.get("global_batch_size", 0))
+    for per_step in (batch * int(record.facts.get("seq_length", 0)), batch):
+        if per_step and counts and all(count % per_step == 0 for count in counts):
+            return [round(count / per_step) for count in counts]
+    return []
+
+
+def dllogger(record: RunRecord, line: FoundLine) -> None:
+    said = json_object(line.match[1])
+    data = said.get("data")
+    step = said.get("step")
+    at_s = _value(said.get("timestamp"))
+    if not isinstance(data, dict):
+        return
+    if step == "PARAMETER":
+        for name, value in list(data.items())[:MAX_NAMES]:
+            if name.startswith("cfg/"):
+                record.argument(name.removeprefix("cfg/"), json.dumps(value)[:4000])
+        record.time(at_s)
+        record.restart()
+    elif isinstance(step, int) and _TIMES[1] in data:
+        # the printed value is the mean of up to five last steps; the clock of the lines says each one
+        seconds = _value(data[_TIMES[1]])
+        last = record.ends[-1] if record.ends else math.nan
+        if record.numbers and step == record.numbers[-1] + 1 and at_s > last:
+            seconds = at_s - last
+            record.note("train_step_timing is a mean over the last steps: seconds are from the times of the lines")
+        record.step(step, seconds, end_s=at_s, covers=1)
+
 
 _UNITS = {"ms": 1e-3, "GiB": GIB, "GB": GB}
 
@@ -59,7 +226,7 @@ _LAYOUT = (
 """Arguments that make another job of a run."""
 
 
-def _iteration(record: RunRecord, line: FoundLine) -> None:
+def iteration(record: RunRecord, line: FoundLine) -> None:
     text = line.match.string
     found = (named_parts(line.before) if "|" in line.before else {}) | named_parts(line.match[3])
     values: dict[str, float] = {}
@@ -85,12 +252,16 @@ def _iteration(record: RunRecord, line: FoundLine) -> None:
     record.take({**values, "num_steps_asked": number(line.match[2])})  # a Megatron-RL job has `infinity`
 
 
-def _memory(record: RunRecord, line: FoundLine) -> None:
+def memory(record: RunRecord, line: FoundLine) -> None:
     """A rank's memory; ranks that print at once leave several on a line."""
     for rank, step, text in _MEMORY.findall(line.match.string):
         found = named_parts(text)
         kinds = {kind: number(found[name]) * MIB for name, kind in _MEMORY_KINDS.items() if name in found}
         record.bytes_of(int(rank), whole(step), **kinds)
+
+
+def timer(record: RunRecord, line: FoundLine) -> None:
+    _timer(record, *line.match.groups())
 
 
 def _timer(record: RunRecord, name: str, low: str, high: str = "") -> None:
@@ -102,22 +273,22 @@ def _timer(record: RunRecord, name: str, low: str, high: str = "") -> None:
             record.mark(_OUTSIDE[name], high_s)
 
 
-def _timers_on_a_line(record: RunRecord, line: FoundLine) -> None:
+def timers_on_a_line(record: RunRecord, line: FoundLine) -> None:
     for name, value in named_parts(line.match[1]).items():
         _timer(record, name, value)
 
 
-def _dump_begins(record: RunRecord, line: FoundLine) -> None:
+def dump_begins(record: RunRecord, line: FoundLine) -> None:
     record.state["dump"] = "yes"
     record.restart()
 
 
-def _dump_ends(record: RunRecord, line: FoundLine) -> None:
+def dump_ends(record: RunRecord, line: FoundLine) -> None:
     record.state.pop("dump", None)
     record.starts_with(" ".join(record.arguments.get(name, "") for name in _LAYOUT))
 
 
-def _argument(record: RunRecord, line: FoundLine) -> None:
+def argument(record: RunRecord, line: FoundLine) -> None:
     """A line of the dump, else a timer whose greatest value alone is printed."""
     name, value = line.match.groups()
     if record.state.get("dump"):
@@ -126,7 +297,7 @@ def _argument(record: RunRecord, line: FoundLine) -> None:
         _timer(record, name, value)
 
 
-def _sizes(record: RunRecord, line: FoundLine) -> None:
+def sizes(record: RunRecord, line: FoundLine) -> None:
     for name, size in re.findall(r"([\w-]+?)[- ]size: (\d{1,9})", line.match.string):
         record.argument({"world": "world_size"}.get(name, f"{name.replace('-', '_')}_size"), size)
 
@@ -143,7 +314,7 @@ _MOST_WATTS = 1e4
 """No GPU takes more: such a number is in milliwatts, as NVML has it."""
 
 
-def _straggler(record: RunRecord, line: FoundLine) -> None:
+def straggler(record: RunRecord, line: FoundLine) -> None:
     """`MnRtt/Rnk: 3453.08ms/8 | MxRtt/Rnk: 3468.20ms/0 | …`: least and most, each with its rank."""
     found: dict[str, dict[str, tuple[float, int]]] = {}
     for side, word, text, unit, rank in _VALUE.findall(line.match.string):
@@ -158,22 +329,21 @@ def _straggler(record: RunRecord, line: FoundLine) -> None:
                 record.timer(_STRAGGLER_TIMERS[name], sides["Mn"][0], sides["Mx"][0])
 
 
-def finish(record: RunRecord) -> None:
-    """Take the facts that the arguments state."""
-    if size := whole(record.arguments.get("world_size")):
-        record.facts["num_gpus"] = size
-    for name in ("seq_length", "global_batch_size"):
-        if value := whole(record.arguments.get(name)):
-            record.facts.setdefault(name, value)
-
-
-TAKES: Mapping[str, Take] = {
-    "iteration": _iteration, "memory": _memory, "timers_on_a_line": _timers_on_a_line, "argument": _argument,
-    "timer": lambda record, line: _timer(record, *line.match.groups()), "dump_begins": _dump_begins,
-    "datetime": lambda record, line: record.time(moment(line.match[1])), "dump_ends": _dump_ends, "sizes": _sizes,
-    "straggler": _straggler,
+_OF_ARGUMENTS = {
+    "world_size": "num_gpus", "seq_length": "seq_length", "encoder_seq_length": "seq_length",
+    "global_batch_size": "global_batch_size",
 }  # fmt: skip
-"""The functions that rows of `log_formats.yaml` name."""
+
+
+def finish_arguments(record: RunRecord) -> None:
+    """Take the facts that the arguments state; ranks are as many as they say, whatever single lines count."""
+    for name, fact in _OF_ARGUMENTS.items():
+        if value := whole(record.arguments.get(name)):
+            record.facts[fact] = value if name == "world_size" else record.facts.get(fact, value)
+
+
+def datetime(record: RunRecord, line: FoundLine) -> None:
+    record.time(moment(line.match[1]))
 
 
 _NEGATED = {
@@ -218,8 +388,9 @@ def _of_megatron(arguments: dict[str, str]) -> ImportedRun:
         elif value not in _UNSET:
             words += [_option(name), *re.sub(r"[\[\]',]|\bAttnBackend\.", " ", value).split()]
     options = dict(options_of(words))
-    for name in _defaults(arguments):
-        options.pop(name, None)
+    for argument, off, *idle in shipped_table("observe/log_formats.yaml")["idle_options"]:
+        if arguments.get(argument, off).rpartition(".")[2] == off:
+            options = {name: value for name, value in options.items() if name not in idle}
     script = Script(variables={"WORLD_SIZE": [arguments["world_size"]]} if "world_size" in arguments else {})
     if arguments.get("deepspeed") == "True":
         imported = run_of(as_megatron(options), script, "megatron-deepspeed", DEEPSPEED_OPTIONS)
@@ -235,36 +406,6 @@ def _of_megatron(arguments: dict[str, str]) -> ImportedRun:
 
 def _option(name: str) -> str:
     return _RENAMED.get(name, f"--{name.replace('_', '-')}")
-
-
-def _defaults(arguments: dict[str, str]) -> list[str]:
-    """Options that a dump always has, and that mean something only where another one is set."""
-    left_out = []
-    if arguments.get("num_experts", "None") == "None":
-        left_out += ["--expert-tensor-parallel-size", "--moe-token-dispatcher-type", "--moe-router-topk"]
-    if arguments.get("group_query_attention") != "True":
-        left_out += ["--num-query-groups"]
-    if arguments.get("multi_latent_attention", "False") != "True":
-        left_out += ["--q-lora-rank", "--kv-lora-rank", "--qk-head-dim", "--qk-pos-emb-head-dim", "--v-head-dim"]
-    if arguments.get("recompute_granularity", "None") == "None":
-        left_out += ["--recompute-modules", "--recompute-method", "--recompute-num-layers"]
-    if arguments.get("use_megatron_fsdp", "False") != "True":
-        left_out += ["--data-parallel-sharding-strategy"]
-    if arguments.get("fp8", "None") == "None":
-        left_out += ["--fp8-recipe"]
-    if arguments.get("fp4", "None") == "None":
-        left_out += ["--fp4-recipe"]
-    if arguments.get("cuda_graph_impl", "none") == "none":
-        left_out += ["--cuda-graph-impl", "--cuda-graph-scope"]
-    if arguments.get("optimizer_cpu_offload", "False") != "True":
-        left_out += ["--optimizer-offload-fraction"]
-    if arguments.get("cross_entropy_loss_fusion", "False") != "True":
-        left_out += ["--cross-entropy-fusion-impl"]
-    if arguments.get("context_parallel_size", "1") == "1":
-        left_out += ["--cp-comm-type"]
-    if arguments.get("attention_backend", "").endswith("auto"):
-        left_out += ["--attention-backend"]
-    return left_out
 
 
 def _of_nemo(record: RunRecord) -> ImportedRun:
