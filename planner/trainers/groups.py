@@ -3,8 +3,6 @@
 `RuntimeSpec` (spec.py) is all of them: a field stands in one group, and is read as the runtime's own.
 """
 
-from __future__ import annotations
-
 from typing import Any, Literal
 
 from pydantic import ConfigDict
