@@ -94,14 +94,29 @@ def read_configuration(text: str, source: str | None = None, recipe: str | None 
     return read_file(ConfigFile(text, None, recipe), source)
 
 
+_LAUNCHED = re.compile(
+    r"^\s*!\s*(?:sudo\s+)?(.*\b(?:accelerate|torchrun|deepspeed|llamafactory-cli|axolotl|swift|megatron|verl|tune|trl)\b.*)"
+)
+"""A command of a shell that a cell of a notebook starts a training with."""
+
+
 def _of_notebook(text: str) -> str:
-    """The code of a notebook's cells, without what only a notebook runs; any other text as it is."""
-    if not re.match(r'\s*\{\s*"(cells|nbformat|metadata)"', text):
-        return text
-    cells = json_of(text, "give the notebook").get("cells")
-    code = [cell for cell in cells or () if isinstance(cell, dict) and cell.get("cell_type") == "code"]
-    lines = "\n".join("".join(map(str, cell.get("source") or "")) for cell in code).splitlines()
-    return "\n".join(line for line in lines if not re.match(r"\s*[%!?]", line))
+    """The command that a notebook's cells launch, or their code without what only a notebook runs; else the text."""
+    code = text
+    if re.match(r'\s*\{\s*"(cells|nbformat|metadata)"', text):
+        cells = json_of(text, "give the notebook").get("cells")
+        sources = (cell.get("source") or "" for cell in cells or () if _is_code(cell))
+        code = "\n".join("".join(map(str, source)) for source in sources)
+    # a line that goes on begins with a space of its own there
+    lines = re.sub(r"\\\n\s*", " ", code).splitlines() if code is not text or text.startswith("!") else []
+    launched = [found[1] for line in lines if "install" not in line and (found := _LAUNCHED.match(line))]
+    if launched and not re.search(r"Trainer\(", code):
+        return "\n".join(launched)
+    return text if code is text else "\n".join(line for line in code.splitlines() if not re.match(r"\s*[%!?]", line))
+
+
+def _is_code(cell: object) -> bool:
+    return isinstance(cell, dict) and cell.get("cell_type") == "code"
 
 
 def _refuse_unread(text: str) -> None:
@@ -139,4 +154,5 @@ def read_file(config: ConfigFile, source: str | None) -> ImportedRun:
     if job is not None:
         imported.run["num_gpus"] = imported.run.get("num_gpus") or job.num_gpus
         imported.run.setdefault("hardware", job.hardware)
+        imported.unknown |= job.unknown
     return imported

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from planner.errors import SpecError
@@ -29,6 +29,8 @@ class StartedScript:
     num_gpus: int | None = None
     hardware: str | None = None
     """The profile of the GPUs that it asks for; None where it names none that ships."""
+    unknown: dict[str, str] = field(default_factory=dict)
+    """Keys of the manifest that are not understood, by their paths."""
 
 
 def job_of(text: str) -> StartedScript | None:
@@ -38,7 +40,7 @@ def job_of(text: str) -> StartedScript | None:
             documents = [parse_yaml(part, "", _HINT, keeps_last=True) for part in re.split(r"(?m)^---\s*$", text)]
             found = [document for document in documents if isinstance(document, Mapping)]
             if "script" not in row:
-                return _of_kubernetes(found)
+                return _of_kubernetes(found, row)
             # a pipeline's first part may only name it
             starts = [document for document in found if _at(document, row["script"])]
             return _of_row(starts[0], row) if starts else None
@@ -61,10 +63,37 @@ def _of_row(data: Said, row: Said) -> StartedScript:
     for name, value in row.get("sets", {}).items():
         if (known := said.get(value, value)) is not None:
             given.setdefault(name, str(known))
-    return StartedScript(_with(given, script), each and nodes * each, kind)
+    return StartedScript(_with(given, script), each and nodes * each, kind, _unread(data, row))
 
 
-def _of_kubernetes(documents: list[Said]) -> StartedScript:
+def _unread(data: Said, row: Said) -> dict[str, str]:
+    """Keys of a manifest, and those beside a key that is read, that no field of its row has."""
+    read = [row["script"], row["gpus"], row.get("nodes", ""), *row.get("env", ())]
+    parts = {path.partition(".")[0] for path in read if "." in path}
+    paths = {name: value for name, value in data.items() if name not in parts}
+    paths |= {
+        f"{part}.{name}": value for part in parts for name, value in (data.get(part) or {}).items()
+        if isinstance(data.get(part), Mapping)
+    }  # fmt: skip
+    harmless = re.compile("|".join(f"(?:{part})" for part in re.sub(r"\s+(?=\|)", "", row["harmless"]).split()))
+    return {
+        path: str(value)[:200] for path, value in paths.items() if path not in read and not harmless.fullmatch(path)
+    }
+
+
+def _uncounted(part: Any, harmless: str, depth: int = 0) -> Iterator[tuple[str, str]]:
+    """Keys of Kubernetes whose whole number could be one of replicas, workers or GPUs, and that are not read."""
+    if depth > _MAX_DEPTH or not isinstance(part, (list, Mapping)):
+        return
+    for name, inner in part.items() if isinstance(part, Mapping) else enumerate(part):
+        told = str(name)
+        is_read = told in _REPLICAS or _GPU.fullmatch(told) or re.fullmatch(harmless, told)
+        if re.search(r"(?i)replica|node|worker|parallel|gpu", told) and (_count(inner) or 0) > 1 and not is_read:
+            yield told, str(inner)
+        yield from _uncounted(inner, harmless, depth + 1)
+
+
+def _of_kubernetes(documents: list[Said], row: Said) -> StartedScript:
     """The job of the container that has most to say, and of the files it starts from a ConfigMap, on all pods' GPUs."""
     pods = [pod for document in documents for pod in _pods(document, 1, 0)]
     # Ray's jobs have a command of their own
@@ -85,7 +114,9 @@ def _of_kubernetes(documents: list[Said]) -> StartedScript:
     maps = [document.get("data") for document in documents if document.get("kind") == "ConfigMap"]
     held = {str(name): str(inner) for data in maps if isinstance(data, Mapping) for name, inner in data.items()}
     held_too = "".join(f"\n{inner}" for name, inner in held.items() if re.search(rf"/{re.escape(name)}\b", script))
-    return StartedScript(_with(given, script + held_too), sum(replicas * each for replicas, each in asks) or None)
+    unknown = dict(_uncounted(documents, row["harmless"].replace(" ", "|")))
+    num_gpus = sum(replicas * each for replicas, each in asks) or None
+    return StartedScript(_with(given, script + held_too), num_gpus, unknown=unknown)
 
 
 def _pods(part: Any, replicas: int, depth: int) -> Iterator[tuple[Said, int]]:

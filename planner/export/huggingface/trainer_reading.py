@@ -112,10 +112,32 @@ def read_openrlhf(config: ConfigFile) -> ImportedRun:
     imported.rename(names)
     imported.source = "openrlhf"
     if is_rl:
-        imported.notes.append(
-            "one update of the actor is priced; rollouts, the critic, the reference and rewards are not"
+        critics, frozen = _models_beside(given, config.text)
+        imported.reinforce(
+            tokens=_scored_tokens(given, imported.run["seq_length"] or 0, tokens), critics=critics, frozen=frozen
         )
+        imported.notes.append("one update of the actor is priced; rollouts are not, nor models on other GPUs")
     return imported
+
+
+def _scored_tokens(given: Settings, length: int, tokens: int) -> int:
+    """Tokens of OpenRLHF's micro-batch of log-probabilities, padded unless it is packed."""
+    if is_on(given.get("train.dynamic_batch_enable")):
+        return max(tokens, number(given, "rollout.max_tokens_per_gpu") or 0)
+    is_packed = any(is_on(given.get(name)) for name in ("packing_samples", "ds.packing_samples"))
+    return 0 if is_packed else length * (number(given, "rollout.micro_batch_size", "micro_rollout_batch_size") or 1)
+
+
+def _models_beside(given: Settings, text: str) -> tuple[int, int]:
+    """Critics and frozen models on the actor's GPUs: all of them without Ray, or as the run places them."""
+    shares = "train_ppo_ray" not in text or any(
+        is_on(given.get(n)) for n in ("colocate_all_models", "train.colocate_all")
+    )
+    refers = shares or any(is_on(given.get(n)) for n in ("colocate_actor_ref", "train.colocate_actor_ref"))
+    has_critic = str(given.get("advantage_estimator", given.get("algo.advantage.estimator", "gae"))) == "gae"
+    scores = not any(given.get(name) for name in ("remote_rm_url", "reward.remote_url", "agent_func_path"))
+    kept = not is_on(given.get("ref_reward_offload"))
+    return int(shares and has_critic), kept * (int(refers) + int(shares and scores))
 
 
 def run_of_arguments(keyed: KeyedSettings, config: ConfigFile, tool: Dialect | None = None) -> ImportedRun:
@@ -136,6 +158,7 @@ def run_of_arguments(keyed: KeyedSettings, config: ConfigFile, tool: Dialect | N
             if not is_off(settings.get(key)):
                 refuse_other(what, key)
     imported = new_run("huggingface", FSDP_RUNTIME, parallelism={"zero_stage": 0})
+    imported.predicts_further = False
     tool = tool or tool_of(settings, config.text)
     unasked = {
         name: value
@@ -255,8 +278,10 @@ def _read_sharding(imported: ImportedRun, settings: Fields, config: ConfigFile) 
             layout["zero_stage"] = int(stage[1])
             imported.notes.append(f"{name} is not beside the file: ZeRO {stage[1]} by its name")
             if "offload" in str(name):
-                imported.run["features"]["optimizer_offload"] = 1.0
-                imported.unknown["deepspeed"] = f"{name}: what it offloads beside the optimizer"
+                imported.run["features"] |= {
+                    "optimizer_offload": 1.0,
+                    **({"parameter_offload": True} if stage[1] == "3" else {}),
+                }
         else:
             imported.unknown["deepspeed"] = f"{name} is not beside the file: ZeRO 0 is assumed"
     elif settings.get("fsdp") or settings.get("fsdp_config") or settings.get("fsdp_version"):
@@ -268,7 +293,7 @@ def _read_sharding(imported: ImportedRun, settings: Fields, config: ConfigFile) 
         options = options if isinstance(options, dict) else {}
         layout |= fsdp_layout({"fsdp": words}, options)
         if "offload" in str(words) or is_on(options.get("fsdp_offload_params", options.get("offload_params"))):
-            imported.unknown["fsdp"] = f"{words or ''} offload of parameters".strip()
+            imported.offload_all("fsdp", f"{words or ''} offload of parameters".strip())
 
 
 def _list_unread(imported: ImportedRun, settings: Fields) -> None:
@@ -405,9 +430,10 @@ def _read_layout(imported: ImportedRun, data: Fields) -> None:
     for name in ("tensor_parallel_dim", "context_parallel_dim"):
         if (_number(data, name) or 1) > 1:
             imported.unknown[name] = str(data[name])
-    for name in ("fsdp_cpu_offload", "optimizer_in_bwd"):
-        if data.get(name):
-            imported.unknown[name] = str(data[name])
+    if data.get("fsdp_cpu_offload"):
+        imported.offload_all("fsdp_cpu_offload")
+    if data.get("optimizer_in_bwd"):
+        imported.unknown["optimizer_in_bwd"] = str(data["optimizer_in_bwd"])
     dataset = _section(data, "dataset")
     length = imported.run["seq_length"]
     if dataset and not dataset.get("packed") and length is not None:
