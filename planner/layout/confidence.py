@@ -71,7 +71,7 @@ def with_risk(pricing: Pricing, layout: PricedLayout) -> PricedLayout:
     """
     width, capacity_bytes = memory_width(pricing), pricing.cluster.hardware.memory_bytes
     risk = oom_probability(layout.worst_stage.memory.total_bytes, capacity_bytes, width)
-    stages = tuple(_with_interval(stage, width) for stage in layout.stages)
+    stages = tuple(_with_interval(stage, *_around(stage.memory.total_bytes, width)) for stage in layout.stages)
     return layout.model_copy(update={"stages": stages, "oom_probability": risk})
 
 
@@ -82,10 +82,7 @@ def with_other_memory(
     width, stages = memory_width(pricing), []
     for stage, total_bytes in zip(layout.stages, totals_bytes, strict=True):
         low, high = stage.memory.total_bytes_interval or (stage.memory.total_bytes,) * 2
-        ends: Interval = (low, max(high, total_bytes * math.exp(width)))
-        stages.append(
-            stage.model_copy(update={"memory": stage.memory.model_copy(update={"total_bytes_interval": ends})})
-        )
+        stages.append(_with_interval(stage, low, max(high, total_bytes * math.exp(width))))
     risk = oom_probability(max(totals_bytes), pricing.cluster.hardware.memory_bytes, width)
     risk = (1 - fraction) * (layout.oom_probability or 0.0) + fraction * risk
     return layout.model_copy(update={"stages": tuple(stages), "oom_probability": risk})
@@ -107,9 +104,9 @@ def headroom_bytes(pricing: Pricing, limits: SearchLimits) -> float:
     return max(0.0, -math.expm1(-margin)) * pricing.cluster.hardware.memory_bytes
 
 
-def _with_interval(stage: StagePlan, width: float) -> StagePlan:
-    interval: Interval = (stage.memory.total_bytes * math.exp(-width), stage.memory.total_bytes * math.exp(width))
-    return stage.model_copy(update={"memory": stage.memory.model_copy(update={"total_bytes_interval": interval})})
+def _with_interval(stage: StagePlan, low: float, high: float) -> StagePlan:
+    memory = stage.memory.model_copy(update={"total_bytes_interval": (low, high)})
+    return stage.model_copy(update={"memory": memory})
 
 
 STEP_WIDTH = {"probed": 0.085, "measured": 0.085, "family": 0.09, "spec_sheet": 0.28}

@@ -1,6 +1,6 @@
 """Seconds of an operator on one GPU: products, attention and memory-bound work.
 
-The rates are those of the data sheet times a few achieved shares (`specs/efficiency.py`); small shapes lose more, to
+The rates are those of the data sheet times a few achieved shares (`specs/hardware.py`); small shapes lose more, to
 tiles, waves and launches. All sizes may be numpy arrays; one call prices thousands of shapes.
 """
 
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from planner.physics.cost import content, remembered
 from planner.physics.kernels import (
     ATTENTION_BACKWARD_KERNELS,
     PassSeconds,
@@ -19,7 +20,6 @@ from planner.physics.kernels import (
 )
 from planner.physics.layer.recurrent import SCAN_STREAM_FRACTION, scan_flops_s
 from planner.physics.operators import BF16, Operator
-from planner.physics.remember import content, remembered
 from planner.shape import Number, maximum
 from planner.specs.hardware import HardwareSpec
 from planner.specs.units import MICRO

@@ -195,7 +195,7 @@ def read_recipe(runtime: Any, names: Iterable[str] = ()) -> dict[str, Value]:
 
 
 def changes(features: Said) -> tuple[Fields, Texts]:
-    """Said of a RuntimeSpec with the values that `features` give them, and the names, or values, that are unknown.
+    """Fields of a RuntimeSpec with the values that `features` give them, and the names, or values, that are unknown.
 
     Raises Unsupported where a feature is on that is not modelled.
     """
