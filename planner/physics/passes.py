@@ -366,7 +366,9 @@ class Passes:
         # what prepares counts of tokens is gone once, whether they are known before or a graph replays it
         layer = min(runtime.moe_host_factor, runtime.launched_fraction) * runtime.moe_kernels
         chosen = runtime.index_kernels * (self.model.indexer is not None and runtime.fuses_sparse_attention)
-        return self._host_kernels_s(layer + chosen + runtime.expert_kernels * moe.num_experts / shape.ep)
+        trains_biases = self.model.has_mlp_bias and not runtime.fuses_experts and self.training.adapters is None
+        each = runtime.expert_kernels + runtime.bias_kernels * trains_biases
+        return self._host_kernels_s(layer + chosen + each * moe.num_experts / shape.ep)
 
     def _host_kernels_s(self, kernels: Number) -> Number:
         """Host seconds of so many kernels of a layer with experts, whose casts and pieces count too."""
