@@ -14,17 +14,21 @@ from typing import Literal
 
 from planner.answer import Plan, PricedLayout, SearchReport
 from planner.report import small
-from planner.report.format import digits, fits_with, gibibytes, large, percent, seconds, span
-from planner.report.labels import (
+from planner.report.format import (
     BREAKDOWN,
     EVIDENCE,
     LEAST_SHARE,
     RANKED_FIRST,
     corrected,
     corrections_title,
+    digits,
     environment_of,
+    fits_with,
+    gibibytes,
     is_proven,
+    large,
     manner,
+    percent,
     recipe_heading,
     recipe_lines,
     recomputed_modules,
@@ -32,8 +36,9 @@ from planner.report.labels import (
     says_deciding,
     says_outcome,
     says_unsaid,
+    seconds,
+    span,
 )
-from planner.report.months import cost_figures, goodput_figures, says_sources, sustained_figure
 from planner.report.rows import (
     MFU,
     STAGE_HEADS,
@@ -44,10 +49,14 @@ from planner.report.rows import (
     StageRow,
     StepShare,
     Table,
+    cost_figures,
     entry_of,
+    goodput_figures,
     robust_of,
     runs_of_stages,
+    says_sources,
     shown_cells,
+    sustained_figure,
 )
 from planner.report.small import ChangeRow
 from planner.specs.training import TrainingSpec

@@ -107,6 +107,17 @@ class ObjectiveSpec(Spec):
     reference: Reference = Field(default="model")
     """The reference model of dpo and kto: a second copy of the weights, the weights without their adapters, or
     log-probabilities that were computed before the training."""
+    scored_tokens: NonNegativeInt = Field(default=0, le=2**40)
+    """Tokens of a GPU's largest micro-batch whose log-probabilities are computed beside the training, without a
+    gradient (reinforcement learning); 0: there is none."""
+    scored_alone: bool = False
+    """The optimizer's states are on the host while log-probabilities are computed, and answers generated."""
+    rollout_fraction: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Share of a GPU's memory that generation takes between updates, the trained weights included."""
+    critics: NonNegativeInt = Field(default=0, le=8)
+    """Models of the same size that are trained on the same GPUs: their weights and states stay there."""
+    frozen_copies: NonNegativeInt = Field(default=0, le=8)
+    """Models of the same size on the same GPUs that are not trained: a reference, one of rewards."""
 
     @property
     def row(self) -> Objective:

@@ -76,10 +76,11 @@ class RuntimeSpec(Host, Limits, Overlaps, FineTuning, Memory, Kernels, Generatio
 
     def for_objective(self, objective: ObjectiveSpec) -> "RuntimeSpec":
         """This runtime with what an objective means for its passes and its weights; the same if asked again."""
-        if not objective.plain_forwards:
-            return self
-        update = {"plain_forwards": objective.plain_forwards, "copies_weights": objective.copies_weights}
-        return self.model_copy(update=update)
+        update = {
+            "plain_forwards": objective.plain_forwards, "copies_weights": objective.copies_weights,
+            "critics": objective.critics, "frozen_copies": objective.frozen_copies,
+        }  # fmt: skip
+        return self.model_copy(update=update) if any(update.values()) else self
 
     def dispatcher_on(self, hardware: HardwareSpec) -> str:
         """The kernels that send tokens to their experts: those of the recipe, or those that the GPU's links ask for."""

@@ -10,9 +10,8 @@ from dataclasses import fields
 import pytest
 
 from planner.cli import options as module
-from planner.cli.explain_command import explain_command
 from planner.cli.options import JobOptions, LayoutOptions, SearchOptions, command_line, declared
-from planner.cli.plan_command import evaluate_command, plan_command
+from planner.cli.plan_command import evaluate_command, explain_command, plan_command
 
 
 def test_the_command_gets_one_object_and_its_own_options() -> None:
