@@ -381,7 +381,7 @@ OFFLOADED: dict[str, frozenset[tuple[str, str]]] = {
     ),
     "attn_proj": frozenset({("attention", "output"), ("values", "output")}),
     "mlp_norm": frozenset({("mlp norm", "input")}),
-    "expert_fc1": frozenset({("experts up", "rows")}),
+    "expert_fc1": frozenset({("experts up", "rows"), ("experts up", "rows of its own")}),
     "moe_act": frozenset({("experts up", "up")}),
 }
 """The inputs of each module, as Megatron-LM names modules (--offload-modules): operator, and tensor that it keeps."""

@@ -129,11 +129,14 @@ def _experts(model: ModelSpec, moe: MoESpec, shape: Shape, runtime: RuntimeSpec,
     """Grouped GEMMs of the num_experts / ep experts that a rank holds, for `rows` token-expert pairs in all."""
     local = moe.num_experts / shape.ep
     width, hidden = moe.moe_intermediate_size / shape.etp, moe.latent_size or model.hidden_size
-    factor, modules = 2 if model.gated_mlp else 1, ("moe",)
+    # torchtitan's op saves no grouped products, and of rows those that an exchange has brought
+    # (distributed/activation_checkpoint.py)
+    factor, modules = 2 if model.gated_mlp else 1, ("moe", "op")
+    brought = shape.ep * shape.etp > 1
     bias = 1 if model.has_mlp_bias else 0
     gathered = BF16 * rows * hidden
     for name, kind, backward in _ETP_EXCHANGES:
-        recomputed = () if backward else modules
+        recomputed = () if backward else ("moe",)
         yield Collective(name=name, kind=kind, group="etp", num_bytes=gathered, backward=backward, modules=recomputed)
     # with several local experts, received rows are sorted by expert before the GEMMs and back after them, unless the
     # dispatcher that sends tokens once has laid them out so
@@ -151,7 +154,8 @@ def _experts(model: ModelSpec, moe: MoESpec, shape: Shape, runtime: RuntimeSpec,
         parameters=local * factor * width * (hidden + bias),
         expert=True,
         saved=(
-            Saved("rows", (rows, hidden), modules, gemm_input=True),
+            Saved("rows", (rows * brought, hidden), ("moe",), gemm_input=True),
+            Saved("rows of its own", (rows * (1 - 1 * brought), hidden), modules, gemm_input=True),
             Saved("up", (rows, factor * width), modules),
         ),
         takes_cast_gradient=runtime.fuses_experts,
@@ -244,7 +248,7 @@ def _row_weights(
     It keeps weighted rows beside the activated ones, or the outputs of experts which it weights, the weights, the
     offsets, and the two permutations of a second sort by local expert.
     """
-    num_bytes, modules = BF16 * rows * width, ("moe", "moe_act")
+    num_bytes, modules = BF16 * rows * width, ("moe", "moe_act", "op")
     return Operator(
         name="row weights",
         kind="elementwise",
