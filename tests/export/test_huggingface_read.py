@@ -288,6 +288,8 @@ def test_log_probabilities_between_updates_are_priced(text: str, scored: tuple[i
         (_VERL + "algorithm.adv_estimator=grpo actor_rollout_ref.actor.fsdp_config.param_offload=True", {}),
         (_VERL + "actor_rollout_ref.rollout.gpu_memory_utilization=0.8 critic.model.fsdp_config.optimizer_offload=True",
          {"rollout_fraction": 0.8}),
+        (_VERL + "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2 actor_rollout_ref.actor.use_kl_loss=1",
+         {"rollout_fraction": 0.5, "critics": 1, "frozen_copies": 1}),
         (_OPENRLHF, {"critics": 1, "frozen_copies": 2}),
         (_OPENRLHF + "--ref_reward_offload", {"critics": 1}),
         (_OPENRLHF.replace("train_ppo", "train_ppo_ray") + "--colocate_actor_ref", {"frozen_copies": 1}),
