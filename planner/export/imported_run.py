@@ -11,7 +11,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
 from planner.errors import LayoutError, SpecError
-from planner.specs.base import Fields, Said
+from planner.specs.base import Fields, Named, Said
 from planner.specs.model import ModelSpec
 from planner.specs.reading import parse_json, parse_yaml, printable, text_beside
 from planner.specs.registry import load_model, model_names
@@ -185,11 +185,11 @@ class ImportedRun:
     """The trainer whose configuration it is: megatron, torchtitan, deepspeed, …"""
     run: Fields
     """Fields of a run; some may be missing, which only the user can say."""
-    ignored: dict[str, str] = field(default_factory=dict)
+    ignored: Named = field(default_factory=dict)
     """Options that change neither seconds nor bytes of a step."""
-    unknown: dict[str, str] = field(default_factory=dict)
+    unknown: Named = field(default_factory=dict)
     """Options that this planner does not know: they may matter."""
-    assumed: dict[str, str] = field(default_factory=dict)
+    assumed: Named = field(default_factory=dict)
     """Settings that the configuration leaves out, and what the trainer has then."""
     documented: str = ""
     """The place of the trainer's defaults."""

@@ -24,6 +24,7 @@ from planner.export.keyed_settings import (
 )
 from planner.export.megatron.keyed_reading import add_lora, read_keys
 from planner.export.named_models import model_called
+from planner.specs.base import Named
 
 _ACTOR, _MODEL, _ROLLOUT = (f"actor_rollout_ref.{part}." for part in ("actor", "model", "rollout"))
 _ROW = dialect("verl")
@@ -83,7 +84,7 @@ def _num_gpus(settings: Settings) -> int | None:
 def _of_megatron(settings: Settings, model: str, is_rl: bool) -> ImportedRun:
     starts = (f"{_ACTOR}megatron.", "engine.", f"{_ACTOR}optim.override_optimizer_config.",
               "optim.override_optimizer_config.")  # fmt: skip
-    keys, names = Settings(), dict[str, str]()
+    keys, names = Settings(), Named()
     for path, value in settings.items():
         start = next((start for start in starts if path.startswith(start)), None)
         if start is None:

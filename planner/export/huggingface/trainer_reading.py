@@ -46,7 +46,7 @@ from planner.export.megatron.deepspeed_options import refuse_other
 from planner.export.megatron.keyed_reading import is_adapter, read_adapter
 from planner.export.megatron.option_rows import options_of
 from planner.export.named_models import Model, exported_gpus, exported_model, model_called, num_layers_of
-from planner.specs.base import Fields
+from planner.specs.base import Fields, Named
 from planner.specs.training import MLP
 
 _FULL = (None, "", "full", 0, "0", False, "false", "False", "none", "LORA")
@@ -317,25 +317,14 @@ def _model_options(settings: Fields) -> Fields:
     return {name: inner[name] for name in ("dtype", "attn_implementation") if name in inner}
 
 
-MODULES = {"q_proj": "q_proj", "k_proj": "k_proj", "v_proj": "v_proj", "o_proj": "output_proj"}
+MODULES: Named = table()["torchtune"]["modules"]
 """Attention's projections by peft's names, and by torchtune's (lora_attn_modules)."""
-OPTIMIZERS = {
-    "adamw": "torch.optim.AdamW",
-    "adamw-8bit": "bitsandbytes.optim.AdamW8bit",
-    "paged-adamw": "bitsandbytes.optim.PagedAdamW",
-    "paged-adamw-8bit": "bitsandbytes.optim.PagedAdamW8bit",
-    "sgd": "torch.optim.SGD",
-}
+OPTIMIZERS: Named = table()["torchtune"]["optimizers"]
 """Values of the switch `optimizer`, and the classes that recipes name."""
 _BUILDER = re.compile(r"torchtune\.models\.\w+\.(q?lora_|q?dora_)?(\w+)")
 
 
-_BUILDERS = {
-    "llama-2-7b": "llama2_7b", "llama-2-13b": "llama2_13b", "llama-2-70b": "llama2_70b",
-    "llama-3.1-8b": "llama3_1_8b", "llama-3.1-70b": "llama3_1_70b", "llama-3.1-405b": "llama3_1_405b",
-    "llama-3.2-1b": "llama3_2_1b", "qwen2.5-32b": "qwen2_5_32b_instruct", "qwen2.5-72b": "qwen2_5_72b_instruct",
-    "qwen3-8b": "qwen3_8b_instruct", "qwen3-32b": "qwen3_32b",
-}  # fmt: skip
+_BUILDERS: Named = table()["torchtune"]["builders"]
 """Builders in torchtune/models, of the models that ship here."""
 
 
