@@ -187,6 +187,13 @@ def _mean_length(settings: Settings, longest: int, unknown: int) -> int:
     return min(longest, max(known, default=64 * -(-unknown // 64)))
 
 
+def _keeps_reference(settings: Settings) -> bool:
+    """A reference model stays on the GPUs: Megatron's, unless it is offloaded (FSDP's always is)."""
+    asks = any(is_on(settings.get(name)) for name in (f"{_ACTOR}use_kl_loss", "algorithm.use_kl_in_reward"))
+    is_megatron = any(name.startswith(f"{_ACTOR}megatron.") for name in settings)
+    return asks and is_megatron and not is_on(settings.get("actor_rollout_ref.ref.megatron.param_offload"))
+
+
 def _rollout_fraction(settings: Settings) -> float:
     """The share of memory that generation takes where the actor stays beside it: weights and states on the GPU."""
     offloads = any(is_on(settings.get(f"{_ACTOR}{part}.param_offload")) for part in ("fsdp_config", "megatron"))
@@ -229,6 +236,7 @@ def _set_batch(imported: ImportedRun, settings: Settings, is_rl: bool) -> None:
             alone=is_alone,
             share=_rollout_fraction(settings),
             critics=int(asks and keeps),
+            frozen=int(_keeps_reference(settings)),
         )
         if (prompts or 1024) < update and not is_dynamic:
             imported.refused.append(f"data.train_batch_size {prompts or 1024} is below ppo_mini_batch_size {update}")

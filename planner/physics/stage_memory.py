@@ -229,14 +229,17 @@ latter, 24,576 tokens × 152,064)."""
 def between_updates_bytes(pricing: Pricing, table: CostTable, cost: PartCost) -> float:
     """Bytes beside a rank's weights, gradients and states while no micro-batch is trained on.
 
-    They are an optimizer's copies of gradients, the logits of log-probabilities, or what generation takes beside the
-    weights; before the latter two gradients, and states that are on the host meanwhile, have made room.
+    They are an optimizer's copies of gradients, the logits of log-probabilities, or what generation takes (vLLM 0.9
+    counts its own share of memory beside what was there); before the latter two gradients that are none, and states
+    that are on the host meanwhile, have made room.
     """
     objective, shape = pricing.training.objective, table.shape
     logits = objective.scored_tokens * float(padded_vocab(pricing.model, shape, pricing.runtime)) / float(shape.tp)
     scored = SCORED_BYTES * logits * (float(cost.logits_bytes) > 0)
-    generates = objective.rollout_fraction * pricing.cluster.hardware.memory_bytes - float(cost.weights_bytes)
-    freed = float(cost.gradients_bytes) + objective.scored_alone * float(cost.optimizer_bytes)
+    generates = objective.rollout_fraction * pricing.cluster.hardware.memory_bytes
+    # Megatron's gradients have a buffer that stays
+    freed = float(cost.gradients_bytes) * (pricing.runtime.family != "megatron")
+    freed += objective.scored_alone * float(cost.optimizer_bytes)
     return max(copied_gradients_bytes(pricing, table, cost), max(scored, generates) - freed)
 
 

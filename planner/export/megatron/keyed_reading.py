@@ -95,7 +95,8 @@ def read_keys(
     for option, value in unread.items():
         key = said.get(option, option if option.startswith("$") else "")
         if key and key not in row.read:
-            is_known = option in known or is_off(written.get(key, value)) or row.is_harmless(key)
+            said_off = is_off(written.get(key, value)) or re.fullmatch(r"0(\.0*)?", str(value))
+            is_known = option in known or said_off or row.is_harmless(key)
             (imported.ignored if is_known else imported.unknown)[key] = value
     return imported
 
