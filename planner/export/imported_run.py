@@ -278,6 +278,11 @@ class ImportedRun:
                 found.append(Undecided(name, row[1], {**run, **other}))
         return found
 
+    def note_unpacked(self) -> None:
+        """Note that sequences of different lengths are not packed into one."""
+        if (length := self.run["seq_length"]) is not None:
+            self.notes.append(f"sequences are not packed: priced as if each were {length:,} tokens long")
+
     def rename(self, names: Mapping[str, str]) -> None:
         """Call settings as the configuration does, where a reader knows them by other names."""
         for told in ("assumed", "unknown", "ignored"):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 from planner.errors import SpecError
 from planner.export.followed.shell_script import read_script
@@ -31,6 +30,7 @@ from planner.export.keyed_settings import (
     Settings,
     dialect,
     flat,
+    is_any_on,
     is_empty,
     is_off,
     is_on,
@@ -276,12 +276,10 @@ def _list_unread(imported: ImportedRun, settings: Fields) -> None:
     for name in (*_NARROWER, *_OTHERS):
         if settings.get(name) not in _FULL:
             imported.unknown[name] = str(settings[name])
-    packs = any(is_on(settings.get(name)) for name in _PACKING) or "block_size" in settings
+    packs = is_any_on(settings, *_PACKING) or "block_size" in settings
     packs |= "objective" in imported.run
-    if not packs and imported.run["seq_length"] is not None:
-        imported.notes.append(
-            f"sequences are not packed: priced as if each were {imported.run['seq_length']:,} tokens long"
-        )
+    if not packs:
+        imported.note_unpacked()
 
 
 def _model_options(settings: Fields) -> Fields:
@@ -292,163 +290,122 @@ def _model_options(settings: Fields) -> Fields:
     return {name: inner[name] for name in ("dtype", "attn_implementation") if name in inner}
 
 
-MODULES: Named = table()["torchtune"]["modules"]
-"""Attention's projections by peft's names, and by torchtune's (lora_attn_modules)."""
-OPTIMIZERS: Named = table()["torchtune"]["optimizers"]
-"""Values of the switch `optimizer`, and the classes that recipes name."""
-_BUILDER = re.compile(r"torchtune\.models\.\w+\.(q?lora_|q?dora_)?(\w+)")
-
-
-_BUILDERS: Named = table()["torchtune"]["builders"]
-"""Builders in torchtune/models, of the models that ship here."""
+_TORCHTUNE = table()["torchtune"]
+_HINT = "give a recipe's YAML, such as recipes/configs/llama3_1/8B_lora.yaml"
 
 
 def model_of_builder(component: str) -> tuple[Model | None, str]:
     """The model that a builder makes, and what stands before its name: lora_, qlora_, dora_ or nothing."""
-    found = _BUILDER.fullmatch(component)
+    found = re.fullmatch(r"torchtune\.models\.\w+\.(q?lora_|q?dora_)?(\w+)", component)
     if found is None:
         return None, ""
-    own = next((name for name, builder in _BUILDERS.items() if builder == found[2]), None)
-    return own or model_called(found[2].replace("_", "-")), found[1] or ""
-
-
-_HINT = "give a recipe's YAML, such as recipes/configs/llama3_1/8B_lora.yaml"
-_RANKS = re.compile(r"--nproc[-_]per[-_]node[ =](\d{1,4})")
+    return _TORCHTUNE["builders"].get(found[2]) or model_called(found[2].replace("_", "-")), found[1] or ""
 
 
 def read_torchtune(config: ConfigFile) -> ImportedRun:
     """The run of a recipe. Raises SpecError for what is none, or trains something else than all weights or adapters."""
-    data, num_gpus = _recipe_of(config)
-    if not isinstance(data, dict) or not isinstance(data.get("model"), dict):
+    data, settings, num_gpus = _recipe_of(config)
+    if "model._component_" not in settings:
         raise SpecError("the file has no model with a _component_", _HINT)
-    component = str(data["model"].get("_component_", ""))
+    component, row = str(settings["model._component_"]), dialect("torchtune")
     model, kind = model_of_builder(component)
-    layout: Fields = {"micro_batch_size": _number(data, "batch_size") or 1}
-    imported = new_run(
-        "torchtune",
-        "torchtune",
-        model=exported_model(config.text) or model,
-        num_gpus=num_gpus,
-        seq_length=_number(_section(data, "tokenizer"), "max_seq_len"),
-        parallelism=layout,
+    imported = new_run("torchtune", "torchtune", model=exported_model(config.text) or model, num_gpus=num_gpus)
+    run, layout, features = imported.run, imported.run["parallelism"], imported.run["features"]
+    run["seq_length"], layout["micro_batch_size"] = (
+        _number(settings, name) for name in ("tokenizer.max_seq_len", "batch_size")
     )
-    imported.microbatches_per_rank = _number(data, "gradient_accumulation_steps") or 1
-    if imported.run["model"] is None:
+    layout["micro_batch_size"] = layout["micro_batch_size"] or 1
+    imported.microbatches_per_rank = _number(settings, "gradient_accumulation_steps") or 1
+    if run["model"] is None:
         imported.model_name = component
-    if str(data.get("dtype", "bf16")) != "bf16":
-        imported.notes.append(f"dtype: {data['dtype']}, so that it trains in fp32: priced as bf16")
-    _read_layout(imported, data)
-    _read_adapters(imported, data["model"], kind)
-    _read_switches(imported, data)
-    loss = str(_section(data, "loss").get("_component_", "CrossEntropy"))
+    if str(settings.get("dtype", "bf16")) != "bf16":
+        imported.notes.append(f"dtype: {settings['dtype']}, so that it trains in fp32: priced as bf16")
+    _read_layout(imported, settings)
+    if kind:
+        _read_adapters(imported, settings, kind)
+    if settings.get("compile") is True:
+        features["compile"] = True
+    optimizer = str(settings.get("optimizer._component_", "torch.optim.AdamW"))
+    if (value := _TORCHTUNE["optimizers"].get(optimizer)) is None:
+        imported.unknown["optimizer._component_"] = optimizer
+    elif value != "adamw":
+        features["optimizer"] = value
+    layers = num_layers_of(run["model"])
+    if settings.get("enable_activation_offloading") is True and layers is not None:
+        features["cpu_offloading_num_layers"] = layers
+    loss = str(settings.get("loss._component_", "CrossEntropy"))
     if not re.search(r"CrossEntropy|CEWith", loss):
         imported.unknown["loss._component_"] = f"{loss}, priced as cross-entropy of one model"
-    row = dialect("torchtune")
-    parts = {f"model.{name}": value for name, value in data["model"].items()}
+    parts = {path: value for path, value in settings.items() if path.startswith("model.") or "." not in path}
     row.sort(imported, {**data, **parts}, (), lambda name, value: False)
-    row.assume(imported, row.left_out(flat(data)))
+    row.assume(imported, row.left_out(settings))
     return imported
 
 
-def _recipe_of(config: ConfigFile) -> tuple[Any, int | None]:
-    """A recipe's settings under the overrides of a `tune run`, and the GPUs of its launch or of its comments."""
-    text, overrides, gpus = config.text, Settings(), None
+def _recipe_of(config: ConfigFile) -> tuple[Fields, Fields, int | None]:
+    """A recipe, its settings under the overrides of a `tune run`, and the GPUs of its launch or of its comments."""
+    text, overrides, gpus = config.text, Fields(), None
     if re.search(r"^[^#\n]*\btune run\b", text, re.MULTILINE):
         script = read_script(text, config.beside)
         words = next((words for words in script.commands if words[:2] == ["tune", "run"]), script.words)
         options = options_of(words)
-        name = next(iter(options.get("--config", [])), "")
-        overrides = overrides_of(words)
+        name, overrides = next(iter(options.get("--config", [])), ""), overrides_of(words)
         gpus = launched_gpus(options, script) or (1 if "single_device" in " ".join(words) else None)
         text = config.beside(name) or ""
         if not text:
-            shipped = not name.endswith((".yaml", ".yml"))
             own = f"{name.rpartition('/')[2]}.yaml"
-            hint = f"tune cp {name} {own}, then plan import {own}" if shipped else "put it there"
+            is_shipped = not name.endswith((".yaml", ".yml"))
+            hint = f"tune cp {name} {own}, then plan import {own}" if is_shipped else "put it there"
             raise SpecError(f"{name or '--config'} is not beside the file", hint)
     data = yaml_of(text, _HINT)
-    for path, value in overrides.items() if isinstance(data, dict) else ():
-        *parents, last = path.split(".")
-        section: Any = data
-        for parent in parents:
-            section = section.setdefault(parent, {}) if isinstance(section, dict) else None
-        if isinstance(section, dict):
-            section[last] = value
-    ranks = _RANKS.search(text)
+    data = data if isinstance(data, dict) else {}
+    ranks = re.search(r"--nproc[-_]per[-_]node[ =](\d{1,4})", text)
     said = int(ranks[1]) if ranks is not None else 1 if "single_device" in text else None
-    return data, gpus or exported_gpus(text) or said
+    return data, {**flat(data), **overrides}, gpus or exported_gpus(text) or said
 
 
-def _read_layout(imported: ImportedRun, data: Fields) -> None:
+def _read_layout(imported: ImportedRun, settings: Fields) -> None:
     """Sharding, which recipes for several ranks always have, and recomputation."""
     layout = imported.run["parallelism"]
+    shards = _number(settings, "data_parallel_shard_dim")
+    layout["zero_stage"] = 2 if settings.get("fsdp_reshard_after_forward") is False else 3
     if imported.run["num_gpus"] == 1:
         layout["zero_stage"] = 0
-    else:
-        layout["zero_stage"] = 2 if data.get("fsdp_reshard_after_forward") is False else 3
-        shards = _number(data, "data_parallel_shard_dim")
-        if (_number(data, "data_parallel_replicate_dim") or 1) > 1 and shards:
-            layout["fsdp"] = shards
-    if data.get("enable_activation_checkpointing") is True:
+    elif (_number(settings, "data_parallel_replicate_dim") or 1) > 1 and shards:
+        layout["fsdp"] = shards
+    if settings.get("enable_activation_checkpointing") is True:
         layout["recompute"] = "full"
-    for name in ("tensor_parallel_dim", "context_parallel_dim"):
-        if (_number(data, name) or 1) > 1:
-            imported.unknown[name] = str(data[name])
-    for name in ("fsdp_cpu_offload", "optimizer_in_bwd"):
-        if data.get(name):
-            imported.unknown[name] = str(data[name])
-    dataset = _section(data, "dataset")
-    length = imported.run["seq_length"]
-    if dataset and not dataset.get("packed") and length is not None:
-        imported.notes.append(f"sequences are not packed: priced as if each were {length:,} tokens long")
+    split = [name for name in ("tensor_parallel_dim", "context_parallel_dim") if (_number(settings, name) or 1) > 1]
+    moved = [name for name in ("fsdp_cpu_offload", "optimizer_in_bwd") if settings.get(name)]
+    imported.unknown |= {name: str(settings[name]) for name in (*split, *moved)}
+    if any(path.startswith("dataset.") for path in settings) and not settings.get("dataset.packed"):
+        imported.note_unpacked()
 
 
-def _read_adapters(imported: ImportedRun, model: Fields, kind: str) -> None:
-    """Adapters of LoRA and QLoRA, where the builder is one of theirs."""
-    if not kind:
-        return
+def _read_adapters(imported: ImportedRun, settings: Fields, kind: str) -> None:
+    """Adapters of LoRA and QLoRA."""
     if "dora" in kind:
         imported.unknown["model._component_"] = "DoRA, priced as LoRA"
-    ours = {theirs: name for name, theirs in MODULES.items()}
-    named = model.get("lora_attn_modules")
+    ours: Named = _TORCHTUNE["modules"]
+    named = settings.get("model.lora_attn_modules")
     modules = [str(name) for name in named] if isinstance(named, list) else []
     targets = [ours[name] for name in modules if name in ours]
-    targets += MLP if model.get("apply_lora_to_mlp") is True else ()
-    targets += ["lm_head"] if model.get("apply_lora_to_output") is True else []
+    targets += MLP if settings.get("model.apply_lora_to_mlp") is True else ()
+    targets += ["lm_head"] if settings.get("model.apply_lora_to_output") is True else []
     if unknown := [name for name in modules if name not in ours]:
         imported.unknown["model.lora_attn_modules"] = ", ".join(unknown)
     if not targets:
-        raise SpecError("model: lora_attn_modules: names no module", f"of {', '.join(MODULES.values())}")
-    packed = kind.startswith("q") or model.get("quantize_base") is True
-    dropout = model.get("lora_dropout", 0.0)
+        raise SpecError("model: lora_attn_modules: names no module", f"of {', '.join(ours)}")
+    is_packed = kind.startswith("q") or settings.get("model.quantize_base") is True
+    dropout = settings.get("model.lora_dropout", 0.0)
     imported.run["adapters"] = {
-        "rank": _number(model, "lora_rank") or 8,
+        "rank": _number(settings, "model.lora_rank") or 8,
         "targets": targets,
-        "base_bits": 4 if packed else 16,
+        "base_bits": 4 if is_packed else 16,
         "dropout": dropout if isinstance(dropout, (int, float)) else 0.0,
     }
 
 
-def _read_switches(imported: ImportedRun, data: Fields) -> None:
-    features = imported.run["features"]
-    if data.get("compile") is True:
-        features["compile"] = True
-    component = str(_section(data, "optimizer").get("_component_", OPTIMIZERS["adamw"]))
-    value = next((name for name, theirs in OPTIMIZERS.items() if theirs == component), None)
-    if value is not None and value != "adamw":
-        features["optimizer"] = value
-    elif value is None:
-        imported.unknown["optimizer._component_"] = component
-    layers = num_layers_of(imported.run["model"])
-    if data.get("enable_activation_offloading") is True and layers is not None:
-        features["cpu_offloading_num_layers"] = layers
-
-
-def _section(data: Fields, name: str) -> Fields:
-    part = data.get(name)
-    return part if isinstance(part, dict) else {}
-
-
-def _number(data: Fields, name: str) -> int | None:
+def _number(settings: Fields, name: str) -> int | None:
     """A positive whole number; None where there is none, or -1, which recipes infer."""
-    return positive_number(data, name, unsaid=(None, -1))
+    return positive_number(settings, name, unsaid=(None, -1))
