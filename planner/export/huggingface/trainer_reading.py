@@ -199,9 +199,9 @@ def run_of_arguments(keyed: KeyedSettings, config: ConfigFile, tool: Dialect | N
 
 def _in_one(settings: Settings) -> Settings:
     """Settings of LLaMA-Factory's version 1 out of their sections, and those of `accelerate launch` in its file's."""
+    found = dict(settings)
     if "model_class" in settings:
-        adapters, sharding = settings.get("peft_config"), settings.get("dist_config")
-        found = {name: value for name, value in settings.items() if name not in ("peft_config", "dist_config")}
+        adapters, sharding = found.pop("peft_config", None), found.pop("dist_config", None)
         found |= adapters if isinstance(adapters, dict) else {}
         kind = found.pop("name", None)
         found["finetuning_type"] = "full" if kind is None else kind
@@ -209,15 +209,11 @@ def _in_one(settings: Settings) -> Settings:
             is_deepspeed = sharding.get("name") == "deepspeed"
             found |= {"deepspeed": sharding.get("config_file")} if is_deepspeed else {"fsdp_version": 2}
         return found
-    found = dict(settings)
-    for section in ("fsdp_config", "parallelism_config"):
-        start = "fsdp_" if section == "fsdp_config" else f"{section}_"
-        names = [
-            name for name in settings if str(name).startswith(start) and name not in ("fsdp_config", "fsdp_version")
-        ]
+    for section, start in (("fsdp_config", "fsdp_"), ("parallelism_config", "parallelism_config_")):
         inner = settings.get(section)
+        names = {name for name in map(str, settings) if name.startswith(start)} - {"fsdp_config", "fsdp_version"}
         if names and not isinstance(inner, str):
-            found[section] = {**(inner or {}), **{name: found.pop(name) for name in names}}
+            found[section] = {**(inner or {}), **{name: found.pop(name) for name in settings if name in names}}
     if is_on(found.pop("use_fsdp", False)):
         found.setdefault("fsdp_version", 1)
     if (name := found.pop("deepspeed_config_file", None)) is not None:
@@ -233,39 +229,36 @@ def _in_one(settings: Settings) -> Settings:
 
 def _read_sharding(imported: ImportedRun, settings: Fields, config: ConfigFile) -> None:
     """DeepSpeed's configuration, `zero_stage`, or FSDP."""
-    name, layout = settings.get("deepspeed"), imported.run["parallelism"]
-    launched = str(settings.get("config_file") or "")
+    name, launched = settings.get("deepspeed"), str(settings.get("config_file") or "")
+    run, layout = imported.run, imported.run["parallelism"]
     if launched and config.beside(launched) is None and name in (None, "", False):
         # Accelerate's file is not there: DeepSpeed's stage or FSDP by its name
         name = launched if re.search(r"zero|deepspeed|(^|[_-])z[0-3]|ds_", launched) else None
-        if name is None and "fsdp" in launched:
-            layout |= fsdp_layout({}, {})
         if name is None:
+            layout |= fsdp_layout({}, {}) if "fsdp" in launched else {}
             imported.unknown["config_file"] = f"{launched} is not beside the file"
-    if number(settings, "zero_stage") is not None:
-        imported.run["runtime"] = DEEPSPEED_RUNTIME
-        layout["zero_stage"] = number(settings, "zero_stage")
-        imported.run["features"]["optimizer_offload"] = float(is_on(settings.get("offload")))
+    stage = number(settings, "zero_stage")
+    if stage is not None:
+        run["runtime"], layout["zero_stage"] = DEEPSPEED_RUNTIME, stage
+        run["features"]["optimizer_offload"] = float(is_on(settings.get("offload")))
     elif name not in (None, "", False) and not is_on(name):
-        found = deepspeed_beside(config, name)
-        imported.run["runtime"] = DEEPSPEED_RUNTIME
-        if found is not None:
+        run["runtime"] = DEEPSPEED_RUNTIME
+        if (found := deepspeed_beside(config, name)) is not None:
             apply_deepspeed(imported, found)
-        elif (stage := re.search(r"(?:zero|stage|z)[-_]?(?:stage)?[-_]?([0-3])", str(name), re.IGNORECASE)) is not None:
-            layout["zero_stage"] = int(stage[1])
-            imported.notes.append(f"{name} is not beside the file: ZeRO {stage[1]} by its name")
+        elif (named := re.search(r"(?:zero|stage|z)[-_]?(?:stage)?[-_]?([0-3])", str(name), re.IGNORECASE)) is not None:
+            layout["zero_stage"] = int(named[1])
+            imported.notes.append(f"{name} is not beside the file: ZeRO {named[1]} by its name")
             if "offload" in str(name):
-                imported.run["features"]["optimizer_offload"] = 1.0
+                run["features"]["optimizer_offload"] = 1.0
                 imported.unknown["deepspeed"] = f"{name}: what it offloads beside the optimizer"
         else:
             imported.unknown["deepspeed"] = f"{name} is not beside the file: ZeRO 0 is assumed"
     elif settings.get("fsdp") or settings.get("fsdp_config") or settings.get("fsdp_version"):
-        options = settings.get("fsdp_config")
-        if isinstance(options, str):
-            options = json_of(config.beside(options) or "{}", f"mend {options}") if options.endswith(".json") else {}
-        words = settings.get("fsdp")
-        words = " ".join(map(str, words)) if isinstance(words, list) else words
+        options, words = settings.get("fsdp_config"), settings.get("fsdp")
+        if isinstance(options, str) and options.endswith(".json"):
+            options = json_of(config.beside(options) or "{}", f"mend {options}")
         options = options if isinstance(options, dict) else {}
+        words = " ".join(map(str, words)) if isinstance(words, list) else words
         layout |= fsdp_layout({"fsdp": words}, options)
         if "offload" in str(words) or is_on(options.get("fsdp_offload_params", options.get("offload_params"))):
             imported.unknown["fsdp"] = f"{words or ''} offload of parameters".strip()
