@@ -121,33 +121,18 @@ def read_openrlhf(config: ConfigFile) -> ImportedRun:
 def run_of_arguments(keyed: KeyedSettings, config: ConfigFile, tool: Dialect | None = None) -> ImportedRun:
     """The run of a trainer's settings, over the defaults of the tool that reads them."""
     keyed.settings = _in_one(keyed.settings)
-    settings = {**_model_options(keyed.settings), **keyed.settings, **beside_adapters(keyed.settings, config)}
-    if not any(name in settings for name in (*_BATCH, "zero_stage", "deepspeed", *_MODEL, "peft_type")):
-        missing = next((name for name in keyed.unread if name.endswith((".yaml", ".yml"))), None)
-        if missing is not None:
-            asked = [
-                f"--set {name}=VALUE" for path in _NAMED_BY.findall(config.text) for name in _VARIABLE.findall(path)
-            ]
-            hint = "put it there, or import it itself"
-            raise SpecError(f"{missing[:80]} is not beside the file", f"add {' '.join(asked)}" if asked else hint)
-        raise SpecError("the text gives no arguments of a Hugging Face trainer", "give the script that launches it")
-    if not any(name in settings for name in ("learning_rate", *_BATCH)):
-        for key, what in table()["no_decoder"]["keys"].items():
-            if not is_off(settings.get(key)):
-                refuse_other(what, key)
-    imported = new_run("huggingface", FSDP_RUNTIME, parallelism={"zero_stage": 0})
-    tool = tool or tool_of(settings, config.text)
+    said = {**_model_options(keyed.settings), **keyed.settings, **beside_adapters(keyed.settings, config)}
+    _refuse_others(said, keyed, config)
+    tool = tool or tool_of(said, config.text)
+    unread = keyed.unread
     unasked = {
         name: value
-        for name, value in tool.unasked.items()
-        if not any(other in keyed.unread or not is_off(settings.get(other)) for other in _SAME.get(name, ()))
-        and name not in settings
-        and name not in keyed.unread
+        for name, value in tool.left_out({**said, **unread}).items()
+        if not any(other in unread or not is_off(said.get(other)) for other in _SAME.get(name, ()))
     }
-    tool.assume(imported, unasked)
-    if settings.get("peft_type"):
-        imported.assumed |= {name: str(value) for name, value in dialect("peft").left_out(settings).items()}
-    said, settings = settings, {**unasked, **settings}
+    settings = {**unasked, **said}
+    imported = new_run("huggingface", FSDP_RUNTIME, parallelism={"zero_stage": 0})
+    tool.assume(imported, unasked | (dialect("peft").left_out(said) if said.get("peft_type") else {}))
     run, layout = imported.run, imported.run["parallelism"]
     if (answer := number(settings, "max_completion_length")) is not None and number(said, *_SEQUENCE) is None:
         settings["max_length"] = (number(settings, "max_prompt_length") or 512) + answer
@@ -156,28 +141,7 @@ def run_of_arguments(keyed: KeyedSettings, config: ConfigFile, tool: Dialect | N
     if is_asked or ("disable_gradient_checkpointing" in settings and "gradient_checkpointing" in tool.unasked):
         layout["recompute"] = "none" if is_on(settings.get("disable_gradient_checkpointing")) else "full"
     run["num_gpus"] = keyed.num_gpus or number(settings, "num_processes") or exported_gpus(config.text)
-    accelerate = config.beside(str(settings.get("config_file") or ACCELERATE_FILE))
-    sections: Settings = {name: settings[name] for name in ("fsdp_config", "parallelism_config") if name in settings}
-    if accelerate is not None:
-        apply_accelerate(imported, file := mapping_of(accelerate), config)
-        sections |= file
-    note_sections(imported, flat(sections))
-    dtype = dtype_of(settings)
-    run["dtype"] = dtype or run["dtype"]
-    if dtype is not None and IN_FP32 in imported.notes:
-        imported.notes.remove(IN_FP32)
-    if dtype is None and accelerate is None:
-        imported.notes.append("neither bf16 nor fp16 is asked for: priced as bf16")
-    _read_sharding(imported, settings, config)
-    if not layout["zero_stage"] and not keyed.script.words and accelerate is None and tool.name in _BY_ACCELERATE:
-        imported.notes.append(
-            f"nothing here says how it is sharded: priced as DDP; put Accelerate's file beside it as {ACCELERATE_FILE}"
-        )
-    grid = {ours: settings[name] for name, ours in _GRID.items() if settings.get(name) not in (None, "", 1, "1")}
-    if isinstance(section := settings.get("parallelism_config"), Mapping):
-        grid |= section
-    if grid:
-        apply_parallelism(imported, grid)
+    _read_launch(imported, settings, config, not keyed.script.words and tool.name in _BY_ACCELERATE)
     set_model(imported, next((settings[name] for name in _MODEL if settings.get(name)), None))
     run["model"] = run["model"] or exported_model(config.text)
     # what a file of DeepSpeed's or the arguments say comes before what the tool has unasked
@@ -192,9 +156,54 @@ def run_of_arguments(keyed: KeyedSettings, config: ConfigFile, tool: Dialect | N
     read_fine_tuning(imported, settings)
     _list_unread(imported, settings)
     _ROW.sort(imported, said, _READ, lambda name, v: is_off(v) or is_empty(v) or tool.is_harmless(name))
-    imported.unknown |= {name: value for name, value in keyed.unread.items() if not _ROW.is_harmless(str(name))}
+    imported.unknown |= {name: value for name, value in unread.items() if not _ROW.is_harmless(name)}
     layout.setdefault("micro_batch_size", 1)
     return imported
+
+
+def _refuse_others(settings: Settings, keyed: KeyedSettings, config: ConfigFile) -> None:
+    """Raise SpecError for settings that train nothing, or none of which say a model, a batch or its sharding."""
+    if not any(name in settings for name in (*_BATCH, "zero_stage", "deepspeed", *_MODEL, "peft_type")):
+        missing = next((name for name in keyed.unread if name.endswith((".yaml", ".yml"))), None)
+        if missing is None:
+            raise SpecError("the text gives no arguments of a Hugging Face trainer", "give the script that launches it")
+        asked = [f"--set {name}=VALUE" for path in _NAMED_BY.findall(config.text) for name in _VARIABLE.findall(path)]
+        hint = f"add {' '.join(asked)}" if asked else "put it there, or import it itself"
+        raise SpecError(f"{missing[:80]} is not beside the file", hint)
+    if not any(name in settings for name in ("learning_rate", *_BATCH)):
+        for key, what in table()["no_decoder"]["keys"].items():
+            if not is_off(settings.get(key)):
+                refuse_other(what, key)
+
+
+def _read_launch(imported: ImportedRun, settings: Settings, config: ConfigFile, is_program: bool) -> None:
+    """The dtype, the sharding and the grid, which Accelerate's file beside the settings may say.
+
+    `is_program` is true of a program that Accelerate launches, without the words of a launch.
+    """
+    run = imported.run
+    accelerate = config.beside(str(settings.get("config_file") or ACCELERATE_FILE))
+    sections: Settings = {name: settings[name] for name in ("fsdp_config", "parallelism_config") if name in settings}
+    if accelerate is not None:
+        apply_accelerate(imported, file := mapping_of(accelerate), config)
+        sections |= file
+    note_sections(imported, flat(sections))
+    dtype = dtype_of(settings)
+    run["dtype"] = dtype or run["dtype"]
+    if dtype is not None and IN_FP32 in imported.notes:
+        imported.notes.remove(IN_FP32)
+    if dtype is None and accelerate is None:
+        imported.notes.append("neither bf16 nor fp16 is asked for: priced as bf16")
+    _read_sharding(imported, settings, config)
+    if not run["parallelism"]["zero_stage"] and is_program and accelerate is None:
+        imported.notes.append(
+            f"nothing here says how it is sharded: priced as DDP; put Accelerate's file beside it as {ACCELERATE_FILE}"
+        )
+    grid = {ours: settings[name] for name, ours in _GRID.items() if settings.get(name) not in (None, "", 1, "1")}
+    if isinstance(section := settings.get("parallelism_config"), Mapping):
+        grid |= section
+    if grid:
+        apply_parallelism(imported, grid)
 
 
 def _in_one(settings: Settings) -> Settings:
