@@ -82,6 +82,8 @@ def _of_automodel(name: str, settings: Settings, num_gpus: int | None) -> Import
     keeps = (layout["pp"] > 1 and moe_of(model) is not None) or str(found.get("reshards")) == "False"
     layout["zero_stage"] = 1 if keeps else 3
     imported.accumulates_whole = is_on(found.get("keeps_weights"))
+    if is_on(found.get("offloads")):
+        imported.offload_all("policy.dtensor_cfg.cpu_offload")
     dispatcher = str(found.get("dispatcher", "torch"))
     if moe_of(model) is not None:
         run["features"]["dispatcher"] = dispatcher if dispatcher in ("deepep", "hybridep") else "alltoall"
@@ -134,7 +136,18 @@ def read_nemo_rl(config: ConfigFile) -> ImportedRun:
     run["seq_length"] = number(settings, "policy.max_total_sequence_length")
     if not any(path.startswith(("sft.", "dpo.")) for path in settings):
         imported.notes.append("one update of the policy is priced; rollouts, the reference model and rewards are not")
+        imported.reinforce(tokens=_scored_tokens(settings, run["seq_length"] or 0) // run["parallelism"].get("cp", 1))
     return imported
+
+
+def _scored_tokens(settings: Settings, length: int) -> int:
+    """Tokens of a micro-batch of log-probabilities; 0 where their logits come in chunks."""
+    if number(settings, "policy.logprob_chunk_size"):
+        return 0
+    for kind in ("dynamic_batching", "sequence_packing"):
+        if is_on(settings.get(f"policy.{kind}.enabled")):
+            return number(settings, f"policy.{kind}.logprob_mb_tokens") or length
+    return length * (number(settings, "policy.logprob_batch_size", "policy.train_micro_batch_size") or 1)
 
 
 def _merged(config: ConfigFile, depth: int = 0) -> Settings:

@@ -9,7 +9,7 @@ import os
 import re
 import shlex
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -100,14 +100,29 @@ def read_configuration(text: str, source: str | None = None, recipe: str | None 
     return read_file(ConfigFile(text, None, recipe), source)
 
 
+_LAUNCHED = re.compile(
+    r"^\s*!\s*(?:sudo\s+)?(.*\b(?:accelerate|torchrun|deepspeed|llamafactory-cli|axolotl|swift|megatron|verl|tune|trl)\b.*)"
+)
+"""A command of a shell that a cell of a notebook starts a training with."""
+
+
 def _of_notebook(text: str) -> str:
-    """The code of a notebook's cells, without what only a notebook runs; any other text as it is."""
-    if not re.match(r'\s*\{\s*"(cells|nbformat|metadata)"', text):
-        return text
-    cells = json_of(text, "give the notebook").get("cells")
-    code = [cell for cell in cells or () if isinstance(cell, dict) and cell.get("cell_type") == "code"]
-    lines = "\n".join("".join(map(str, cell.get("source") or "")) for cell in code).splitlines()
-    return "\n".join(line for line in lines if not re.match(r"\s*[%!?]", line))
+    """The command that a notebook's cells launch, or their code without what only a notebook runs; else the text."""
+    code = text
+    if re.match(r'\s*\{\s*"(cells|nbformat|metadata)"', text):
+        cells = json_of(text, "give the notebook").get("cells")
+        sources = (cell.get("source") or "" for cell in cells or () if _is_code(cell))
+        code = "\n".join("".join(map(str, source)) for source in sources)
+    # a line that goes on begins with a space of its own there
+    lines = re.sub(r"\\\n\s*", " ", code).splitlines() if code is not text or text.startswith("!") else []
+    launched = [found[1] for line in lines if "install" not in line and (found := _LAUNCHED.match(line))]
+    if launched and not re.search(r"Trainer\(", code):
+        return "\n".join(launched)
+    return text if code is text else "\n".join(line for line in code.splitlines() if not re.match(r"\s*[%!?]", line))
+
+
+def _is_code(cell: object) -> bool:
+    return isinstance(cell, dict) and cell.get("cell_type") == "code"
 
 
 def _refuse_unread(text: str) -> None:
@@ -145,6 +160,7 @@ def read_file(config: ConfigFile, source: str | None) -> ImportedRun:
     if job is not None:
         imported.run["num_gpus"] = imported.run.get("num_gpus") or job.num_gpus
         imported.run.setdefault("hardware", job.hardware)
+        imported.unknown |= job.unknown
     return imported
 
 
@@ -164,6 +180,8 @@ class StartedScript:
     num_gpus: int | None = None
     hardware: str | None = None
     """The profile of the GPUs that it asks for; None where it names none that ships."""
+    unknown: dict[str, str] = field(default_factory=dict)
+    """Keys of the manifest that are not understood, by their paths."""
 
 
 def job_of(text: str) -> StartedScript | None:
@@ -175,7 +193,7 @@ def job_of(text: str) -> StartedScript | None:
             ]
             found = [document for document in documents if isinstance(document, Mapping)]
             if "script" not in row:
-                return _of_kubernetes(found)
+                return _of_kubernetes(found, row)
             # a pipeline's first part may only name it
             starts = [document for document in found if _at(document, row["script"])]
             return _of_row(starts[0], row) if starts else None
@@ -198,10 +216,37 @@ def _of_row(data: Said, row: Said) -> StartedScript:
     for name, value in row.get("sets", {}).items():
         if (known := said.get(value, value)) is not None:
             given.setdefault(name, str(known))
-    return StartedScript(_with(given, script), each and nodes * each, kind)
+    return StartedScript(_with(given, script), each and nodes * each, kind, _unread(data, row))
 
 
-def _of_kubernetes(documents: list[Said]) -> StartedScript:
+def _unread(data: Said, row: Said) -> dict[str, str]:
+    """Keys of a manifest, and those beside a key that is read, that no field of its row has."""
+    read = [row["script"], row["gpus"], row.get("nodes", ""), *row.get("env", ())]
+    parts = {path.partition(".")[0] for path in read if "." in path}
+    paths = {name: value for name, value in data.items() if name not in parts}
+    paths |= {
+        f"{part}.{name}": value for part in parts for name, value in (data.get(part) or {}).items()
+        if isinstance(data.get(part), Mapping)
+    }  # fmt: skip
+    harmless = re.compile("|".join(f"(?:{part})" for part in re.sub(r"\s+(?=\|)", "", row["harmless"]).split()))
+    return {
+        path: str(value)[:200] for path, value in paths.items() if path not in read and not harmless.fullmatch(path)
+    }
+
+
+def _uncounted(part: Any, harmless: str, depth: int = 0) -> Iterator[tuple[str, str]]:
+    """Keys of Kubernetes whose whole number could be one of replicas, workers or GPUs, and that are not read."""
+    if depth > _MAX_DEPTH or not isinstance(part, (list, Mapping)):
+        return
+    for name, inner in part.items() if isinstance(part, Mapping) else enumerate(part):
+        told = str(name)
+        is_read = told in _REPLICAS or _GPU.fullmatch(told) or re.fullmatch(harmless, told)
+        if re.search(r"(?i)replica|node|worker|parallel|gpu", told) and (_count(inner) or 0) > 1 and not is_read:
+            yield told, str(inner)
+        yield from _uncounted(inner, harmless, depth + 1)
+
+
+def _of_kubernetes(documents: list[Said], row: Said) -> StartedScript:
     """The job of the container that has most to say, and of the files it starts from a ConfigMap, on all pods' GPUs."""
     pods = [pod for document in documents for pod in _pods(document, 1, 0)]
     # Ray's jobs have a command of their own
@@ -222,7 +267,9 @@ def _of_kubernetes(documents: list[Said]) -> StartedScript:
     maps = [document.get("data") for document in documents if document.get("kind") == "ConfigMap"]
     held = {str(name): str(inner) for data in maps if isinstance(data, Mapping) for name, inner in data.items()}
     held_too = "".join(f"\n{inner}" for name, inner in held.items() if re.search(rf"/{re.escape(name)}\b", script))
-    return StartedScript(_with(given, script + held_too), sum(replicas * each for replicas, each in asks) or None)
+    unknown = dict(_uncounted(documents, row["harmless"].replace(" ", "|")))
+    num_gpus = sum(replicas * each for replicas, each in asks) or None
+    return StartedScript(_with(given, script + held_too), num_gpus, unknown=unknown)
 
 
 def _pods(part: Any, replicas: int, depth: int) -> Iterator[tuple[Said, int]]:

@@ -12,7 +12,7 @@ from planner.export.followed.python_recipe import Evaluator, chosen_recipe
 from planner.export.followed.python_values import CallRecord, Unknown
 from planner.export.followed.shell_script import Script, read_script
 from planner.export.imported_run import ConfigFile, ImportedRun, new_run
-from planner.export.keyed_settings import dialect, first, flat, refused_settings
+from planner.export.keyed_settings import dialect, first, flat, is_on, refused_settings
 from planner.export.megatron.option_rows import options_of
 from planner.export.named_models import (
     FLAVORS,
@@ -266,6 +266,8 @@ def run_of_settings(settings: Fields, num_gpus: int | None) -> ImportedRun:
         imported.model_name = what
     if "base" in settings:
         imported.notes.append(f"what {settings['base']} sets beside is not read: it is not in this file, nor beside it")
+    if is_on(settings.get("training.enable_cpu_offload")):
+        imported.offload_all("training.enable_cpu_offload")
     _ROW.sort(imported, settings, (), lambda name, value: (name, value) == ("training.dtype", "float32"))
     return imported
 

@@ -14,8 +14,6 @@ runs, since a source has habits: (sources with the value + ½) / (sources + 1). 
 does, which nobody knows.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Mapping

@@ -180,6 +180,8 @@ def apply_deepspeed(imported: ImportedRun, config: Fields) -> None:
         "overlap_grad_reduce": bool(zero.get("overlap_comm", found["zero_stage"] == 3)),
         "optimizer_offload": _offloaded(zero),
     }
+    if found["zero_stage"] == 3 and section(zero, "offload_param").get("device") == "cpu":
+        run["features"]["parameter_offload"] = True
     if section(config, "data_types").get("grad_accum_dtype") == "bf16":
         run["features"]["bf16_gradients"] = True
     run["global_batch_size"] = run["global_batch_size"] or batch
@@ -232,7 +234,7 @@ def _offloaded(zero: Fields) -> float:
 
 def _sort(config: Fields, zero: Fields, imported: ImportedRun) -> None:
     """Note every key that is not read as ignored where it is known to be harmless, else as unknown."""
-    for key, read in (("offload_optimizer", ("none", "cpu")), ("offload_param", ("none",))):
+    for key, read in (("offload_optimizer", ("none", "cpu")), ("offload_param", ("none", "cpu"))):
         if section(zero, key).get("device", "none") not in (*read, None):
             imported.unknown[f"zero_optimization.{key}"] = json.dumps(zero[key])
     for key, value in zero.items():

@@ -112,10 +112,32 @@ def read_openrlhf(config: ConfigFile) -> ImportedRun:
     imported.rename(names)
     imported.source = "openrlhf"
     if is_rl:
-        imported.notes.append(
-            "one update of the actor is priced; rollouts, the critic, the reference and rewards are not"
+        critics, frozen = _models_beside(given, config.text)
+        imported.reinforce(
+            tokens=_scored_tokens(given, imported.run["seq_length"] or 0, tokens), critics=critics, frozen=frozen
         )
+        imported.notes.append("one update of the actor is priced; rollouts are not, nor models on other GPUs")
     return imported
+
+
+def _scored_tokens(given: Settings, length: int, tokens: int) -> int:
+    """Tokens of OpenRLHF's micro-batch of log-probabilities, padded unless it is packed."""
+    if is_on(given.get("train.dynamic_batch_enable")):
+        return max(tokens, number(given, "rollout.max_tokens_per_gpu") or 0)
+    is_packed = any(is_on(given.get(name)) for name in ("packing_samples", "ds.packing_samples"))
+    return 0 if is_packed else length * (number(given, "rollout.micro_batch_size", "micro_rollout_batch_size") or 1)
+
+
+def _models_beside(given: Settings, text: str) -> tuple[int, int]:
+    """Critics and frozen models on the actor's GPUs: all of them without Ray, or as the run places them."""
+    shares = "train_ppo_ray" not in text or any(
+        is_on(given.get(n)) for n in ("colocate_all_models", "train.colocate_all")
+    )
+    refers = shares or any(is_on(given.get(n)) for n in ("colocate_actor_ref", "train.colocate_actor_ref"))
+    has_critic = str(given.get("advantage_estimator", given.get("algo.advantage.estimator", "gae"))) == "gae"
+    scores = not any(given.get(name) for name in ("remote_rm_url", "reward.remote_url", "agent_func_path"))
+    kept = not is_on(given.get("ref_reward_offload"))
+    return int(shares and has_critic), kept * (int(refers) + int(shares and scores))
 
 
 def run_of_arguments(keyed: KeyedSettings, config: ConfigFile, tool: Dialect | None = None) -> ImportedRun:
@@ -132,6 +154,7 @@ def run_of_arguments(keyed: KeyedSettings, config: ConfigFile, tool: Dialect | N
     }
     settings = {**unasked, **said}
     imported = new_run("huggingface", FSDP_RUNTIME, parallelism={"zero_stage": 0})
+    imported.predicts_further = False
     tool.assume(imported, unasked | (dialect("peft").left_out(said) if said.get("peft_type") else {}))
     run, layout = imported.run, imported.run["parallelism"]
     if (answer := number(settings, "max_completion_length")) is not None and number(said, *_SEQUENCE) is None:
@@ -259,7 +282,7 @@ def _read_sharding(imported: ImportedRun, settings: Fields, config: ConfigFile) 
             imported.notes.append(f"{name} is not beside the file: ZeRO {named[1]} by its name")
             if "offload" in str(name):
                 run["features"]["optimizer_offload"] = 1.0
-                imported.unknown["deepspeed"] = f"{name}: what it offloads beside the optimizer"
+                run["features"] |= {"parameter_offload": True} if named[1] == "3" else {}
         else:
             imported.unknown["deepspeed"] = f"{name} is not beside the file: ZeRO 0 is assumed"
     elif settings.get("fsdp") or settings.get("fsdp_config") or settings.get("fsdp_version"):
@@ -270,7 +293,7 @@ def _read_sharding(imported: ImportedRun, settings: Fields, config: ConfigFile) 
         words = " ".join(map(str, words)) if isinstance(words, list) else words
         layout |= fsdp_layout({"fsdp": words}, options)
         if "offload" in str(words) or is_on(options.get("fsdp_offload_params", options.get("offload_params"))):
-            imported.unknown["fsdp"] = f"{words or ''} offload of parameters".strip()
+            imported.offload_all("fsdp", f"{words or ''} offload of parameters".strip())
 
 
 def _list_unread(imported: ImportedRun, settings: Fields) -> None:
@@ -378,8 +401,10 @@ def _read_layout(imported: ImportedRun, settings: Fields) -> None:
     if settings.get("enable_activation_checkpointing") is True:
         layout["recompute"] = "full"
     split = [name for name in ("tensor_parallel_dim", "context_parallel_dim") if (_number(settings, name) or 1) > 1]
-    moved = [name for name in ("fsdp_cpu_offload", "optimizer_in_bwd") if settings.get(name)]
-    imported.unknown |= {name: str(settings[name]) for name in (*split, *moved)}
+    split += ["optimizer_in_bwd"] if settings.get("optimizer_in_bwd") else []
+    imported.unknown |= {name: str(settings[name]) for name in split}
+    if settings.get("fsdp_cpu_offload"):
+        imported.offload_all("fsdp_cpu_offload")
     if any(path.startswith("dataset.") for path in settings) and not settings.get("dataset.packed"):
         imported.note_unpacked()
 

@@ -19,7 +19,6 @@ from planner.export.keyed_settings import (
     is_on,
     mapping_of,
     number,
-    refuse_unset,
     refused_settings,
     table,
     word,
@@ -83,7 +82,6 @@ def set_model(imported: ImportedRun, name: Any) -> None:
     """The model that a setting names; a note where the planner does not know it."""
     if not isinstance(name, str) or not name:
         return
-    refuse_unset("the model", name)
     imported.run["model"] = model_called(name)
     if imported.run["model"] is None:
         imported.model_name = name
@@ -162,8 +160,12 @@ def _read_sharding(imported: ImportedRun, settings: Said) -> None:
     if not is_tuned or run["runtime"] not in (FSDP_RUNTIME, DEEPSPEED_RUNTIME):
         return
     if run["runtime"] == DEEPSPEED_RUNTIME:
-        share = run["features"].get("optimizer_offload")
-        run["features"] = {"sharding": "deepspeed", **({"optimizer_offload": share} if share else {})}
+        kept = {
+            name: run["features"][name]
+            for name in ("optimizer_offload", "parameter_offload")
+            if run["features"].get(name)
+        }
+        run["features"] = {"sharding": "deepspeed", **kept}
     else:
         run["features"]["sharding"] = "fsdp" if sharded >= 2 else "ddp"
     run["runtime"] = HF_RUNTIME
@@ -264,7 +266,7 @@ def apply_accelerate(imported: ImportedRun, settings: Said, config: ConfigFile) 
         options = _section(settings, "fsdp_config")
         run["parallelism"] |= fsdp_layout({}, options)
         if is_on(options.get("fsdp_offload_params")):
-            imported.unknown["fsdp_config.fsdp_offload_params"] = "true"
+            imported.offload_all("fsdp_config.fsdp_offload_params")
         apply_parallelism(imported, _section(settings, "parallelism_config"))
     elif kind == "DEEPSPEED":
         _apply_deepspeed(imported, _section(settings, "deepspeed_config"), config)
@@ -310,7 +312,9 @@ def _apply_deepspeed(imported: ImportedRun, options: Fields, config: ConfigFile)
     imported.run["features"]["optimizer_offload"] = float(options.get("offload_optimizer_device") == "cpu")
     if options.get("offload_optimizer_device") == "nvme":
         imported.unknown["deepspeed_config.offload_optimizer_device"] = "nvme"
-    if options.get("offload_param_device") in ("cpu", "nvme"):
+    if options.get("offload_param_device") == "cpu" and layout["zero_stage"] == 3:
+        imported.run["features"]["parameter_offload"] = True
+    elif options.get("offload_param_device") in ("cpu", "nvme"):
         imported.unknown["deepspeed_config.offload_param_device"] = str(options["offload_param_device"])
 
 
@@ -401,11 +405,16 @@ def read_adapters(settings: Said, bits: int | None = None) -> tuple[Fields, Name
     return adapters, unknown
 
 
+_IN_4_BITS = re.compile(r"(?i)[-_](gptq(?!.{0,5}int8)|bnb-4bit|int4|nf4)\b")
+
+
 def bits_of(settings: Said) -> int:
-    """Bits of the frozen weights, by the flags of bitsandbytes and of the trainers around it."""
+    """Bits of the frozen weights, by the flags of bitsandbytes and trainers around it, or by the name of the model."""
     named = word(settings, "quantization_bit", "load_in_bits")
-    asked = (bits for bits in (4, 8) if is_on(settings.get(f"load_in_{bits}bit")) or named == str(bits))
-    return next(asked, 16)
+    called = " ".join(str(settings.get(name) or "") for name in ("model", "model_name_or_path", "base_model"))
+    if is_on(settings.get("load_in_4bit")) or named == "4" or _IN_4_BITS.search(called):
+        return 4
+    return 8 if is_on(settings.get("load_in_8bit")) or named == "8" else 16
 
 
 def _targets(settings: Said) -> tuple[list[str], list[str]]:

@@ -163,6 +163,7 @@ def read_swift(config: ConfigFile) -> ImportedRun:
     named, name = _named(settings)
     gpus = keyed.num_gpus
     imported = read_keys("ms-swift-megatron", settings, gpus, keyed.script, named)
+    imported.predicts_further = bool(settings.get("mtp_num_layers"))
     imported.unknown |= keyed.unread
     _add_adapters(imported, settings)
     if not is_on(settings.get("packing")):
@@ -201,6 +202,7 @@ def read_slime(config: ConfigFile) -> ImportedRun:
     gpus = _whole(settings, "actor_num_nodes", 1) * _whole(settings, "actor_num_gpus_per_node", 0)
     named, name = (None, "") if "num_layers" in settings else _named(settings)
     imported = read_keys("slime", settings, gpus or None, script, named)
+    imported.predicts_further = "mtp_num_layers" in settings
     if imported.run["seq_length"] is None or "seq_length" not in settings:
         tokens = _whole(settings, "max_tokens_per_gpu", 0) * _whole(settings, "context_parallel_size", 1)
         imported.run["seq_length"] = tokens or imported.run["seq_length"]

@@ -184,7 +184,8 @@ class OptionRow(BaseModel):
             return attrgetter(self.size)(source.parallelism)
         if self.amount:
             return attrgetter(self.amount)(source) or None
-        return ShellText(self.shell) if self.shell else self.constant
+        constant = tuple(self.constant) if isinstance(self.constant, list) else self.constant
+        return ShellText(self.shell) if self.shell else constant
 
     def read(self, options: Options, unasked: Mapping[str, Callable[[Options], Any]]) -> Fields:
         """The fields that the options say by this one."""
@@ -213,6 +214,7 @@ def _of_model(model: ModelSpec) -> Fields:
     method = rotary_method(model)
     return {
         "model": model, "moe": model.moe, "mla": model.mla, "scaling": model.rope_scaling, "method": method,
+        "mamba": model.mamba,
         "is_yarn": method not in (None, "llama3", "linear"),
     }  # fmt: skip
 
