@@ -167,15 +167,10 @@ def read_swift(config: ConfigFile) -> ImportedRun:
     imported.predicts_further = bool(settings.get("mtp_num_layers"))
     imported.unknown |= keyed.unread
     _add_adapters(imported, settings)
-    _note_packing(imported, settings)
+    if not is_on(settings.get("packing")):
+        imported.note_unpacked()
     _note_model(imported, name)
     return imported
-
-
-def _note_packing(imported: ImportedRun, settings: Settings) -> None:
-    if not is_on(settings.get("packing")) and imported.run["seq_length"]:
-        length = imported.run["seq_length"]
-        imported.notes.append(f"sequences are not packed: priced as if each were {length:,} tokens long")
 
 
 def is_adapter(settings: Settings) -> bool:
@@ -194,7 +189,8 @@ def read_adapter(keyed: KeyedSettings) -> ImportedRun:
     imported.unknown.pop("gradient_accumulation_steps", None)
     if str(settings.get("finetuning_type", "full")) != "full":
         imported.unknown["finetuning_type"] = f"{settings['finetuning_type']}: the Megatron adapter trains all weights"
-    _note_packing(imported, settings)
+    if not is_on(settings.get("packing")):
+        imported.note_unpacked()
     _note_model(imported, name)
     return imported
 
