@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from planner.probe.run import Device
     from planner.profile.doctor import Extra, Findings, Package
     from planner.profile.measurements import MeasurementRecord, Profiled
-    from planner.specs.efficiency import Efficiency
+    from planner.specs.hardware import Efficiency
 
 _log = logging.getLogger(__name__)
 

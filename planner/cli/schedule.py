@@ -10,8 +10,8 @@ from planner.cli.options import Number, Numbers, Whole, Word
 if TYPE_CHECKING:
     from planner.schedule.actions import Schedule
     from planner.schedule.compare import RankSeconds, StragglerCost
+    from planner.schedule.replay import Timeline
     from planner.schedule.synthesis import Synthesis
-    from planner.schedule.timeline import Timeline
 
 AUTO = "auto"
 MAX_CHUNKS = 2**21

@@ -40,7 +40,7 @@ _ROW = dialect("torchtitan")
 
 
 def read_recipe(config: ConfigFile) -> tuple[Fields, dict[str, str]]:
-    """Fields by `section.name`, and those whose values cannot be read.
+    """Settings by `section.name`, and those whose values cannot be read.
 
     Raises SpecError for what is no Python, and for a file with several recipes of which none is chosen.
     """
@@ -126,7 +126,7 @@ def _module(config: ConfigFile) -> str:
 
 
 def read_settings(config: ConfigFile, script: Script) -> tuple[Fields, dict[str, str]]:
-    """Fields, and those whose values only a run would know; `script` holds the text's words.
+    """Settings, and those whose values only a run would know; `script` holds the text's words.
 
     Raises SpecError for a file that is broken, or has no settings of torchtitan.
     """
@@ -145,7 +145,7 @@ def read_settings(config: ConfigFile, script: Script) -> tuple[Fields, dict[str,
 
 
 def of_today(settings: Fields) -> Fields:
-    """Fields under today's names, with the dtype that converters ask for."""
+    """Settings under today's names, with the dtype that converters ask for."""
     settings = {_ROW.renamed.get(name, name): value for name, value in settings.items()}
     return settings | _converted(settings)
 
@@ -162,7 +162,7 @@ def _converted(settings: Fields) -> Fields:
 
 
 def _of_file(config: ConfigFile) -> Fields:
-    """Fields of the TOML that a launch names; of one that is not beside it, the model that its path says."""
+    """Settings of the TOML that a launch names; of one that is not beside it, the model that its path says."""
     named = re.search(
         r"(?:\bCONFIG_FILE=|--job[._]config_file[ =])[\"']?(?:\$\{\w+:-)?[\"']?([\w./-]+\.toml)", config.text
     )
@@ -187,7 +187,7 @@ def _is_toml(text: str) -> bool:
 
 
 def _toml(text: str) -> Fields:
-    """Fields of a TOML file, as torchtitan took them up to 2025."""
+    """Settings of a TOML file, as torchtitan took them up to 2025."""
     return flat(parse_toml(text, "", "give the file that --job.config_file names"))
 
 

@@ -24,8 +24,7 @@ from planner.schedule.orders import (
     passes_behind,
     placement,
 )
-from planner.schedule.replay import Durations, makespan_s, one_f_one_b_waves, replay
-from planner.schedule.timeline import Timeline
+from planner.schedule.replay import Durations, Timeline, makespan_s, one_f_one_b_waves, replay
 from planner.shape import FloatArray, Number, Shape, maximum
 from planner.trainers.spec import RuntimeSpec
 
@@ -320,7 +319,7 @@ def exchanged_dp_s(shape: Shape, rank: PartCost) -> float:
 
 def reduce_overlap_fraction(runtime: RuntimeSpec, shape: Shape) -> Number:
     """Share of the window behind the last backward that hides the reduction; torch's stages wait for that of FSDP."""
-    waits = runtime.has_torch_stages & (np.asarray(shape.zero_stage) >= 2) & (np.asarray(shape.pp) > 1)
+    waits = runtime.has_torch_stages & (shape.zero_stage >= 2) & (shape.pp > 1)
     return runtime.gradient_overlap_fraction * (1.0 - waits)
 
 

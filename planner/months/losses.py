@@ -20,7 +20,6 @@ from functools import cache
 from typing import Any, Literal
 
 import numpy as np
-from pydantic import model_validator
 
 from planner.answer import SIGMAS_TO_END, PricedLayout, Sustained, half_width
 from planner.shape import FloatArray
@@ -38,14 +37,6 @@ class Fact(Spec):
     low: NonNegativeFloat
     high: NonNegativeFloat
     source: str
-
-    @model_validator(mode="after")
-    def _ordered(self) -> Fact:
-        if not self.low <= self.value <= self.high:
-            raise ValueError(f"{self.value:g} is not between {self.low:g} and {self.high:g}")
-        if not 0.95 <= self.value / max(math.sqrt(self.low * self.high), 1e-300) <= 1.05 and self.value:
-            raise ValueError(f"{self.value:g} is not the middle of {self.low:g} and {self.high:g}, as factors go")
-        return self
 
     @property
     def sigma(self) -> float:

@@ -16,9 +16,8 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from planner.physics import memory
-from planner.physics.cost import PartCost
+from planner.physics.cost import PartCost, content, remembered
 from planner.physics.operators import BF16, FP32, NARROW_BYTES, Collective, Group
-from planner.physics.remember import content, remembered
 from planner.shape import FloatArray, Number, Shape, any_of, ceil, clip, floor, log2, maximum, minimum, where
 from planner.specs.cluster import ClusterSpec
 from planner.specs.hardware import LinkTier

@@ -204,12 +204,6 @@ def communicators(shape: Shape) -> Number:
     return sum(1.0 * (size > 1) for size in sizes)
 
 
-UNEVEN_FRACTION = 0.12
-"""Share of allocated memory that the allocator holds beside it where experts get other tokens in every layer and step,
-so that few blocks are used again. Ten mixtures that ms-swift fine-tuned reserved 6 to 49% more than the price without
-it, of dense models three 7 to 15%; two of Primus on AMD's GPUs took 7 and 10% less, where none is."""
-
-
 def reserved_bytes(allocated_bytes: Number, shape: Shape, hardware: HardwareSpec, lost_fraction: float) -> Number:
     """Bytes of the context and the communicators' buffers, and the allocator's loss, a share of `allocated_bytes`."""
     return fixed_reserved_bytes(shape, hardware) + lost_fraction * allocated_bytes
@@ -369,7 +363,7 @@ OFFLOADED: dict[str, frozenset[tuple[str, str]]] = {
     ),
     "attn_proj": frozenset({("attention", "output"), ("values", "output")}),
     "mlp_norm": frozenset({("mlp norm", "input")}),
-    "expert_fc1": frozenset({("experts up", "rows")}),
+    "expert_fc1": frozenset({("experts up", "rows"), ("experts up", "received rows")}),
     "moe_act": frozenset({("experts up", "up")}),
 }
 """The inputs of each module, as Megatron-LM names modules (--offload-modules): operator, and tensor that it keeps."""

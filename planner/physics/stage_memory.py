@@ -20,8 +20,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
-
 from planner.physics import memory
 from planner.physics.cost import CostTable, PartCost
 from planner.physics.memory import constant_bytes, is_decoder_layer, reserved_bytes, sharded_parameters
@@ -241,7 +239,7 @@ def host_bytes(pricing: Pricing, shape: Shape) -> Number:
 
 def fits_host(pricing: Pricing, shape: Shape) -> Any:
     """True where the host has memory for all that its GPUs' ranks keep there."""
-    return np.asarray(host_bytes(pricing, shape)) <= pricing.cluster.hardware.host.usable_bytes
+    return host_bytes(pricing, shape) <= pricing.cluster.hardware.host.usable_bytes
 
 
 def host_shortage(pricing: Pricing, shape: Shape) -> str:

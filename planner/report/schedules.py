@@ -16,8 +16,8 @@ from planner.report.labels import ACTIONS
 from planner.report.pieces import headed
 from planner.schedule.actions import Action, Schedule
 from planner.schedule.compare import ScheduleComparison, StragglerCost
+from planner.schedule.replay import IDLE_CAUSES, Timeline
 from planner.schedule.synthesis import Synthesis
-from planner.schedule.timeline import IDLE_CAUSES, Timeline
 
 IDLE = "·"
 _STYLE = {"F": "cyan", "B": "green", "I": "green", "W": "yellow"}

@@ -14,7 +14,7 @@ from planner.layout.candidate import Candidate
 from planner.layout.price import reprice, with_microbatches
 from planner.report.format import percent, seconds
 from planner.schedule.actions import F
-from planner.schedule.timeline import FloatArray, Timeline
+from planner.schedule.replay import FloatArray, Timeline
 
 LONG = 400_000
 """Actions of a step beyond which a shorter one is replayed: more take a second."""

@@ -241,7 +241,7 @@ def enumerate_shapes(
         shape = replace(shape, dp_outermost=np.ones_like(dp))
     rules = (*_own_rules(cluster, limits), *rules_for(runtime), host_rule(pricing))
     for rule in rules:
-        holds = np.broadcast_to(np.asarray(rule.holds(model, training, shape)), legal.shape)
+        holds = np.broadcast_to(rule.holds(model, training, shape), legal.shape)
         broken = legal & ~holds
         if broken.any():
             first = int(np.argmax(broken))

@@ -21,8 +21,7 @@ from planner.search.bounds import (
 )
 from planner.search.enumerate import scalar, schedules_of, schedules_tried
 from planner.search.ilp.node import RecomputeChoice, Whole, recurring
-from planner.search.module_sets import Modules
-from planner.search.priced_shapes import PricedShapes
+from planner.search.priced_shapes import Modules, PricedShapes
 from planner.shape import BoolArray, FloatArray, IntArray, Shape
 from planner.specs.model import ModelSpec
 from planner.specs.training import Recompute, SearchLimits
@@ -122,7 +121,7 @@ class Nodes:
     def rows_like(self, shape: Shape, schedule: str) -> list[int]:
         """The rows with the grid, micro-batches and chunks of a shape."""
         names = ("tp", "cp", "ep", "etp", "pp", "dp", "vpp", "micro_batch_size", "zero_stage")
-        alike = [np.asarray(getattr(self.shapes.shape, name)) == getattr(shape, name) for name in names]
+        alike = [getattr(self.shapes.shape, name) == getattr(shape, name) for name in names]
         return [row for row in np.flatnonzero(np.all(alike, axis=0)).tolist() if self.schedules[row] == schedule]
 
     def by_pipeline(self, rows: IntArray) -> Iterator[IntArray]:
@@ -161,11 +160,11 @@ class Nodes:
         """Seconds of the pipeline with layers spread as evenly as possible, and with its fill."""
         shapes, model = self.shapes, self.shapes.pricing.model
         mode = "none" if choice.whole == "any_modules" else choice.mode
-        pp, vpp = np.asarray(shapes.shape.pp), np.asarray(shapes.shape.vpp)
+        pp, vpp = shapes.shape.pp, shapes.shape.vpp
         mean_s = (shapes.work_s(mode) - shapes.ends_s) / pp
         busiest = np.ceil(np.ceil(model.num_hidden_layers / pp) / vpp) * vpp / (model.num_hidden_layers / pp)
         fill_s = (pp - 1) * (mean_s / vpp + 2 * shapes.p2p_s)
-        return np.asarray(np.asarray(shapes.shape.num_microbatches) * mean_s * busiest + fill_s)
+        return shapes.shape.num_microbatches * mean_s * busiest + fill_s
 
 
 def kinds_of(model: ModelSpec) -> Kinds:
@@ -184,7 +183,7 @@ def bound_of_shapes_s(shapes: PricedShapes, limits: SearchLimits) -> FloatArray:
         return bound_s
     tried = schedules_tried(limits, shapes.pricing.runtime)
     pipeline_s = coarse_bound_s(shapes, any(SCHEDULES[name].splits_backward for name in tried))
-    return np.asarray(pipeline_s + all_optimizers_s(shapes) / shapes.shape.pp + shapes.tail_s)
+    return pipeline_s + all_optimizers_s(shapes) / shapes.shape.pp + shapes.tail_s
 
 
 def blocks_of(order: IntArray, pps: IntArray) -> Iterator[IntArray]:

@@ -24,9 +24,9 @@ from planner.specs.model_parts import (
     MoESpec,
     RopeScalingSpec,
     ScoringFunction,
+    TracedSpec,
     TrainingDefaults,
 )
-from planner.specs.traced import TracedSpec
 
 
 class LayerKind(NamedTuple):

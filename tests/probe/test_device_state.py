@@ -19,10 +19,7 @@ from planner.probe import torch_build as device_state  # noqa: E402
 from planner.probe.evidence import conditions_of  # noqa: E402
 from planner.probe.launch.process import StageWorker  # noqa: E402
 from planner.probe.rank.groups import RESULT_FILE, RUN_FILE  # noqa: E402
-from planner.probe.result import (
-    DeviceState,
-    RankResult,
-)
+from planner.probe.result import DeviceState, RankResult  # noqa: E402
 from planner.probe.torch_build import Monitor, nvidia_state, state_of  # noqa: E402
 
 SMI = """#!/bin/sh

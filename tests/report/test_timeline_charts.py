@@ -13,8 +13,7 @@ from planner.report.pictures import ACTION_COLOURS, pipeline, timeline_file
 from planner.report.timeline import MOST, WHOLE, DrawnStep, caption, shown_step
 from planner.schedule.compare import RankSeconds
 from planner.schedule.orders import build_schedule
-from planner.schedule.replay import replay
-from planner.schedule.timeline import Timeline
+from planner.schedule.replay import Timeline, replay
 
 FOUR = (1.0,) * 4
 

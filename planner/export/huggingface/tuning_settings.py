@@ -1,4 +1,4 @@
-"""Said of the trainers around Hugging Face's, Accelerate, axolotl, LLaMA-Factory and of adapters, as a run."""
+"""Settings of the trainers around Hugging Face's, Accelerate, axolotl, LLaMA-Factory and of adapters, as a run."""
 
 from __future__ import annotations
 
@@ -12,19 +12,22 @@ from planner.export.huggingface.deepspeed_files import DEEPSPEED_RUNTIME, apply_
 from planner.export.imported_run import ConfigFile, ImportedRun, json_of, new_run
 from planner.export.keyed_settings import (
     dialect,
+    first,
     flat,
+    is_any_on,
+    is_empty,
     is_on,
     mapping_of,
     number,
     refuse_unset,
     refused_settings,
+    word,
 )
 from planner.export.named_models import has_towers, model_called, num_layers_of
-from planner.specs.base import Fields, Said, Texts
+from planner.specs.base import Fields, Said
 from planner.specs.model import ModelSpec
 from planner.specs.training import ATTENTION, GROUPS, LATENT, TARGETS, AdapterSpec
 from planner.trainers.load import load_runtime, switches_of
-from planner.trainers.switches import SWITCHES
 
 FSDP_RUNTIME, HF_RUNTIME = "torch-fsdp", "hf"
 """FSDP around fp32 weights, which mixed precision makes of them; and transformers' own weights as they are loaded."""
@@ -37,17 +40,17 @@ _SHARDING = {
 
 def dtype_of(settings: Said) -> str | None:
     """bf16 or fp16 as flags or as `mixed_precision` say; None for fp32."""
-    mixed = str(settings.get("mixed_precision") or "").lower()
+    mixed = word(settings, "mixed_precision")
     for dtype in ("bf16", "fp16", "fp8"):
         if is_on(settings.get(dtype)) or (settings.get(dtype) == "auto" and dtype == "bf16") or mixed == dtype:
             return dtype
-    named = str(settings.get("dtype") or settings.get("torch_dtype") or "").lower()
+    named = word(settings, "dtype", "torch_dtype")
     return {"bf16": "bf16", "bfloat16": "bf16", "fp16": "fp16", "float16": "fp16"}.get(named)
 
 
 def fsdp_layout(settings: Said, options: Said) -> Fields:
     """The layout that FSDP's options mean; `settings` are those of the trainer around it."""
-    words = str(settings.get("fsdp") or "").lower().split()
+    words = word(settings, "fsdp").split()
     strategy = str(_either(options, "fsdp_sharding_strategy", "sharding_strategy", "full_shard")).upper()
     if words:
         strategy = next((word.upper() for word in words if word.upper() in _SHARDING), strategy)
@@ -106,6 +109,7 @@ _OPTIMIZERS = {name: value for value, name in OPTIMIZERS.items()} | {
 _BF16 = ("bf16", "bfloat16")
 _FP32 = ("float32", "fp32")
 _WORDS = ("lora", "qlora")
+_KINDS = ("finetuning_type", "tuner_type", "train_type", "sft_type")
 _OLDER = {
     "num_generations",
     "max_seq_length",
@@ -116,7 +120,7 @@ _OLDER = {
     "rl",
     "stage",
 }
-"""Said that TRL no longer took when its loss came in chunks, and those of other losses."""
+"""Settings that TRL no longer took when its loss came in chunks, and those of other losses."""
 
 
 def beside_adapters(settings: Said, config: ConfigFile) -> Fields:
@@ -132,25 +136,23 @@ def beside_adapters(settings: Said, config: ConfigFile) -> Fields:
 
 def says_adapters(settings: Said) -> bool:
     """The settings of a trainer train adapters, by any of their words."""
-    kinds = ("adapter", "finetuning_type", "tuner_type", "train_type", "sft_type")
-    named = next((str(settings[kind]).lower() for kind in kinds if settings.get(kind)), "")
-    flags = ("use_peft", "use_lora", "use_qlora", "peft", "q_lora")
-    given = any(settings.get(name) not in (None, "", 0, "0") for name in ("lora_r", "lora_rank", "lora_dim"))
-    is_off = named == "full" or any(name in settings and not is_on(settings[name]) for name in flags[:2])
-    return named in _WORDS or any(is_on(settings.get(name)) for name in flags) or (given and not is_off)
+    named = word(settings, "adapter", *_KINDS)
+    given = word(settings, "lora_r", "lora_rank", "lora_dim") not in ("", "0")
+    is_off = named == "full" or any(name in settings and not is_on(settings[name]) for name in ("use_peft", "use_lora"))
+    is_asked = is_any_on(settings, "use_peft", "use_lora", "use_qlora", "peft", "q_lora")
+    return named in _WORDS or is_asked or (given and not is_off)
 
 
 def read_fine_tuning(imported: ImportedRun, settings: Fields) -> None:
     """Put adapters, the optimizer and kernels into a run, and choose the trainer that keeps weights as it does."""
     run = imported.run
     if says_adapters(settings) or str(settings.get("peft_type")).upper() == "LORA":
-        named = str(settings.get("adapter") or "").lower()
-        bits = 4 if named == "qlora" or is_on(settings.get("use_qlora")) or is_on(settings.get("q_lora")) else None
+        bits = 4 if word(settings, "adapter") == "qlora" or is_any_on(settings, "use_qlora", "q_lora") else None
         run["adapters"], unknown = read_adapters(settings, bits)
         imported.unknown |= unknown
     elif bits_of(settings) < 16:
         imported.unknown["quantization"] = f"weights of {bits_of(settings)} bits that are trained whole"
-    for kind in ("finetuning_type", "tuner_type", "train_type", "sft_type"):
+    for kind in _KINDS:
         if str(settings.get(kind)).lower() not in ("none", "full", *_WORDS):
             imported.unknown[kind] = f"{settings[kind]}, priced as all weights"
     _read_objective(imported, settings)
@@ -161,8 +163,7 @@ def read_fine_tuning(imported: ImportedRun, settings: Fields) -> None:
 
 def _read_objective(imported: ImportedRun, settings: Said) -> None:
     """Pairs of answers, which DPO counts its batch in; other objectives than these are not understood."""
-    named = settings.get("rl") or settings.get("stage") or settings.get("rlhf_type")
-    stage = str(named or ("grpo" if "num_generations" in settings else "")).lower()
+    stage = word(settings, "rl", "stage", "rlhf_type") or ("grpo" if "num_generations" in settings else "")
     if "precompute_ref_log_probs" not in settings and stage != "dpo":
         if stage in ("kto", "orpo", "ppo", "rm", "grpo", "simpo", "ipo"):
             imported.unknown["stage"] = f"{stage}, priced as learning the next token"
@@ -192,11 +193,11 @@ def _read_sharding(imported: ImportedRun, settings: Said) -> None:
 
 def _named_dtype(settings: Said) -> str:
     """The dtype in which the model is loaded."""
-    return str(settings.get("dtype") or settings.get("torch_dtype") or "").lower().removeprefix("torch.")
+    return word(settings, "dtype", "torch_dtype").removeprefix("torch.")
 
 
 def _read_optimizer(imported: ImportedRun, settings: Said) -> None:
-    given = str(settings.get("optim") or settings.get("optimizer") or "adamw_torch")
+    given = str(first(settings, "optim", "optimizer", default="adamw_torch"))
     value = _OPTIMIZERS.get(given)
     if _ADAMS.fullmatch(given):
         return
@@ -209,7 +210,7 @@ def _read_optimizer(imported: ImportedRun, settings: Said) -> None:
 def _read_kernels(imported: ImportedRun, settings: Said) -> None:
     """Attention, compiled and fused kernels, and activations on the host."""
     features = imported.run["features"]
-    attention = str(settings.get("attn_implementation") or settings.get("attn_impl") or "").lower()
+    attention = word(settings, "attn_implementation", "attn_impl")
     if attention == "eager":
         features["flash_attention"] = False
     elif is_on(settings.get("flash_attention")) or "fa2" in str(settings.get("flash_attn")) or "2" in attention:
@@ -218,14 +219,10 @@ def _read_kernels(imported: ImportedRun, settings: Said) -> None:
         features["attention_kernel"] = "fastest"
     if is_on(settings.get("torch_compile")):
         features["compile"] = True
-    if any(
-        is_on(settings.get(name))
-        for name in ("use_liger_kernel", "liger_kernel", "enable_liger_kernel", "liger_fused_linear_cross_entropy")
+    if is_any_on(
+        settings, "use_liger_kernel", "liger_kernel", "enable_liger_kernel", "liger_fused_linear_cross_entropy"
     ):
-        if "liger" in SWITCHES:
-            features["liger"] = True
-        else:
-            imported.unknown["use_liger_kernel"] = "true"
+        features["liger"] = True
     elif (
         settings.get("loss_type") == "chunked_nll" and not settings.keys() & _OLDER and "objective" not in imported.run
     ):
@@ -246,7 +243,6 @@ _READ_OF_SECTIONS = re.compile(
     r"|num_micro_batches)"
 )
 IN_FP32 = "mixed_precision: no, so that it trains in fp32: priced as bf16"
-_MEGATRON = {"tp_degree": "tp", "pp_degree": "pp"}
 
 
 def read_accelerate(config: ConfigFile) -> ImportedRun:
@@ -269,13 +265,13 @@ def note_sections(imported: ImportedRun, given: Said) -> None:
     row = dialect("accelerate")
     for path, value in given.items():
         if "." in path and _READ_OF_SECTIONS.fullmatch(path.partition(".")[2]) is None and not row.is_harmless(path):
-            (imported.ignored if value in (None, False, [], {}) else imported.unknown)[path] = str(value)
+            (imported.ignored if is_empty(value) else imported.unknown)[path] = str(value)
 
 
 def apply_accelerate(imported: ImportedRun, settings: Said, config: ConfigFile) -> None:
     """Put what Accelerate's settings say into a run."""
     run = imported.run
-    kind = str(settings.get("distributed_type") or "NO").upper()
+    kind = word(settings, "distributed_type").upper()
     if kind in ("MULTI_CPU", "MULTI_XPU", "XLA", "TPU", "MULTI_NPU", "MULTI_HPU"):
         raise SpecError(
             f"distributed_type: {kind} runs on no GPU that is planned", "MULTI_GPU, FSDP, DEEPSPEED or MEGATRON_LM"
@@ -345,11 +341,10 @@ def _apply_megatron(imported: ImportedRun, options: Fields) -> None:
     sizes = {name.removeprefix("megatron_lm_"): value for name, value in options.items()}
     layout, run = imported.run["parallelism"], imported.run
     run["runtime"] = "megatron"
-    for name, axis in _MEGATRON.items():
-        layout[axis] = number(sizes, name) or 1
+    layout["tp"], layout["pp"] = number(sizes, "tp_degree") or 1, number(sizes, "pp_degree") or 1
     layout["sequence_parallel"] = is_on(sizes.get("sequence_parallelism")) and layout["tp"] > 1
     layout["zero_stage"] = 1 if is_on(sizes.get("use_distributed_optimizer")) else 0
-    if is_on(sizes.get("recompute_activations")) or is_on(sizes.get("recompute_activation")):
+    if is_any_on(sizes, "recompute_activations", "recompute_activation"):
         layout["recompute"] = "selective"
     imported.microbatches_per_rank = number(sizes, "num_micro_batches") or 1
 
@@ -359,7 +354,6 @@ ACCELERATE_FILE = "accelerate_config.yaml"
 EVERY_LINEAR = "all-linear"
 ALPHA_OVER_RANK = 2
 """lora_alpha over r that TRL's own defaults have (32 and 16); it scales what adapters add, and costs nothing."""
-_RANK, _DROPOUT, _TARGETS = ("r", "lora_r", "lora_rank"), ("lora_dropout",), ("target_modules", "lora_target_modules")
 _EXPERTS = "experts."
 
 
@@ -413,7 +407,7 @@ def read_adapters(settings: Said, bits: int | None = None) -> tuple[Fields, dict
     """
     adapters: Fields = {"base_bits": bits or bits_of(settings)}
     unknown: dict[str, str] = {}
-    rank, dropout = (_first(settings, names) for names in (_RANK, _DROPOUT))
+    rank, dropout = first(settings, "r", "lora_r", "lora_rank"), first(settings, "lora_dropout")
     if rank is not None:
         adapters["rank"] = int(_number("r", rank))
     if dropout is not None:
@@ -432,19 +426,14 @@ def read_adapters(settings: Said, bits: int | None = None) -> tuple[Fields, dict
 
 def bits_of(settings: Said) -> int:
     """Bits of the frozen weights, by the flags of bitsandbytes and of the trainers around it."""
-    named = settings.get("quantization_bit") or settings.get("load_in_bits")
-    if settings.get("load_in_4bit") in (True, "true", "True") or str(named) == "4":
-        return 4
-    if settings.get("load_in_8bit") in (True, "true", "True") or str(named) == "8":
-        return 8
-    return 16
+    named = word(settings, "quantization_bit", "load_in_bits")
+    asked = (bits for bits in (4, 8) if is_on(settings.get(f"load_in_{bits}bit")) or named == str(bits))
+    return next(asked, 16)
 
 
 def _targets(settings: Said) -> tuple[list[str], list[str]]:
     """Targets that the planner knows, and names that it does not."""
-    given = _first(settings, _TARGETS)
-    if given is None:
-        given = settings.get("lora_target")
+    given = first(settings, "target_modules", "lora_target_modules", "lora_target")
     named = [*_listed(given), *_listed(settings.get("target_parameters"))]
     short = [name for name in map(_short, map(str, named)) if name]
     if "all" in short or EVERY_LINEAR in short or settings.get("lora_target_linear") in (True, "true"):
@@ -465,10 +454,6 @@ def _short(name: str) -> str:
     """The end of a module's path, by which peft finds it."""
     tail = name.strip(" .*\\^$").rpartition(".")[2]
     return f"{_EXPERTS}{tail}" if f"{_EXPERTS}{tail}" in name else tail
-
-
-def _first(settings: Said, names: Texts) -> Any:
-    return next((settings[name] for name in names if settings.get(name) not in (None, "")), None)
 
 
 def _number(name: str, value: Any) -> float:

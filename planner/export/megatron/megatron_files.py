@@ -44,7 +44,7 @@ from planner.export.trainer_files import (
     requirements_of,
 )
 from planner.specs.base import Fields, Texts
-from planner.trainers.rules.facts import norms_queries_twice, release
+from planner.trainers.rules.facts import is_hybrid, norms_queries_twice, release
 from planner.trainers.rules.rule_rows import Rule, rules_of
 
 DATA_PATH = Placeholder(
@@ -102,7 +102,7 @@ def megatron_arguments(
     of_model: tuple[Rule, ...] | None = None,
     own_schedules: Texts = (),
 ) -> Arguments:
-    """All arguments of `pretrain_gpt.py` but for data, length and checkpoints, which a first run has not.
+    """All arguments of `pretrain_gpt.py` or `pretrain_hybrid.py` but for data, length and checkpoints.
 
     Another target puts them into its own words, under its own rules, and says by itself what its own schedules need.
 
@@ -182,7 +182,7 @@ def export_megatron(plan: Plan) -> TrainerFiles:
     version = plan.runtime_spec.version
     training = RunPart(training_arguments(plan))
     command = LaunchCommand(
-        program='"$MEGATRON_PATH"/pretrain_gpt.py',
+        program=f'"$MEGATRON_PATH"/pretrain_{"hybrid" if is_hybrid(plan.model.spec) else "gpt"}.py',
         arguments=arguments,
         first_run=RunPart(first_run_arguments(plan)),
         training_run=training,

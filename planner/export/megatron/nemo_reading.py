@@ -11,116 +11,46 @@ from planner.export.followed.python_recipe import Evaluator, chosen_recipe
 from planner.export.followed.python_values import CallRecord
 from planner.export.followed.shell_script import Script, read_script
 from planner.export.imported_run import ConfigFile, ImportedRun, yaml_of
-from planner.export.keyed_settings import dialect, flat
+from planner.export.keyed_settings import dialect, flat, resolved
 from planner.export.megatron.bridge_reading import fields_of, options_of_fields, precision_named, read_peft, sort_fields
 from planner.export.megatron.script_reading import run_of
 from planner.export.named_models import model_called, vocabulary_of
 from planner.specs.base import Fields, Said
 
-_INNERMOST = re.compile(r"\$\{([^${}]*)\}")
-_MAX_ROUNDS, _MAX_CHARACTERS = 20, 2_000
-
-
-def resolved(tree: Said) -> Fields:
-    """The tree with its references put in; a reference to nothing is null."""
-    return {name: _value(value, tree, [str(name)]) for name, value in tree.items()}
-
-
-def _value(value: Any, tree: Said, path: list[str]) -> Any:
-    if isinstance(value, Mapping):
-        return {name: _value(inner, tree, [*path, str(name)]) for name, inner in value.items()}
-    if not isinstance(value, str) or "${" not in value:
-        return value
-    text = value
-    for _ in range(_MAX_ROUNDS):
-        if not (match := _INNERMOST.search(text)) or len(text) > _MAX_CHARACTERS:
-            break
-        text = text[: match.start()] + str(_reference(match[1], tree, path)) + text[match.end() :]
-    try:
-        return None if text == "None" else yaml_of(text, "")
-    except SpecError:
-        return text
-
-
-def _reference(inner: str, tree: Said, path: list[str]) -> Any:
-    function, colon, arguments = inner.partition(":")
-    if colon:
-        numbers = [float(part) for part in arguments.split(",") if re.fullmatch(r"\s*-?[\d.]+\s*", part)]
-        if function in ("multiply", "mult") and len(numbers) == 2:
-            return _whole(numbers[0] * numbers[1])
-        if function in ("div", "int_div", "divide_ceil", "divide_floor") and len(numbers) == 2 and numbers[1]:
-            return _whole(numbers[0] / numbers[1])
-        if function in ("sum", "add"):
-            return _whole(sum(numbers))
-        return None
-    dots = len(inner) - len(inner.lstrip("."))
-    names = [*(path[:-dots] if dots else []), *inner.lstrip(".").split(".")]
-    found: Any = tree
-    for name in names:
-        found = found.get(name) if isinstance(found, Mapping) else None
-    return found
-
-
-def _whole(number: float) -> int | float:
-    return int(number) if number == int(number) else number
-
-
 _ROW = dialect("nemo")
 _NORMS = {"rmsnorm": "RMSNorm", "layernorm": "LayerNorm", "layernorm1p": "LayerNorm"}
 
 
-def as_fields(tree: Said) -> tuple[Fields, int | None]:
-    """The fields of a Megatron-Bridge tree that a NeMo tree says, and the number of GPUs."""
-    model, trainer = tree["model"], tree.get("trainer") or {}
-    fields: Fields = {}
-    for name, value in model.items():
-        if not isinstance(value, Mapping):
-            fields[_ROW.renamed.get(name, f"model.{name}")] = value
+def as_fields(given: Said) -> tuple[Fields, int | None]:
+    """The fields of a Megatron-Bridge tree that NeMo's settings by their paths say, and the number of GPUs."""
+    model = {path.removeprefix("model."): value for path, value in given.items() if path.startswith("model.")}
+    fields: Fields = {_ROW.renamed.get(name, f"model.{name}"): v for name, v in model.items() if "." not in name}
     activation = str(model.get("activation", "gelu"))
     if "glu" in activation:
         fields["model.gated_linear_unit"] = True
-    fields["model.activation_func"] = "squared_relu" if activation in ("squared-relu", "squared_relu") else activation
+    fields["model.activation_func"] = activation.replace("-", "_") if activation == "squared-relu" else activation
     fields["model.add_bias_linear"] = bool(model.get("bias", True))
     fields["model.normalization"] = _NORMS.get(str(model.get("normalization", "layernorm")), "LayerNorm")
-    fields |= _precision(model, trainer) | _optimizer(model)
+    precision = str(given.get("trainer.precision", "bf16"))
+    fields |= {"mixed_precision.fp16": precision in ("16", "16-mixed"), "mixed_precision.bf16": "bf16" in precision}
+    if model.get("fp8"):
+        # a switch of the model; the trainer says bf16 or 16
+        fields["mixed_precision.fp8"] = "e4m3" if model.get("fp8_e4m3") else "hybrid"
+        fields["mixed_precision.fp8_recipe"] = "delayed"
+    is_sharded = "distributed" in str(model.get("optim.name", ""))
+    fields["ddp.use_distributed_optimizer"] = is_sharded
+    if is_sharded:
+        fields["ddp.overlap_grad_reduce"] = bool(model.get("optim.overlap_grad_sync", False))
+        fields["ddp.overlap_param_gather"] = bool(model.get("optim.overlap_param_sync", False))
+        if "optim.grad_sync_dtype" in model:
+            fields["mixed_precision.grad_reduce_in_fp32"] = model["optim.grad_sync_dtype"] in ("fp32", 32, "float32")
     if not fields.get("model.vocab_size"):
-        tokenizer = model.get("tokenizer") or {}
-        name = str(tokenizer.get("model") or tokenizer.get("type") or "")
-        fields["model.vocab_size"] = vocabulary_of(str(tokenizer.get("type") or ""), name)
+        kind = str(model.get("tokenizer.type") or "")
+        fields["model.vocab_size"] = vocabulary_of(kind, str(model.get("tokenizer.model") or kind))
     for name in ("model.bias", "model.activation", "model.mcore_gpt", "model.precision"):
         fields.pop(name, None)
-    nodes, devices = trainer.get("num_nodes", 1), trainer.get("devices")
+    nodes, devices = given.get("trainer.num_nodes", 1), given.get("trainer.devices")
     return fields, nodes * devices if isinstance(nodes, int) and isinstance(devices, int) else None
-
-
-def _precision(model: Said, trainer: Said) -> Fields:
-    """fp8 is a switch of the model; the trainer says bf16 or 16."""
-    name = str(trainer.get("precision", "bf16"))
-    fields: Fields = {
-        "mixed_precision.fp16": name in ("16", "16-mixed"),
-        "mixed_precision.bf16": "bf16" in name,
-    }
-    if model.get("fp8"):
-        fields |= {
-            "mixed_precision.fp8": "e4m3" if model.get("fp8_e4m3") else "hybrid",
-            "mixed_precision.fp8_recipe": "delayed",
-        }
-    return fields
-
-
-def _optimizer(model: Said) -> Fields:
-    """The distributed optimizer by name, its overlaps and the dtype of its gradients."""
-    optimizer = model.get("optim") or {}
-    is_sharded = (
-        "distributed" in str(optimizer.get("name", "")) or str(optimizer.get("name", "")) == "mcore_distributed_optim"
-    )
-    fields: Fields = {"ddp.use_distributed_optimizer": is_sharded}
-    if is_sharded:
-        fields["ddp.overlap_grad_reduce"] = bool(optimizer.get("overlap_grad_sync", False))
-        fields["ddp.overlap_param_gather"] = bool(optimizer.get("overlap_param_sync", False))
-        if "grad_sync_dtype" in optimizer:
-            fields["mixed_precision.grad_reduce_in_fp32"] = optimizer["grad_sync_dtype"] in ("fp32", 32, "float32")
-    return fields
 
 
 _HELPERS = {
@@ -293,9 +223,12 @@ def _first_version(text: str) -> ImportedRun:
             f"name: {data.get('name')}: this is {what[0].strip('_')}",
             "only decoder-only transformers in training are planned",
         )
-    tree = resolved(data)
-    given = flat(tree)
-    fields, world = as_fields(tree)
+    # a reference to nothing is null
+    given = {
+        path: None if isinstance(value, str) and "${" in value else value
+        for path, value in resolved(flat(data)).items()
+    }
+    fields, world = as_fields(given)
     imported = run_of(
         options_of_fields(fields), Script(variables={"WORLD_SIZE": [str(world)]} if world else {}), "nemo"
     )

@@ -199,7 +199,8 @@ class OptionRow(BaseModel):
             return attrgetter(self.size)(source.parallelism)
         if self.amount:
             return attrgetter(self.amount)(source) or None
-        return ShellText(self.shell) if self.shell else self.constant
+        constant = tuple(self.constant) if isinstance(self.constant, list) else self.constant
+        return ShellText(self.shell) if self.shell else constant
 
     def read(self, options: Options, unasked: Mapping[str, Callable[[Options], Any]]) -> Fields:
         """The fields that the options say by this one."""
@@ -228,6 +229,7 @@ def _of_model(model: ModelSpec) -> Fields:
     method = rotary_method(model)
     return {
         "model": model, "moe": model.moe, "mla": model.mla, "scaling": model.rope_scaling, "method": method,
+        "mamba": model.mamba,
         "is_yarn": method not in (None, "llama3", "linear"),
     }  # fmt: skip
 
@@ -391,8 +393,8 @@ READ_FLAGS = [flag for row in all_rows() for flag in _flags(row.name, row.bridge
 """Fields that only recipes set."""
 OF_BRIDGE: Fields = table()["bridge"]
 """Recipes, downloads, dtypes of moments: rows that only Bridge has."""
-YARN: list[tuple[str, str, str]] = [(plain, latent, field) for plain, latent, field in OF_BRIDGE["yarn"]]
-"""A number of yarn: Bridge's field of plain attention, that of latent attention, and ours."""
+YARN: list[list[str]] = OF_BRIDGE["yarn"]
+"""A number of yarn: Bridge's field of plain attention, that of latent attention, and the option."""
 _KEYS = {row.name: row.primus for row in all_rows() if row.primus}
 NEGATED = {option: key.removeprefix("not ") for option, key in _KEYS.items() if key.startswith("not ")}
 """Options that set a key of Primus to false."""

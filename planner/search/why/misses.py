@@ -370,8 +370,8 @@ def _estimate_bytes(shapes: PricedShapes, modes: Sequence[Recompute]) -> FloatAr
 
     It only sorts the shapes; no user sees this number.
     """
-    pp = np.asarray(shapes.shape.pp)
-    in_flight = np.minimum(np.asarray(shapes.shape.num_microbatches), pp)[:, None].astype(float)
+    pp = shapes.shape.pp
+    in_flight = np.minimum(shapes.shape.num_microbatches, pp)[:, None].astype(float)
     layers_bytes = np.min([layer_bytes(shapes, mode, in_flight) for mode in modes], axis=0)[:, :, 0]
     counts = np.array(list(shapes.pricing.kind_counts.values()))
     # the fullest rank has a whole number of layers
