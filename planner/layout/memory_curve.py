@@ -23,7 +23,11 @@ from planner.physics.memory import GRAPH_POOL, Moment, is_decoder_layer, offload
 from planner.physics.operators import BF16, FP32, NARROW_BYTES, Item, Operator, Saved, operators_of
 from planner.physics.optimizers import states_of, tensors_of
 from planner.physics.pricing import Pricing
-from planner.physics.stage_memory import copied_gradients_bytes, fixed_workspace_bytes, moment_bytes
+from planner.physics.stage_memory import (
+    between_updates_bytes,
+    fixed_workspace_bytes,
+    moment_bytes,
+)
 from planner.schedule.actions import HELD_BY_PLACE, ActionList, F
 from planner.schedule.replay import Timeline
 from planner.shape import FloatArray, Shape
@@ -141,7 +145,7 @@ def _changes(candidate: Candidate, timeline: Timeline, rank: int, fixed_bytes: f
         yield _Change(start_s, 0.0, moment)
         yield _Change(end_s, change, -moment)
         logits = 0.0
-    copies = copied_gradients_bytes(candidate.pricing, candidate.table, candidate.rank_costs[rank]) - fixed_bytes
+    copies = between_updates_bytes(candidate.pricing, candidate.table, candidate.rank_costs[rank]) - fixed_bytes
     if copies > 0:
         update_s = timeline.makespan_s + candidate.outside.exposed_dp_s
         yield _Change(update_s, 0.0, copies)

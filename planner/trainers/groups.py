@@ -3,8 +3,6 @@
 `RuntimeSpec` (spec.py) is all of them: a field stands in one group, and is read as the runtime's own.
 """
 
-from __future__ import annotations
-
 from typing import Any, Literal
 
 from pydantic import ConfigDict
@@ -209,6 +207,11 @@ class Memory(Group):
     """Share of allocated memory that the allocator holds beside it where experts get other tokens in every layer and
     step, so that few blocks are used again. Ten mixtures that ms-swift fine-tuned reserved 6 to 49% more than the price
     without it, of dense models three 7 to 15%; two of Primus on AMD's GPUs took 7 and 10% less, where none is."""
+    offloads_gradients: bool = False
+    """Sharded gradients go to the host with the states (ZeRO-Offload from ZeRO-2 on, FSDP's CPUOffload)."""
+    parameter_offload: bool = False
+    """ZeRO-3's shards of weights, frozen ones too, wait on the host and are copied in for every gather
+    (`offload_param`, `fsdp_offload_params`)."""
     host_adam_bytes: Rate = 80.0
     """Bytes that the host moves through its memory to update a parameter with Adam: torch's on the CPU runs one pass
     after another: the decay (8), the two moments (32), the root, the quotient and its epsilon (24), the sum (16)."""
@@ -317,6 +320,10 @@ class FineTuning(Group):
     """Frozen weights are in 8 or 4 bits that products do not read, and are turned into 16 bits before each."""
     plain_forwards: NonNegativeInt = 0
     """Forwards without a gradient for each micro-batch, of a reference model or the trained one (`for_objective`)."""
+    critics: NonNegativeInt = 0
+    """Models of the same size that are trained beside, and hold weights and states meanwhile (`for_objective`)."""
+    frozen_copies: NonNegativeInt = 0
+    """Models of the same size beside that are not trained, in 16 bits."""
     copies_weights: bool = False
     """A reference model's weights stand beside those that are trained, frozen and sharded as these are."""
 

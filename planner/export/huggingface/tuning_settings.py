@@ -19,22 +19,19 @@ from planner.export.keyed_settings import (
     is_on,
     mapping_of,
     number,
-    refuse_unset,
     refused_settings,
+    table,
     word,
 )
 from planner.export.named_models import has_towers, model_called, num_layers_of
-from planner.specs.base import Fields, Said
+from planner.specs.base import Fields, Named, Said
 from planner.specs.model import ModelSpec
 from planner.specs.training import ATTENTION, GROUPS, LATENT, TARGETS, AdapterSpec
 from planner.trainers.load import load_runtime, switches_of
 
 FSDP_RUNTIME, HF_RUNTIME = "torch-fsdp", "hf"
 """FSDP around fp32 weights, which mixed precision makes of them; and transformers' own weights as they are loaded."""
-_SHARDING = {
-    "FULL_SHARD": 3, "1": 3, "SHARD_GRAD_OP": 2, "2": 2, "NO_SHARD": 0, "3": 0, "HYBRID_SHARD": 3, "4": 3,
-    "HYBRID_SHARD_ZERO2": 2, "_HYBRID_SHARD_ZERO2": 2, "5": 2,
-}  # fmt: skip
+_SHARDING = {str(name): stage for name, stage in table()["accelerate"]["strategies"].items()}
 """FSDP's strategies, by name and by Accelerate's number, and the ZeRO stage that each is."""
 
 
@@ -85,7 +82,6 @@ def set_model(imported: ImportedRun, name: Any) -> None:
     """The model that a setting names; a note where the planner does not know it."""
     if not isinstance(name, str) or not name:
         return
-    refuse_unset("the model", name)
     imported.run["model"] = model_called(name)
     if imported.run["model"] is None:
         imported.model_name = name
@@ -93,34 +89,14 @@ def set_model(imported: ImportedRun, name: Any) -> None:
         imported.notes.append(f"{name[:80]}: the language model alone is planned")
 
 
-OPTIMIZERS = {
-    "adamw": "adamw_torch_fused",
-    "adamw-8bit": "adamw_8bit",
-    "paged-adamw": "paged_adamw_32bit",
-    "paged-adamw-8bit": "paged_adamw_8bit",
-    "adafactor": "adafactor",
-    "sgd": "sgd",
-}
+OPTIMIZERS: Named = table()["transformers"]["optimizers"]
 """Values of the switch `optimizer`, and their names in `optim`; it has none for Muon."""
 _ADAMS = re.compile(r"adamw?(_torch|_hf|_torch_fused|_apex_fused|_torch_xla)?$")
-_OPTIMIZERS = {name: value for value, name in OPTIMIZERS.items()} | {
-    "adamw_bnb_8bit": "adamw-8bit", "paged_adamw": "paged-adamw", "adamw_torch_8bit": "adamw-8bit",
-}  # fmt: skip
+_OPTIMIZERS = {name: value for value, name in OPTIMIZERS.items()} | table()["transformers"]["older_optimizers"]
 _BF16 = ("bf16", "bfloat16")
 _FP32 = ("float32", "fp32")
 _WORDS = ("lora", "qlora")
 _KINDS = ("finetuning_type", "tuner_type", "train_type", "sft_type")
-_OLDER = {
-    "num_generations",
-    "max_seq_length",
-    "torch_dtype",
-    "evaluation_strategy",
-    "use_liger",
-    "overwrite_output_dir",
-    "rl",
-    "stage",
-}
-"""Settings that TRL no longer took when its loss came in chunks, and those of other losses."""
 
 
 def beside_adapters(settings: Said, config: ConfigFile) -> Fields:
@@ -184,8 +160,12 @@ def _read_sharding(imported: ImportedRun, settings: Said) -> None:
     if not is_tuned or run["runtime"] not in (FSDP_RUNTIME, DEEPSPEED_RUNTIME):
         return
     if run["runtime"] == DEEPSPEED_RUNTIME:
-        share = run["features"].get("optimizer_offload")
-        run["features"] = {"sharding": "deepspeed", **({"optimizer_offload": share} if share else {})}
+        kept = {
+            name: run["features"][name]
+            for name in ("optimizer_offload", "parameter_offload")
+            if run["features"].get(name)
+        }
+        run["features"] = {"sharding": "deepspeed", **kept}
     else:
         run["features"]["sharding"] = "fsdp" if sharded >= 2 else "ddp"
     run["runtime"] = HF_RUNTIME
@@ -219,13 +199,12 @@ def _read_kernels(imported: ImportedRun, settings: Said) -> None:
         features["attention_kernel"] = "fastest"
     if is_on(settings.get("torch_compile")):
         features["compile"] = True
+    is_older = bool(settings.keys() & {*table()["trl"]["older"].split()})
     if is_any_on(
         settings, "use_liger_kernel", "liger_kernel", "enable_liger_kernel", "liger_fused_linear_cross_entropy"
     ):
         features["liger"] = True
-    elif (
-        settings.get("loss_type") == "chunked_nll" and not settings.keys() & _OLDER and "objective" not in imported.run
-    ):
+    elif settings.get("loss_type") == "chunked_nll" and not is_older and "objective" not in imported.run:
         features["liger"] = "loss"
     if is_on(settings.get("activation_offloading")):
         layers = num_layers_of(imported.run["model"])
@@ -287,7 +266,7 @@ def apply_accelerate(imported: ImportedRun, settings: Said, config: ConfigFile) 
         options = _section(settings, "fsdp_config")
         run["parallelism"] |= fsdp_layout({}, options)
         if is_on(options.get("fsdp_offload_params")):
-            imported.unknown["fsdp_config.fsdp_offload_params"] = "true"
+            imported.offload_all("fsdp_config.fsdp_offload_params")
         apply_parallelism(imported, _section(settings, "parallelism_config"))
     elif kind == "DEEPSPEED":
         _apply_deepspeed(imported, _section(settings, "deepspeed_config"), config)
@@ -333,7 +312,9 @@ def _apply_deepspeed(imported: ImportedRun, options: Fields, config: ConfigFile)
     imported.run["features"]["optimizer_offload"] = float(options.get("offload_optimizer_device") == "cpu")
     if options.get("offload_optimizer_device") == "nvme":
         imported.unknown["deepspeed_config.offload_optimizer_device"] = "nvme"
-    if options.get("offload_param_device") in ("cpu", "nvme"):
+    if options.get("offload_param_device") == "cpu" and layout["zero_stage"] == 3:
+        imported.run["features"]["parameter_offload"] = True
+    elif options.get("offload_param_device") in ("cpu", "nvme"):
         imported.unknown["deepspeed_config.offload_param_device"] = str(options["offload_param_device"])
 
 
@@ -400,13 +381,13 @@ def quantization_config(adapters: AdapterSpec, is_sharded: bool) -> Fields | Non
     return None
 
 
-def read_adapters(settings: Said, bits: int | None = None) -> tuple[Fields, dict[str, str]]:
+def read_adapters(settings: Said, bits: int | None = None) -> tuple[Fields, Named]:
     """Fields of AdapterSpec that settings of peft, or of a trainer around it, say; and what it cannot say.
 
     Raises SpecError for a rank or a dropout that is no number.
     """
     adapters: Fields = {"base_bits": bits or bits_of(settings)}
-    unknown: dict[str, str] = {}
+    unknown: Named = {}
     rank, dropout = first(settings, "r", "lora_r", "lora_rank"), first(settings, "lora_dropout")
     if rank is not None:
         adapters["rank"] = int(_number("r", rank))
@@ -424,11 +405,16 @@ def read_adapters(settings: Said, bits: int | None = None) -> tuple[Fields, dict
     return adapters, unknown
 
 
+_IN_4_BITS = re.compile(r"(?i)[-_](gptq(?!.{0,5}int8)|bnb-4bit|int4|nf4)\b")
+
+
 def bits_of(settings: Said) -> int:
-    """Bits of the frozen weights, by the flags of bitsandbytes and of the trainers around it."""
+    """Bits of the frozen weights, by the flags of bitsandbytes and trainers around it, or by the name of the model."""
     named = word(settings, "quantization_bit", "load_in_bits")
-    asked = (bits for bits in (4, 8) if is_on(settings.get(f"load_in_{bits}bit")) or named == str(bits))
-    return next(asked, 16)
+    called = " ".join(str(settings.get(name) or "") for name in ("model", "model_name_or_path", "base_model"))
+    if is_on(settings.get("load_in_4bit")) or named == "4" or _IN_4_BITS.search(called):
+        return 4
+    return 8 if is_on(settings.get("load_in_8bit")) or named == "8" else 16
 
 
 def _targets(settings: Said) -> tuple[list[str], list[str]]:

@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from planner.errors import SpecError
 from planner.export.trainer_files import Arguments, ShellText, names_of
-from planner.specs.base import Fields, Said, Texts
+from planner.specs.base import Fields, Named, Said, Texts
 from planner.specs.expressions import value_of
 from planner.specs.model import ModelSpec
 from planner.specs.reading import parse_expression, shipped_table
@@ -28,6 +28,8 @@ from planner.trainers.rules.facts import release, rotary_method
 
 Options = Mapping[str, list[str]]
 """Option (with its dashes) to the words behind it."""
+OptionWords = dict[str, list[str]]
+"""The same while it is made."""
 
 
 _TORCHRUN = ("--nproc", "--nnodes", "--node", "--master", "--rdzv", "--num_", "--ntasks")
@@ -36,7 +38,7 @@ _TORCHRUN = ("--nproc", "--nnodes", "--node", "--master", "--rdzv", "--num_", "-
 
 def options_of(words: Sequence[str]) -> Options:
     """Options and their values; of equal options the last wins. `--a=b` and torchrun's `--a_b` are read too."""
-    options: dict[str, list[str]] = {}
+    options: OptionWords = {}
     name = ""
     for word in words:
         if re.match(r"--[A-Za-z]", word):
@@ -172,7 +174,7 @@ class OptionRow(BaseModel):
     constant: Any = Field(None, alias="is")
     shell: str = ""
     write: str = ""
-    reads: dict[str, str] = {}
+    reads: Named = {}
     by: str = ""
     says: dict[str, bool] = {}
     known: bool = False
