@@ -129,7 +129,8 @@ _ROW = table()["primus"]
 
 def _published(preset_name: str) -> str | None:
     """The shipped model of a preset that has keys of its own."""
-    return _ROW["published"].get(re.sub(r"\.ya?ml$", "", preset_name))
+    models: dict[str, str] = _ROW["published"]
+    return models.get(re.sub(r"\.ya?ml$", "", preset_name))
 
 
 def read_primus(config: ConfigFile) -> ImportedRun:
@@ -186,8 +187,8 @@ def values_of(config: ConfigFile, given: Tree | None = None) -> tuple[Tree, Tree
     if "config" not in module:
         return overrides, overrides, []
     # keys of a preset that Megatron-LM has not say what the published model is
-    known: Tree | None = {} if _published(str(module.get("model"))) else None
-    of_model = preset(config, "models", framework, module.get("model")) if known is None else known
+    model = module.get("model")
+    of_model = {} if _published(str(model)) else preset(config, "models", framework, model)
     of_module = preset(config, "modules", framework, module.get("config"))
     missing = [str(module[key])[:60] for key, found in (("config", of_module), ("model", of_model)) if found is None]
     base = _ROW["presets"][framework] if of_module is None else of_module
