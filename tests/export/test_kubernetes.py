@@ -25,6 +25,8 @@ from planner.export.export import bundle_of
 from planner.export.launchers import kubernetes_manifest
 from planner.export.trainer_files import ExportFile, LaunchCommand
 
+TABLES = yaml.safe_load((Path(__file__).parent / "tables.yaml").read_text())
+
 Planned = Callable[..., Plan]
 
 SCHEMAS: dict[str, Any] = json.loads((Path(__file__).parent / "recorded" / "kubernetes_crds.json").read_text())
@@ -128,16 +130,7 @@ def test_pods_ask_for_the_vendors_gpus_and_the_network(planned: Planned, job: st
     assert indexed["completions"] == indexed["parallelism"] == trainer["numNodes"]
 
 
-@pytest.mark.parametrize(
-    ("network", "resource", "variable"),
-    [
-        ("efa", "vpc.amazonaws.com/efa", "FI_PROVIDER=efa"),
-        ("roce", "rdma/rdma_shared_device_a", "NCCL_IB_GID_INDEX=3"),
-        ("ib", "rdma/rdma_shared_device_a", ""),
-        ("slingshot", None, "NCCL_SOCKET_IFNAME=hsn"),
-        ("tcp", None, "NCCL_IB_DISABLE=1"),
-    ],
-)
+@pytest.mark.parametrize(("network", "resource", "variable"), TABLES["files_fit_the_network"])
 def test_files_fit_the_network(planned: Planned, network: str, resource: str | None, variable: str) -> None:
     plan = planned("llama-3.1-8b", 2048)
     hardware = plan.cluster.hardware.model_copy(update={"network": network})
@@ -296,24 +289,7 @@ def test_a_node_that_has_everything_starts(planned: Planned, tmp_path: Path, mac
     assert started(plan, tmp_path, machine) == (True, [])
 
 
-@pytest.mark.parametrize(
-    ("lacks", "says"),
-    [
-        ({"TOKENIZER": ""}, "TOKENIZER is empty: folder of the model's tokenizer"),
-        ({"TOKENIZER": "/no/such"}, "TOKENIZER: /no/such does not exist"),
-        ({"DATA_PATH": "/no/such"}, "DATA_PATH: /no/such.idx is no file"),
-        ({"CHECKPOINTS": "/dev/null/runs"}, "CHECKPOINTS: cannot write to /dev/null"),
-        ({"MEGATRON_PATH": "/no/such"}, "MEGATRON_PATH: /no/such is no folder"),
-        ({"GPUS_FOUND": "4"}, "8 GPUs wanted on this node, 4 found"),
-        ({"transformer_engine": "1.5"}, "transformer_engine 1.5 is older than 2.1, needed for --moe-permute-fusion"),
-        ({"deep_ep": ""}, "python package deep_ep has no Buffer, needed for --moe-flex-dispatcher-backend deepep"),
-        (
-            {"fused_weight_gradient_mlp_cuda": "raise OSError('broken')"},
-            "python package fused_weight_gradient_mlp_cuda cannot be imported (OSError: broken)",
-        ),
-        ({"megatron": "0.19.1"}, "the options are for Megatron core 0.20 and above, MEGATRON_PATH has 0.19.1"),
-    ],
-)
+@pytest.mark.parametrize(("lacks", "says"), TABLES["each_missing_thing_is_one_line"])
 def test_each_missing_thing_is_one_line(
     planned: Planned, tmp_path: Path, machine: dict[str, str], lacks: dict[str, str], says: str
 ) -> None:

@@ -116,16 +116,7 @@ def test_a_default_that_changed_is_noted() -> None:
     assert own_read("--use-megatron-fsdp --data-parallel-sharding-strategy optim").notes == []
 
 
-@pytest.mark.parametrize(
-    ("options", "recipe", "noted"),
-    [
-        ("--bf16", None, False),
-        ("--bf16 --fp8-format hybrid --fp8-recipe tensorwise", "fp8-tensorwise", False),
-        ("--bf16 --fp8-format e4m3 --fp8-recipe mxfp8", None, False),
-        ("--bf16 --fp8-format e4m3 --fp8-recipe blockwise", "fp8-blockwise", True),
-        ("--bf16 --fp8-format hybrid", "fp8-delayed", True),
-    ],
-)
+@pytest.mark.parametrize(("options", "recipe", "noted"), TABLES["scales_that_are_not_modelled_are_named"])
 def test_scales_that_are_not_modelled_are_named(options: str, recipe: str | None, noted: bool) -> None:
     imported = own_read(options)
     assert imported.run["precision_recipe"] == recipe
@@ -184,19 +175,7 @@ def read_options(options: str) -> ImportedRun:
     return read_configuration(f"deepspeed --num_nodes 2 --num_gpus 8 pretrain_gpt.py {BASE} --deepspeed {options}")
 
 
-@pytest.mark.parametrize(
-    ("options", "expected"),
-    [
-        ("--fp16 --zero-stage 3", {"zero_stage": 3, "recompute": None}),
-        ("--fp16 --checkpoint-activations --checkpoint-num-layers 2", {"recompute": "full", "zero_stage": 0}),
-        (
-            "--fp16 --activations-checkpoint-method block --activations-checkpoint-num-layers 3",
-            {"recompute_num_layers": 3},
-        ),
-        ("--fp16 --ds-sequence-parallel-size 4", {"cp": 4}),
-        ("--fp16 --num-experts 8 --moe-expert-parallel-size 4", {"ep": 4, "etp": 1}),
-    ],
-)
+@pytest.mark.parametrize(("options", "expected"), TABLES["its_own_words_for_the_layout"])
 def test_its_own_words_for_the_layout(options: str, expected: dict[str, Any]) -> None:
     imported = read_options(options)
     assert imported.run["num_gpus"] == 16
@@ -241,17 +220,7 @@ def test_what_is_no_gpt_is_named(text: str, what: str) -> None:
         read_configuration(text)
 
 
-@pytest.mark.parametrize(
-    ("options", "size"),
-    [
-        ("--tokenizer-type HuggingFaceTokenizer --tokenizer-model Qwen/Qwen3-30B-A3B", 151936),
-        ("--tokenizer-type HuggingFaceTokenizer --tokenizer-model deepseek-ai/DeepSeek-V3", 129280),
-        ("--tokenizer-type TikTokenizer --tokenizer-model ${X}/multiMixV8.gpt4o_nc_sd.500000.128k.vocab.json", 131072),
-        ("--tokenizer-type GPTSentencePieceTokenizer --tokenizer-model ${X}/nemotron_2_256k.model", 256000),
-        ("--tokenizer-type GPTSentencePieceTokenizer --tokenizer-model ${X}/own.model", None),
-        ("", 50257),
-    ],
-)
+@pytest.mark.parametrize(("options", "size"), TABLES["vocabularies_of_published_tokenizers"])
 def test_vocabularies_of_published_tokenizers(options: str, size: int | None) -> None:
     base = BASE.replace("--vocab-size 50304 ", "")
     imported = read_configuration(f"torchrun --nproc-per-node 8 pretrain_gpt.py {base} --bf16 {options}")
@@ -262,20 +231,7 @@ def test_vocabularies_of_published_tokenizers(options: str, size: int | None) ->
         assert caught.value.hint == "add --vocab-size N"
 
 
-@pytest.mark.parametrize(
-    ("options", "unknown"),
-    [
-        ("--optimizer lion --main-grads-dtype bf16", {"--optimizer": "lion"}),
-        ("--optimizer adam --main-grads-dtype fp32", {}),
-        ("--use-precision-aware-optimizer --exp-avg-dtype fp8", {"--exp-avg-dtype": "fp8"}),
-        ("--use-precision-aware-optimizer --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16", {}),
-        (
-            "--cpu-offloading --cpu-offloading-num-layers 4",
-            {"--cpu-offloading": "", "--cpu-offloading-num-layers": "4"},
-        ),
-        ("--deterministic-mode", {}),
-    ],
-)
+@pytest.mark.parametrize(("options", "unknown"), TABLES["options_that_are_not_priced_are_listed"])
 def test_options_that_are_not_priced_are_listed(options: str, unknown: dict[str, str]) -> None:
     assert read_configuration(f"torchrun --nproc-per-node 8 pretrain_gpt.py {BASE} --bf16 {options}").unknown == unknown
 
@@ -408,16 +364,7 @@ def test_nemos_first_version() -> None:
         read_configuration(text.replace("megatron_gpt", "megatron_t5"))
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "def f_config():\n    return f_config()\n# megatron.bridge\n",
-        "x = [0] * 9**9**9\ndef f() -> 'ConfigContainer':\n    cfg = C()\n    while True: pass\n# megatron.bridge\n",
-        "def f(:\n# megatron.bridge\n",
-        "def f():\n    return [f'{i}' for i in range(10**9)]\n# megatron.bridge\n",
-        "from . import x\nfrom .. import y\ndef f():\n    return x.y.z(**y)\n# megatron.bridge\n",
-    ],
-)
+@pytest.mark.parametrize("text", TABLES["recipes_that_lead_nowhere"])
 def test_recipes_that_lead_nowhere(text: str, tmp_path: Path) -> None:
     (tmp_path / "recipe.py").write_text(text)
     with pytest.raises(SpecError):

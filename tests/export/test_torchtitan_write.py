@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from samples import TEXTS, layout_of
 
 from planner.answer import Plan
@@ -28,6 +29,8 @@ from planner.export.torchtitan_files import RECIPE, export_torchtitan
 from planner.schedule.graph import to_torch_csv
 from planner.schedule.orders import build_schedule
 from planner.specs.model import ModelSpec
+
+TABLES = yaml.safe_load((Path(__file__).parent / "tables.yaml").read_text())
 
 Planned = Callable[..., Plan]
 
@@ -81,16 +84,7 @@ def test_interleaved_stages_come_in_model_order(planned: Planned) -> None:
     assert "STAGES" not in source_of(titan(planned))
 
 
-@pytest.mark.parametrize(
-    ("options", "expected"),
-    [
-        ({"tp": 2, "pp": 4}, {"dp_shard": 8, "dp_replicate": 1, "schedule": "1F1B"}),
-        ({"pp": 4, "vpp": 2}, {"dp_shard": 16, "dp_replicate": 1, "schedule": "Interleaved1F1B"}),
-        ({"tp": 2, "fsdp": 8}, {"dp_shard": 8, "dp_replicate": 4, "schedule": "1F1B"}),
-        ({"tp": 2, "zero_stage": 0}, {"dp_shard": 1, "dp_replicate": 32, "schedule": "1F1B"}),
-        ({"cp": 2, "tp": 2}, {"dp_shard": 16, "dp_replicate": 1, "schedule": "1F1B"}),
-    ],
-)
+@pytest.mark.parametrize(("options", "expected"), TABLES["degrees"])
 def test_degrees(planned: Planned, options: dict[str, Any], expected: dict[str, Any]) -> None:
     plan = titan(planned, **options)
     given = call_arguments(source_of(plan), "dict")
@@ -258,22 +252,7 @@ def torchtitan() -> Iterator[Any]:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(
-    ("model", "options"),
-    [
-        ("llama-3.1-405b", {"tp": 8, "pp": 8, "recompute": "full"}),
-        ("llama-3.1-8b", {"pp": 4, "vpp": 2, "recompute": "selective"}),
-        ("llama-3.1-8b", {"pp": 2, "recompute": "full", "recompute_num_layers": 3}),
-        ("llama-3.2-1b", {}),
-        ("qwen2.5-72b", {"tp": 4}),
-        ("qwen3-8b", {"pp": 2, "tp": 2}),
-        ("qwen3-30b-a3b", {"tp": 2, "pp": 2, "ep": 8, "etp": 1}),
-        ("mixtral-8x7b", {"tp": 4, "etp": 4}),
-        ("gpt-oss-20b", {"ep": 8, "etp": 1}),
-        ("deepseek-v2-lite", {"pp": 3, "gpus": 48, "ep": 8}),
-        ("deepseek-v3", {"ep": 8}),
-    ],
-)
+@pytest.mark.parametrize(("model", "options"), TABLES["torchtitan_builds_the_configuration"])
 def test_torchtitan_builds_the_configuration(
     planned: Planned, torchtitan: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str, options: Any
 ) -> None:
@@ -367,18 +346,7 @@ def test_a_recipe_with_values_that_only_a_run_knows() -> None:
     assert imported.unknown == {"parallelism.expert_parallel_degree": "pick"}
 
 
-@pytest.mark.parametrize(
-    ("options", "noun"),
-    [
-        ("--parallelism.pipeline_parallel_layers_per_stage 9", "10 stages of 9 layers"),
-        (
-            "--parallelism.pipeline_parallel_schedule 1F1B --parallelism.pipeline_parallel_layers_per_stage 11",
-            "one stage",
-        ),
-        ("--parallelism.pipeline_parallel_first_stage_less_layers 30", "stages leave fewer layers"),
-        ("--activation_checkpoint.memory_budget 0.5", "compile.enable"),
-    ],
-)
+@pytest.mark.parametrize(("options", "noun"), TABLES["what_torchtitan_refuses_is_told"])
 def test_what_torchtitan_refuses_is_told(options: str, noun: str) -> None:
     """A launch that names its TOML says the model by its path alone, where the file is not beside it."""
     text = (

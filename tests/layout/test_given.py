@@ -28,28 +28,15 @@ from planner.specs.registry import load_hardware, load_model
 from planner.specs.training import Parallelism, TrainingSpec
 from planner.specs.units import GIB
 
+TABLES = yaml.safe_load((Path(__file__).parent / "tables.yaml").read_text())
+
 
 def given(runtime: str = "megatron", model: Any = None, num_gpus: int = 16, batch: int = 32, **layout: Any) -> Plan:
     cluster = toy_cluster(num_gpus)
     return evaluate(model or toy_model(8), cluster, toy_training(batch), Parallelism(**layout), runtime=runtime)
 
 
-@pytest.mark.parametrize(
-    ("runtime", "layout", "filled"),
-    [
-        ("megatron", {"dp": 4}, {"schedule": "none", "sequence_parallel": False, "zero_stage": 1, "etp": 1}),
-        ("megatron", {"tp": 4}, {"sequence_parallel": True, "etp": 4}),
-        ("megatron", {"tp": 4, "etp": 1}, {"etp": 1}),
-        ("megatron", {"tp": 4, "sequence_parallel": False}, {"sequence_parallel": False}),
-        ("megatron", {"pp": 4}, {"schedule": "1f1b", "dp": 4, "num_microbatches": 8}),
-        ("megatron", {"pp": 4, "vpp": 2}, {"schedule": "interleaved-1f1b"}),
-        ("megatron", {"pp": 2, "dp": 4, "cp": 2}, {"shard_size": 8, "num_microbatches": 8}),
-        ("torchtitan", {"dp": 8}, {"zero_stage": 3, "shard_size": 8}),
-        ("torchtitan", {"dp": 8, "fsdp": "shard 4"}, {"zero_stage": 3, "shard_size": 4}),
-        ("megatron", {"dp": 2, "recompute": "full"}, {"recompute": "full"}),
-        ("megatron", {"dp": 2, "recompute": "selective"}, {"recompute": "selective"}),
-    ],
-)
+@pytest.mark.parametrize(("runtime", "layout", "filled"), TABLES["what_is_left_out_is_filled_in"])
 def test_what_is_left_out_is_filled_in(runtime: str, layout: dict[str, Any], filled: dict[str, Any]) -> None:
     chosen = given(runtime, **layout).parallelism
     assert {name: getattr(chosen, name) for name in filled} == filled
@@ -306,9 +293,6 @@ def test_tokens_for_a_time_are_those_that_its_cost_is_of(monkeypatch: pytest.Mon
         assert told.run_cost is not None
         assert told.run_cost.tokens == told.training.tokens
     assert told.run_cost.days == pytest.approx(30.0, rel=1e-3)
-
-
-TABLES = yaml.safe_load((Path(__file__).parent / "tables.yaml").read_text())
 
 
 @pytest.mark.parametrize(("layout", "num_layers", "num_stages", "counts"), TABLES["layouts"])

@@ -82,15 +82,7 @@ def test_dp_fills_the_cluster_where_none_is_given() -> None:
 
 
 @pytest.mark.parametrize(
-    ("layout", "batch", "dp", "spare"),
-    [
-        ({"tp": 8, "pp": 3}, 85, 85, 8),
-        ({"tp": 8, "pp": 3}, 2048, 64, 512),
-        ({"tp": 8, "pp": 3, "micro_batch_size": 64}, 2048, 32, 1280),
-        ({"tp": 4, "pp": 3, "ep": 8}, 170, 170, 8),
-        ({"pp": 3, "ep": 4}, 12, 12, 2012),
-        ({"pp": 3, "ep": 4}, 34, 1, 2045),
-    ],
+    ("layout", "batch", "dp", "spare"), TABLES["the_dp_to_give_is_the_largest_that_batch_and_experts_allow"]
 )
 def test_the_dp_to_give_is_the_largest_that_batch_and_experts_allow(
     layout: dict[str, int], batch: int, dp: int, spare: int
@@ -410,17 +402,7 @@ def test_an_assumption_that_does_not_matter_is_not_told() -> None:
     assert [line for line in told if "overlap" in line] == []
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("tp_overlap=0", "--assume: 'tp_overlap' is unknown"),
-        ("tp_overlap_fraction", "--assume: tp_overlap_fraction: '' is no number"),
-        ("tp_overlap_fraction=2", "--assume: tp_overlap_fraction: 2"),
-        ("tp_overlap_fraction=much", "--assume: tp_overlap_fraction: 'much'"),
-        ("p2p_overlap=0.5", "--assume: p2p_overlap: '0.5' is no value of it"),
-        ("network_gb_per_s=-1", "--assume: -1"),
-    ],
-)
+@pytest.mark.parametrize(("text", "message"), TABLES["assumptions_that_make_no_sense_are_named"])
 def test_assumptions_that_make_no_sense_are_named(text: str, message: str) -> None:
     with pytest.raises(SpecError) as caught:
         read_job(replace(OPTIONS, assume=text))

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import yaml
 from pinned_numbers import LAYOUTS, layouts
 from toys import MOE, Problem, toy_cluster, toy_model, toy_problem, toy_training
 
@@ -38,6 +39,8 @@ from planner.specs.model import ModelSpec
 from planner.specs.registry import load_hardware, load_model
 from planner.specs.training import AdapterSpec, Dtype, Parallelism, SearchLimits, TrainingSpec
 from planner.trainers.load import load_runtime
+
+TABLES = yaml.safe_load((Path(__file__).parent / "tables.yaml").read_text())
 
 COPIES = "fp32 copies of gradients, beyond what is free"
 ITEMS = ("weights", "gradients", "optimizer", "activations", "logits", "workspace")
@@ -373,17 +376,7 @@ def cluster(hardware: str, num_gpus: int = 64) -> ClusterSpec:
     return ClusterSpec(hardware=load_hardware(hardware), num_gpus=num_gpus)
 
 
-@pytest.mark.parametrize(
-    ("runtime", "hardware", "dispatcher", "once"),
-    [
-        ("megatron", "gb200", "hybridep", True),
-        ("megatron@0.16", "gb200", "hybridep", True),
-        ("megatron@0.15", "gb200", "alltoall", False),
-        ("megatron@0.14", "gb200", "alltoall", False),
-        ("megatron@0.14", "h100", "deepep", True),
-        ("megatron", "mi300x", "alltoall", False),
-    ],
-)
+@pytest.mark.parametrize(("runtime", "hardware", "dispatcher", "once"), TABLES["a_dispatcher_that_the_version_has"])
 def test_a_dispatcher_that_the_version_has(runtime: str, hardware: str, dispatcher: str, once: bool) -> None:
     found = settled(load_runtime(runtime), cluster(hardware), load_model("deepseek-v3"))
     assert (found.dispatcher, found.sends_tokens_once) == (dispatcher, once)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from written import BEGIN_S, LLAMA_8B, arguments, iteration, iterations, mlperf, torchtitan
 
 from planner.answer import Plan
@@ -20,6 +21,8 @@ from planner.cli import main
 from planner.observe.judge import judged, judged_beside, predicted
 from planner.observe.observation import JobFacts, Observation, Observed, SourceFile
 from planner.specs.units import GIB
+
+TABLES = yaml.safe_load((Path(__file__).parent / "tables.yaml").read_text())
 
 JOB = ["--model", "8b", "--hardware", "h100", "--tp", "2", "--pp", "2", "-q"]
 
@@ -110,17 +113,7 @@ def test_saved_and_from_standard_input(
     assert "already exists" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        (["missing.log"], "missing.log"),
-        (["bare.log", "--plan", "plan.json", "--tp", "2"], "--plan and --tp: both given"),
-        (["bare.log", "--tp", "2"], "--model: is missing"),
-        (["plan.json"], "has no lines of steps"),
-        (["bare.log", "--plan", "bare.log"], "bare.log"),
-        (["mlperf.log", "bare.log", "-o", "nowhere/x.json"], "there is no folder"),
-    ],
-)
+@pytest.mark.parametrize(("words", "says"), TABLES["errors_are_one_line_with_a_hint"])
 def test_errors_are_one_line_with_a_hint(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, words: list[str], says: str
 ) -> None:
@@ -214,16 +207,7 @@ def test_memory_beyond_the_interval_is_said_where_the_step_is_right(priced: Plan
     assert judged(observed(priced, 1.0, **less), priced, "plan.json").verdict == "expected"
 
 
-@pytest.mark.parametrize(
-    ("facts", "says"),
-    [
-        ({"num_gpus": 16}, "GPUs 16, not 2,048"),
-        ({"global_batch_size": 7}, "global batch size 7"),
-        ({"lora_rank": 16}, "rank of adapters 16, not 0"),
-        ({"seq_length": 4096}, "sequence length 4,096"),
-        ({"run": {"parallelism": {"tp": 3}}}, "tp 3"),
-    ],
-)
+@pytest.mark.parametrize(("facts", "says"), TABLES["a_log_of_another_job_gets_no_verdict"])
 def test_a_log_of_another_job_gets_no_verdict(priced: Plan, facts: dict[str, Any], says: str) -> None:
     answer = judged(observed(priced, 1.0, facts=JobFacts(**facts)), priced, "plan.json")
     assert answer.verdict is None

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from tiny import TINY
 
 pytest.importorskip("torch", reason="needs the probe extra (torch)")
@@ -31,6 +32,8 @@ from planner.specs.cluster import ClusterSpec
 from planner.specs.model import ModelSpec
 from planner.specs.registry import load_hardware
 from planner.specs.training import Parallelism, TrainingSpec
+
+TABLES = yaml.safe_load((Path(__file__).parent / "tables.yaml").read_text())
 
 HERE = Path(__file__).parent
 PATIENCE_S = 100.0
@@ -252,18 +255,7 @@ def test_a_silent_rank_is_rung(answers: str | None, word: str, monkeypatch: pyte
         assert launch_joined.ring(f"127.0.0.1|{port.getsockname()[1]}") == word
 
 
-@pytest.mark.parametrize(
-    ("nodes", "host"),
-    [
-        ("gpu[07-12,20],login", "gpu07"),
-        ("a1,a2", "a1"),
-        ("single", "single"),
-        ("n-[1,3]", "n-1"),
-        ("node[1-2]-ib,login", "node1-ib"),
-        ("r[1-2]n[3,5]", "r1n3"),
-        ("", "localhost"),
-    ],
-)
+@pytest.mark.parametrize(("nodes", "host"), TABLES["first_host_of_slurm"])
 def test_first_host_of_slurm(nodes: str, host: str) -> None:
     assert first_host(nodes) == host
 

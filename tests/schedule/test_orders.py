@@ -8,8 +8,10 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from itertools import accumulate
+from pathlib import Path
 
 import pytest
+import yaml
 
 from planner.errors import SpecError
 from planner.schedule.graph import compile_schedule
@@ -26,6 +28,8 @@ from planner.schedule.orders import (
     violation,
 )
 from planner.schedule.replay import Durations, makespan_s, replay
+
+TABLES = yaml.safe_load((Path(__file__).parent / "tables.yaml").read_text())
 
 RandomShape = Callable[[str, random.Random], tuple[int, int, int]]
 
@@ -144,22 +148,7 @@ def test_two_weight_versions_are_marked_stale() -> None:
     assert build_schedule("dualpipe", 4, 1, 8).num_weight_copies == 2
 
 
-@pytest.mark.parametrize(
-    ("name", "pp", "vpp", "num_microbatches", "words"),
-    [
-        ("1f1b", 4, 2, 8, "vpp exactly 1, not 2"),
-        ("interleaved-1f1b", 4, 1, 8, "vpp at least 2, not 1"),
-        ("interleaved-1f1b", 4, 2, 10, "multiple of 4 micro-batches at pp 4, not 10"),
-        ("zb-v", 4, 3, 8, "vpp exactly 2, not 3"),
-        ("dualpipe", 5, 1, 20, "even pp, not 5"),
-        ("dualpipe", 4, 1, 9, "multiple of 2 micro-batches at pp 4, not 9"),
-        ("zb-h1", 4, 2, 10, "multiple of 4 micro-batches at pp 4, not 10"),
-        ("dualpipe", 4, 1, 6, "at least 8 micro-batches at pp 4, not 6"),
-        ("chimera", 4, 1, 6, "multiple of 4"),
-        ("none", 2, 1, 4, "pp at most 1, not 2"),
-        ("1f1b", 0, 1, 4, "at least 1"),
-    ],
-)
+@pytest.mark.parametrize(("name", "pp", "vpp", "num_microbatches", "words"), TABLES["requirements_name_their_numbers"])
 def test_requirements_name_their_numbers(name: str, pp: int, vpp: int, num_microbatches: int, words: str) -> None:
     error = violation(name, pp, vpp, num_microbatches)
     assert words in error.message

@@ -259,20 +259,7 @@ def test_a_network_is_written_as_it_was_read(text: str) -> None:
     assert {tier.latency_us for tier in tiers} == {H100.tiers[-1].latency_us}
 
 
-@pytest.mark.parametrize(
-    ("text", "message", "hint"),
-    [
-        ("pod:3072", "'pod:3072' is no NAME:GPUS:GB_PER_S", "write --tier pod:3072:50,spine:*:50:7x"),
-        ("pod:3072:0,spine:*:50", "'pod:3072:0' is no NAME", "pod:3072:50"),
-        ("pod:3072:50", "is the last and must join all GPUs", "write --tier pod:3072:50,spine:*:50"),
-        ("a:0:5", "is the last and must join all GPUs", "write --tier spine:*:5"),
-        ("spine:*:50,pod:32:50", "joins all GPUs and comes last", "write --tier pod:32:50,spine:*:50"),
-        ("a:64:50,b:32:50,c:*:9", "'b:32:50' joins no more GPUs", "--tier b:32:50,a:64:50,c:*:9"),
-        ("a:64:50,a:*:9", "a: given twice", "a name of its own"),
-        ("spine:*:50:0.5x", "0.5x is no oversubscription", "from 1x to 1000x"),
-        ("spine:*:50:7", "'spine:*:50:7' is no NAME", "7x"),
-    ],
-)
+@pytest.mark.parametrize(("text", "message", "hint"), TABLES["what_is_wrong_with_a_network_is_said"])
 def test_what_is_wrong_with_a_network_is_said(text: str, message: str, hint: str) -> None:
     with pytest.raises(SpecError) as caught:
         parse_tiers(text, H100)

@@ -95,19 +95,7 @@ def test_two_chunks_for_each_rank_of_cp_of_whole_shards_for_tp() -> None:
     assert [tokens_split(cp, tp) for cp, tp in zip(cps.tolist(), shards.tolist(), strict=True)] == expected
 
 
-@pytest.mark.parametrize(
-    ("stated", "kept", "ranks"),
-    [
-        (False, None, None),
-        ("no", None, None),
-        (True, "all", None),
-        (8, 8, 8),
-        ("FSDP", "FSDP", None),
-        ("DeepSpeed ZeRO-3", "DeepSpeed ZeRO-3", None),
-        ("FSDP2 shard 32", "FSDP2 shard 32", 32),
-        ("megatron-fsdp(group=64)", "megatron-fsdp(group=64)", 64),
-    ],
-)
+@pytest.mark.parametrize(("stated", "kept", "ranks"), TABLES["fully_sharded_or_not"])
 def test_fully_sharded_or_not(stated: Any, kept: Any, ranks: int | None) -> None:
     layout = Parallelism.model_validate({"fsdp": stated})
     assert (layout.fsdp, layout.fsdp_shard_size) == (kept, ranks)

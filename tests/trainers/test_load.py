@@ -229,14 +229,7 @@ def test_what_dates_a_run(name: str, architecture: str, features: dict[str, Any]
 
 
 @pytest.mark.parametrize(
-    ("hardware", "model", "features", "factor"),
-    [
-        ("gb200", "qwen3-30b-a3b", {}, 0.85),
-        ("gb200", "qwen3-30b-a3b", {"cuda_graph": False}, 1.0),
-        ("b200", "qwen3-30b-a3b", {}, 1.0),
-        ("gb200", "llama-3.1-8b", {}, 1.0),
-        ("gb200", "qwen3-30b-a3b", {"moe_token_drop": True}, 0.85),
-    ],
+    ("hardware", "model", "features", "factor"), TABLES["racks_replay_routing_unless_a_run_says_otherwise"]
 )
 def test_racks_replay_routing_unless_a_run_says_otherwise(
     hardware: str, model: str, features: dict[str, Any], factor: float

@@ -11,9 +11,11 @@ import random
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from toys import MOE, Problem, case_of, solved, toy_cluster, toy_model, toy_problem, toy_training
 
 from planner.cli import main
@@ -42,6 +44,8 @@ from planner.specs.registry import load_hardware, load_model
 from planner.specs.training import Parallelism, Recompute, SearchLimits, TrainingSpec
 from planner.specs.units import GIB
 from planner.trainers.load import RUNTIMES, load_runtime
+
+TABLES = yaml.safe_load((Path(__file__).parent / "tables.yaml").read_text())
 
 PATIENT_S = 600.0
 """More than any search here takes, also on a machine that does much else."""
@@ -214,17 +218,7 @@ def test_a_headroom_in_the_way_is_named_and_giving_it_up_helps() -> None:
 
 
 @pytest.mark.thorough(2)
-@pytest.mark.parametrize(
-    "typed",
-    [
-        "--model 70b --gpus 4 -s 4096 -b 8",
-        "--model 8b --gpus 1 -s 4096 -b 8",
-        "--model 70b --gpus 64 -s 4096 -b 64 --tp 1 --pp 1 --recompute none --zero-stage 1",
-        "--model 8b --gpus 16 -s 4096 -b 64 --tp 16",
-        "--model 8b --gpus 16 -s 4096 -b 64 --tp 8 --pp 4",
-        "--model 8b --gpus 16 -s 4096 -b 64 --dp 3",
-    ],
-)
+@pytest.mark.parametrize("typed", TABLES["a_remedy_works_when_it_is_typed"])
 def test_a_remedy_works_when_it_is_typed(typed: str, capsys: pytest.CaptureFixture[str]) -> None:
     words = typed.split()
     job = dict(zip(words[::2], words[1::2], strict=True))
