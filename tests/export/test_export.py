@@ -19,13 +19,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from samples import example_of
+import yaml
 
 from planner.answer import Plan
 from planner.cli import main
 from planner.errors import Infeasible, PlannerError, SpecError
 from planner.export.export import MANIFEST, bundle_of, export, write_bundle
-from planner.export.refusal import Inexpressible, priced_for
+from planner.export.refusal import priced_for
 from planner.export.targets import LAUNCHERS, READERS, SOURCES, TARGETS, TRAINERS, LauncherTarget, TrainerTarget
 from planner.export.trainer_files import comment, plan_sha256, slug
 from planner.layout.evaluate import evaluate
@@ -36,19 +36,12 @@ from planner.specs.training import Parallelism, SearchLimits, TrainingSpec
 from planner.specs.units import GIB
 from planner.trainers.load import load_runtime
 
+TABLES = yaml.safe_load((Path(__file__).parent / "tables.yaml").read_text())
+
 Planned = Callable[..., Plan]
 
 
 WRITTEN = ("megatron.yaml", "launch.sh", "launch.sbatch", "preflight.py")
-
-
-def test_the_example_of_the_docstring(planned: Planned, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    names: dict[str, Any] = {"plan": planned("llama-3.1-8b", 16, tp=2, pp=2)}
-    exec(example_of(export), names)
-    assert names["files"] == [Path("run", name) for name in WRITTEN]
-    assert names["manifest"] == Path("run", MANIFEST)
-    assert 'image: "registry/image:1"' in Path("pods", "kubernetes.yaml").read_text()
 
 
 def test_function_and_command_write_the_same(planned: Planned, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -61,17 +54,6 @@ def test_function_and_command_write_the_same(planned: Planned, tmp_path: Path, m
     assert all(path.read_bytes() == Path("by-command", path.name).read_bytes() for path in paths)
 
 
-def test_the_function_refuses_as_the_command_does(planned: Planned, tmp_path: Path) -> None:
-    plan = planned("llama-3.1-8b", 16, tp=2, pp=2)
-    with pytest.raises(Inexpressible, match="zero_stage"):
-        export(plan, to="torchtitan", out=tmp_path / "run")
-    assert not (tmp_path / "run").exists()
-    export(plan, to="megatron", out=tmp_path / "run")
-    with pytest.raises(SpecError, match=r"already holds megatron\.yaml"):
-        export(plan, to="megatron", out=tmp_path / "run")
-    export(plan, to="megatron", out=tmp_path / "run", force=True)
-
-
 @pytest.mark.parametrize(
     ("runtime", "trainer"), [("megatron", "megatron"), ("torchtitan", "torchtitan"), ("torch-eager", "torch")]
 )
@@ -82,15 +64,7 @@ def test_a_launcher_alone_starts_the_plan_s_trainer(planned: Planned, runtime: s
     assert "launch.sh" not in {file.name for file in bundle.files}
 
 
-@pytest.mark.parametrize(
-    ("targets", "message"),
-    [
-        (["megatronn"], "unknown target 'megatronn'"),
-        ([], "unknown target"),
-        (["megatron", "torchtitan"], "two trainers"),
-        (["deepspeed", "slurm"], "nothing to start"),
-    ],
-)
+@pytest.mark.parametrize(("targets", "message"), TABLES["targets_that_make_no_sense"])
 def test_targets_that_make_no_sense(planned: Planned, targets: list[str], message: str) -> None:
     plan = planned("llama-3.1-8b", 16, pp=2, runtime="megatron", sequence_parallel=False)
     with pytest.raises(SpecError, match=message):
@@ -302,12 +276,7 @@ def test_a_plan_for_the_target_is_written_as_it_was_priced(planned: Planned, tar
 
 
 @pytest.mark.parametrize(
-    ("target", "runtime", "layout", "lost"),
-    [
-        ("torchtitan", "torchtitan", {"zero_stage": 3}, "overlap_grad_reduce=true"),
-        ("torch", "torch-eager", {"pp": 2}, "overlap_param_gather=true"),
-        ("deepspeed", "deepspeed", {}, "cross_entropy_fusion=native"),
-    ],
+    ("target", "runtime", "layout", "lost"), TABLES["the_note_has_step_and_memory_under_the_target"]
 )
 def test_the_note_has_step_and_memory_under_the_target(
     planned: Planned, target: str, runtime: str, layout: dict[str, Any], lost: str

@@ -108,15 +108,7 @@ def test_the_check_of_schemas_sees_what_is_wrong(planned: Planned) -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    ("job", "limits"),
-    [
-        ("one node", {"nvidia.com/gpu": 8}),
-        ("nodes", {"nvidia.com/gpu": 8, "rdma/rdma_shared_device_a": 1}),
-        ("racks", {"nvidia.com/gpu": 4, "rdma/rdma_shared_device_a": 1}),
-        ("amd", {"amd.com/gpu": 8, "rdma/rdma_shared_device_a": 1}),
-    ],
-)
+@pytest.mark.parametrize(("job", "limits"), TABLES["pods_ask_for_the_vendors_gpus_and_the_network"])
 def test_pods_ask_for_the_vendors_gpus_and_the_network(planned: Planned, job: str, limits: dict[str, int]) -> None:
     plan = planned(**JOBS[job])
     trainer = documents(plan, "kubernetes")["TrainJob"]["spec"]["trainer"]

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from samples import preflight_names
 
 from planner.answer import Plan
@@ -24,6 +25,8 @@ from planner.export.launchers import nodes_of, shell_array
 from planner.export.targets import TRAINERS
 from planner.export.trainer_files import ExportFile, ShellText, argv
 from planner.specs.units import GIB
+
+TABLES = yaml.safe_load((Path(__file__).parent / "tables.yaml").read_text())
 
 Planned = Callable[..., Plan]
 
@@ -308,14 +311,7 @@ def test_trials_run_and_are_ranked(planned: Planned, tmp_path: Path) -> None:
     assert rows[0][3] == f"{plans[2].step.step_s:.3f}"
 
 
-@pytest.mark.parametrize(
-    ("line", "seconds"),
-    [
-        ("Step Time : 3.25s GPU utilization: 640.1MODEL_TFLOP/s/GPU", 3.25),
-        ("step: 10  loss: 5.1  memory: 40.1GiB(50%)  tps: 4,096  tflops: 200", 2.0),
-        ("RunningAvgSamplesPerSec=16.0, CurrSamplesPerSec=16.0", 2.0),
-    ],
-)
+@pytest.mark.parametrize(("line", "seconds"), TABLES["logs_of_other_trainers"])
 def test_logs_of_other_trainers(line: str, seconds: float, tmp_path: Path) -> None:
     trial = {
         "folder": "trial-0",

@@ -147,14 +147,7 @@ def test_orders_without_rounds_take_any_number_of_micro_batches(planned: Planned
     assert refused(titan(planned, gpus=16, pp=4, num_microbatches=3, schedule="1f1b")) == ["too_few_microbatches"]
 
 
-@pytest.mark.parametrize(
-    ("schedule", "vpp", "compiled"),
-    [
-        ("1f1b", 1, "enable=True"),
-        ("zb-h1", 1, 'enable=True, components=["loss"]'),
-        ("zb-v", 2, 'enable=True, components=["loss"]'),
-    ],
-)
+@pytest.mark.parametrize(("schedule", "vpp", "compiled"), TABLES["layers_whose_backward_is_split_are_not_compiled"])
 def test_layers_whose_backward_is_split_are_not_compiled(
     planned: Planned, schedule: str, vpp: int, compiled: str
 ) -> None:

@@ -246,14 +246,7 @@ def compared(switch: str = TUNED) -> tuple[dict[str, float], ...]:
 
 
 @pytest.mark.thorough(3)
-@pytest.mark.parametrize(
-    ("name", "option"),
-    [
-        ("slow rank", {"straggler_fraction": 0.1}),
-        ("uneven experts", {"moe_imbalance": 1.5}),
-        ("half the network", {"assume": "network_gb_per_s=25"}),
-    ],
-)
+@pytest.mark.parametrize(("name", "option"), TABLES["each_step_is_that_of_the_layout_priced_with_the_change"])
 def test_each_step_is_that_of_the_layout_priced_with_the_change(name: str, option: dict[str, Any]) -> None:
     switch = {"switch": TUNED}
     for grid, steps in zip(GRIDS, compared(), strict=True):

@@ -75,14 +75,7 @@ def test_what_the_log_says_fills_the_options(folder: Path, capsys: pytest.Captur
     assert answer["observation"]["mfu"] is not None
 
 
-@pytest.mark.parametrize(
-    ("device", "hardware"),
-    [
-        ("NVIDIA H100 80GB HBM3", "h100-sxm-80gb"), ("NVIDIA H200", "h200-sxm-141gb"),
-        ("64xNVIDIA HGX H100", "h100-sxm-80gb"), ("1280xNVIDIA GB200", "gb200-nvl72"),
-        ("AMD Instinct MI300X", "mi300x"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("device", "hardware"), TABLES["the_gpu_is_the_one_that_the_log_names"])
 def test_the_gpu_is_the_one_that_the_log_names(device: str, hardware: str) -> None:
     from planner.cli.observe_command import _hardware
 

@@ -335,15 +335,7 @@ def test_llama_3_s_pods() -> None:
     assert moved == {"tp": "tp 8 in nvlink", "dp": "dp 128 over spine 7x", "pp": "pp 16 over pod"}
 
 
-@pytest.mark.parametrize(
-    ("ep", "words"),
-    [
-        (8, "ep 8 in nvlink (NVL72)"),
-        (72, "ep 72 in nvlink (NVL72)"),
-        (64, "ep 64 in nvlink (NVL72), if jobs fill 64 of its GPUs"),
-        (144, "ep 144 crosses NVLink, over infiniband"),
-    ],
-)
+@pytest.mark.parametrize(("ep", "words"), TABLES["experts_inside_and_across_a_rack"])
 def test_experts_inside_and_across_a_rack(ep: int, words: str) -> None:
     cluster = ClusterSpec(hardware=load_hardware("gb200"), num_gpus=576)
     (experts,) = (p for p in placements(Shape.of(ep=ep, dp=576), cluster) if p.group == "ep")

@@ -296,15 +296,7 @@ def test_what_others_than_torchrun_start_is_one_of_several(starter: str, unset: 
     assert [os.environ.get(name) for name in NAMES] == (become or [None] * 5)
 
 
-@pytest.mark.parametrize(
-    "variables",
-    [
-        {"RANK": "x"},
-        {"RANK": "0", "WORLD_SIZE": "x"},
-        {"RANK": "2", "WORLD_SIZE": "2"},
-        {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"},
-    ],
-)
+@pytest.mark.parametrize("variables", TABLES["variables_that_no_rank_can_have_are_named"])
 def test_variables_that_no_rank_can_have_are_named(variables: dict[str, str], unset: pytest.MonkeyPatch) -> None:
     for name, value in variables.items():
         unset.setenv(name, value)

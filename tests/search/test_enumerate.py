@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import yaml
 from toys import MOE, Problem, solved, toy_cluster, toy_model, toy_problem, toy_training
 
 from planner.errors import Infeasible, SpecError
@@ -30,6 +32,8 @@ from planner.specs.registry import load_hardware, load_model
 from planner.specs.training import Parallelism, SearchLimits, TrainingSpec
 from planner.trainers.load import RUNTIMES, load_runtime
 from planner.trainers.rules.recipe import rules_for
+
+TABLES = yaml.safe_load((Path(__file__).parent / "tables.yaml").read_text())
 
 
 def enumerated(problem: Problem) -> tuple[Shape, Rejections]:
@@ -278,14 +282,7 @@ def test_equal_stages_but_for_the_ends(num_layers: int, num_stages: int, empty_e
     assert cuts_evenly(num_layers, num_stages, empty_ends) == exists
 
 
-@pytest.mark.parametrize(
-    ("runtime", "schedule", "says"),
-    [
-        ("megatron", "zb-v", "megatron cannot run 'zb-v'"),
-        ("megatron", "1f2b", "unknown '1f2b'"),
-        ("torchtitan", "dualpipe", "torchtitan cannot run 'dualpipe'"),
-    ],
-)
+@pytest.mark.parametrize(("runtime", "schedule", "says"), TABLES["schedules_that_a_trainer_cannot_run"])
 def test_schedules_that_a_trainer_cannot_run(runtime: str, schedule: str, says: str) -> None:
     with pytest.raises(SpecError) as caught:
         check_expressible(SearchLimits(schedule=(schedule,)), load_runtime(runtime))

@@ -9,9 +9,11 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from toys import MOE, Problem, case_of, solved, toy_cluster, toy_model, toy_problem, toy_training
@@ -35,6 +37,8 @@ from planner.specs.training import Parallelism, SearchLimits, TrainingSpec
 from planner.trainers.load import load_runtime, switches_of
 from planner.trainers.rules.recipe import Setting, broken_recipe_rules
 from planner.trainers.switches import SWITCHES, Value
+
+TABLES = yaml.safe_load((Path(__file__).parent / "tables.yaml").read_text())
 
 SLOW: dict[str, Any] = {
     "model": toy_model(6, moe=MOE), "cluster": toy_cluster(8, network_gb_per_s=5.0, nvlink_gb_per_s=40.0),
@@ -151,15 +155,7 @@ def test_pins_hold_and_the_rest_is_chosen_around_them() -> None:
     assert "ep_overlap" not in held.search.searched.switches
 
 
-@pytest.mark.parametrize(
-    ("switches", "says"),
-    [
-        ({"warp_drive": True}, "warp_drive"),
-        ({"ep_overlap": "sometimes"}, "'sometimes' is no value of it"),
-        ({"ep_overlap": True, "shared_expert_overlap": True}, "does not go with shared_expert_overlap"),
-        ({"cuda_graph": "full_iteration"}, "needs nan_checks=false"),
-    ],
-)
+@pytest.mark.parametrize(("switches", "says"), TABLES["pins_that_cannot_be_are_refused"])
 def test_pins_that_cannot_be_are_refused(switches: dict[str, Any], says: str) -> None:
     problem = toy_problem(**SLOW)
     limits = problem.limits.model_copy(update={"switches": switches})

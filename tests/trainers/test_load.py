@@ -173,14 +173,7 @@ def test_an_own_value_that_came_later_falls_back_to_the_plainest(versioned: Path
     assert (first.dispatcher, first.sends_tokens_once) == ("alltoall", False)
 
 
-@pytest.mark.parametrize(
-    ("name", "message", "hint"),
-    [
-        ("mine@0.11", "runtime: mine has no version '0.11'", "one of 0.9, 0.10, 0.20"),
-        ("mine@", "runtime: unknown 'mine@'", "did you mean mine?"),
-        ("other@0.9", "runtime: unknown 'other'", "one of mine"),
-    ],
-)
+@pytest.mark.parametrize(("name", "message", "hint"), TABLES["a_version_that_is_unknown_is_named"])
 def test_a_version_that_is_unknown_is_named(versioned: Path, name: str, message: str, hint: str) -> None:
     with pytest.raises(SpecError) as caught:
         load_runtime(name)

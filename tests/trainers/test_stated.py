@@ -285,14 +285,7 @@ def test_a_row_is_no_input_of_prices() -> None:
     assert not {"checkpoint", "checkpoints", "keeps"} & set(RuntimeSpec.model_fields)
 
 
-@pytest.mark.parametrize(
-    ("row", "said"),
-    [
-        ("checkpoint: DCP\n", "checkpoint: 'DCP' is no list"),
-        ("checkpoint: [{format: DCP, keeps: [tp]}]\n", "checkpoint[0]: source"),
-        ("checkpoint: [{format: DCP, keeps: [rows], source: read}]\n", "checkpoint[0]: keeps[0]"),
-    ],
-)
+@pytest.mark.parametrize(("row", "said"), TABLES["a_wrong_row_is_named"])
 def test_a_wrong_row_is_named(row: str, said: str, tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text(TRAINER + row)

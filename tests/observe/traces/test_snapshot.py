@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from made_traces import event, frames, made_snapshot, segment, write_pickle
@@ -25,6 +26,8 @@ from planner.errors import SpecError
 from planner.observe.traces import source
 from planner.observe.traces.dumps import ROUNDING, UNATTRIBUTED, SnapshotReport, read_flight_recorder, read_snapshot
 from planner.observe.traces.source import load_plain
+
+TABLES = yaml.safe_load((Path(__file__).parent / "tables.yaml").read_text())
 
 KIB, MIB = 2**10, 2**20
 OPTIMIZER = frames("megatron/core/optimizer/distrib_optimizer.py:__init__", "train.py:main")
@@ -229,14 +232,7 @@ def test_json_says_what_the_pickle_says() -> None:
     assert by_json == by_pickle
 
 
-@pytest.mark.parametrize(
-    ("change", "field"),
-    [
-        ({"profiling_name": "nccl:all_gather"}, "collective"),
-        ({"input_dtypes": ["BFloat16"]}, "dtype"),
-        ({"input_sizes": [[96, 95]]}, "sizes"),
-    ],
-)
+@pytest.mark.parametrize(("change", "field"), TABLES["ranks_that_differ_are_a_mismatch"])
 def test_ranks_that_differ_are_a_mismatch(tmp_path: Path, change: dict[str, Any], field: str) -> None:
     report = read_flight_recorder([DATA / "flight_0", changed(tmp_path, 1, change, entry=2)])
     (mismatch,) = report.groups[0].mismatches
