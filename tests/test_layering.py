@@ -58,7 +58,7 @@ ALLOWED = {
     # measured is shown as plans are
     "report": {
         "errors", "files", "specs", "trainers", "schedule", "answer", "search.why.explanation", "search.why.recipe",
-        "search.rebalance", "layout.price", "export.environment", "decide", "observe", "probe", "profile", "validate",
+        "search.rebalance", "layout.price", "export.launchers", "decide", "observe", "probe", "profile", "validate",
         # a trace draws what runs inside and beside a candidate's passes, and its memory
         "layout.candidate", "layout.memory_curve", "layout.step",
     },

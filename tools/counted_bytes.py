@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 from planner.answer import Plan, PricedLayout
 from planner.layout.candidate import Candidate
 from planner.layout.price import order_of
+from planner.probe import torch_build
 from planner.probe.model.chunk import DecoderLayer
 from planner.probe.model.peers import apply
 from planner.probe.plan_runs import real_run, stage_asked_for, stand_in_stages
@@ -28,10 +29,27 @@ from planner.probe.rank.training import RankTrainer, trainer_alone
 from planner.probe.result import ComparedQuantity
 from planner.probe.run import Place, ProbeRun
 from planner.probe.run_price import fuses_norms, in_eager_torch, knows_peak, repriced, static_bytes
-from planner.probe.torch_build import rehearsed_build
 from planner.schedule.actions import Schedule
 from planner.schedule.orders import SCHEDULES, build_schedule, in_flight_chunks, violation
 from planner.specs.model import LayerKind
+
+
+@contextmanager
+def rehearsed_build(architecture: str) -> Iterator[torch_build.TorchBuild]:
+    """Tensors are taken for those of a GPU of `architecture`, wherever they are."""
+    build = (
+        torch_build._rocm(torch.version.hip or "7.0")
+        if architecture.startswith("cdna")
+        else torch_build._cuda(torch.version.cuda)
+    )
+    if not architecture.startswith("cdna"):
+        build = replace(build, takes_groups=lambda device: architecture in ("hopper", "blackwell"))
+    torch_build._rehearsed = build
+    try:
+        yield build
+    finally:
+        torch_build._rehearsed = None
+
 
 ALIGNMENT = 512
 """Sizes of tensors are rounded up to a multiple of so many bytes (kMinBlockSize of torch's CUDACachingAllocator)."""

@@ -17,8 +17,7 @@ from planner.errors import SpecError
 from planner.shape import liked_batch
 from planner.specs.base import Spec
 from planner.specs.cluster import ClusterSpec, parse_tiers
-from planner.specs.efficiency import Efficiency
-from planner.specs.hardware import HardwareSpec, LinkTier
+from planner.specs.hardware import Efficiency, HardwareSpec, LinkTier
 from planner.specs.machines import with_host, with_network
 from planner.specs.model import ModelSpec
 from planner.specs.problems import checked, nearest

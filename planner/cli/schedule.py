@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
     from planner.schedule.actions import Schedule
     from planner.schedule.compare import RankSeconds, StragglerCost
+    from planner.schedule.replay import Timeline
     from planner.schedule.synthesis import Synthesis
-    from planner.schedule.timeline import Timeline
 
 AUTO = "auto"
 MAX_CHUNKS = 2**21

@@ -36,7 +36,7 @@ NUMBERS: tuple[str, ...] = (
 )  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True, eq=False, repr=False)
 class SweepOptions(SearchOptions):
     """A job of which some options have several values: each combination is a point."""
 

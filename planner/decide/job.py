@@ -6,7 +6,7 @@ The seconds until it trains stand here too, and what it loses until its old layo
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
@@ -292,6 +292,18 @@ def transfer(losses: Losses) -> Fact:
     return Fact(value=seconds[0], low=seconds[1], high=seconds[2], source=rate.source)
 
 
+def _told(still: Standstill) -> dict[str, object]:
+    """The seconds of a standstill as fields of a choice."""
+    parts = {name: part.value for name, part in still.parts.items()}
+    return {"back_s": still.value_s, "back_s_interval": still.interval_s, "seconds": parts}
+
+
+def _lost(repair: Fact, lost_s: Callable[[float], float]) -> dict[str, object]:
+    """Seconds lost until the repair, and at the ends of its interval."""
+    interval = (lost_s(repair.low), lost_s(repair.high))
+    return {"lost_until_repair_s": lost_s(repair.value), "lost_until_repair_s_interval": interval}
+
+
 @dataclass(frozen=True, slots=True)
 class Clock:
     """The seconds of one job that resumes."""
@@ -332,11 +344,7 @@ class Clock:
         if choice.kind == "stay":
             return choice
         still = self.standstill(choice.num_gpus_used, choice.loads)
-        update = {
-            "back_s": still.value_s,
-            "back_s_interval": still.interval_s,
-            "seconds": {name: part.value for name, part in still.parts.items()},
-        }
+        update = _told(still)
         if choice.loads in ("resave", "convert"):
             update["ready_back_s"] = self.standstill(choice.num_gpus_used, "as_is").value_s
         more = self._growing(still, choice) if self.job.grows else self._shrinking(still, choice)
@@ -352,13 +360,11 @@ class Clock:
         save_s = transfer(losses_on(self.job, choice.num_gpus_used)).value
         return_s = save_s + self.again_s
         repair = self.old.repair_s
-        lost = [float(going_on_s(each, back_s, fraction, return_s)) for each in (repair.value, repair.low, repair.high)]
         pays_s = return_pays_s(return_s, fraction)
         return {
             "break_even_wait_s": break_even_s(back_s, fraction, save_s),
             "return_pays_s": pays_s if math.isfinite(pays_s) else None,
-            "lost_until_repair_s": lost[0],
-            "lost_until_repair_s_interval": (lost[1], lost[2]),
+            **_lost(repair, lambda repair_s: float(going_on_s(repair_s, back_s, fraction, return_s))),
         }
 
     @property
@@ -370,18 +376,8 @@ class Clock:
         """The choice to wait: seconds beside the wait, and what is lost in the usual one."""
         old = self.old
         still = Standstill({"start": old.restart_s, "read": transfer(old)})
-        lost = [
-            float(waiting_s(repair, old.detection_s.value, still.value_s))
-            for repair in (old.repair_s.value, old.repair_s.low, old.repair_s.high)
-        ]
-        update = {
-            "back_s": still.value_s,
-            "back_s_interval": still.interval_s,
-            "seconds": {name: part.value for name, part in still.parts.items()},
-            "lost_until_repair_s": lost[0],
-            "lost_until_repair_s_interval": (lost[1], lost[2]),
-        }
-        return choice.model_copy(update=update)
+        lost = _lost(old.repair_s, lambda repair_s: float(waiting_s(repair_s, old.detection_s.value, still.value_s)))
+        return choice.model_copy(update=_told(still) | lost)
 
     @property
     def standby(self) -> Standstill:

@@ -97,7 +97,7 @@ def covariance(layouts: Sequence[PricedLayout]) -> FloatArray:
     widths = np.array([half_width(layout.step.step_s_interval or (1.0, 1.0)) for layout in layouts])
     by_sizes, by_shares = likeness(layouts)
     alike = SIZES**2 * by_sizes + SHARES**2 * by_shares + OWN**2 * np.eye(len(widths))
-    return np.asarray(np.outer(widths, widths) * alike)
+    return np.outer(widths, widths) * alike
 
 
 def likeness(layouts: Sequence[PricedLayout]) -> tuple[FloatArray, FloatArray]:

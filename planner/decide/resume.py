@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from planner.answer import BatchOffer, Layout, Plan
 from planner.decide.job import (
@@ -26,7 +27,7 @@ from planner.decide.job import (
     SpareNodes,
     losses_on,
 )
-from planner.decide.ways import NoSplit, Way, Ways, fastest_for, loading, split_for, tokens_per_s
+from planner.decide.ways import Way, Ways, fastest_for, loading, split_for, tokens_per_s
 from planner.layout.candidate import Candidate
 from planner.layout.confidence import memory_width, oom_probability
 from planner.layout.price import price_layout
@@ -189,7 +190,7 @@ class Exposed:
             return None
         job = replace(self.job.on(left), deadline=self.job.deadline)
         split, rate, found = split_for(job), self.job.old.step.tokens_per_s, list[_Fallback]()
-        if not isinstance(split, NoSplit) and (loads := loading(job, split, False)) is not None:
+        if not isinstance(split, str) and (loads := loading(job, split, False)) is not None:
             num_gpus = int(split.shape.num_ranks)
             clock = clock.with_interim(num_gpus, split.step_s)
             found.append(_Fallback("splits", tokens_per_s(split) / rate, clock.standstill(num_gpus, loads).value_s))
@@ -285,16 +286,13 @@ def _timed(way: Way, ways: Ways, clock: Clock) -> Choice:
     assert loads is not None
     fullest = max(stage.total_bytes for stage in candidate.memory)
     capacity = candidate.pricing.cluster.hardware.memory_bytes
-    choice = Choice(
-        kind=way.kind,
-        layout=str(layout),
-        parallelism=layout,
-        num_gpus_used=layout.num_gpus_used,
-        num_gpus_idle=layout.num_gpus_spare,
-        global_batch_size=way.batch,
-        step_s=candidate.step_s,
+    choice = _choice(
+        way.kind,
+        layout,
+        way.batch,
+        candidate.step_s,
+        job,
         tokens_per_s=way.tokens_per_s,
-        rate_fraction=way.tokens_per_s / job.old.step.tokens_per_s,
         oom_probability=oom_probability(fullest, capacity, memory_width(candidate.pricing)),
         loads=loads,
         needs=tuple(needs_of(job, candidate, loads)),
@@ -303,6 +301,21 @@ def _timed(way: Way, ways: Ways, clock: Clock) -> Choice:
         options=("-b", str(way.batch)) if way.batch != job.case.training.global_batch_size else (),
     )
     return clock.timed(choice)
+
+
+def _choice(kind: Kind, layout: Layout, batch: int, step_s: float, job: ResumedJob, **figures: Any) -> Choice:
+    """A choice with the sizes of its layout, beside the old plan's rate."""
+    return Choice(
+        kind=kind,
+        layout=str(layout),
+        parallelism=layout,
+        num_gpus_used=layout.num_gpus_used,
+        num_gpus_idle=layout.num_gpus_spare,
+        global_batch_size=batch,
+        step_s=step_s,
+        rate_fraction=figures["tokens_per_s"] / job.old.step.tokens_per_s,
+        **figures,
+    )
 
 
 def _loss(choice: Choice, job: ResumedJob) -> float:
@@ -318,19 +331,8 @@ def _gains(near: Choice, timed: Sequence[tuple[Way, Choice]]) -> bool:
 
 def _wait(job: ResumedJob) -> Choice:
     """Waiting for the lost GPUs, with all as it was."""
-    old, layout = job.old, job.old.parallelism
-    return Choice(
-        kind="wait",
-        layout=str(layout),
-        parallelism=layout,
-        num_gpus_used=layout.num_gpus_used,
-        num_gpus_idle=layout.num_gpus_spare,
-        global_batch_size=old.training.global_batch_size,
-        step_s=old.step.step_s,
-        tokens_per_s=old.step.tokens_per_s,
-        rate_fraction=1.0,
-        oom_probability=old.best.oom_probability,
-    )
+    old, figures = job.old, {"tokens_per_s": job.old.step.tokens_per_s, "oom_probability": job.old.best.oom_probability}
+    return _choice("wait", old.parallelism, old.training.global_batch_size, old.step.step_s, job, **figures)
 
 
 def _offer(near: Sequence[Choice]) -> BatchOffer | None:

@@ -87,30 +87,23 @@ MOST_SIZES = 3
 """Data-parallel sizes, the largest first, for which a batch nearby is looked for."""
 
 
-@dataclass(frozen=True, slots=True)
-class NoSplit:
-    """The reason why the old layout cannot be split."""
-
-    says: str
-
-
-def split_for(job: ResumedJob) -> Candidate | NoSplit:
+def split_for(job: ResumedJob) -> Candidate | str:
     """The layout with the most data-parallel ranks that divide the batch, obey all rules and fit."""
     most, pins = job.num_gpus // job.copy_gpus, job.case.pins
     if (pinned := _against_a_pin(job.start, {axis: pins[axis] for axis in pins if axis not in MOVED})) is not None:
-        return NoSplit(pinned)
+        return pinned
     if not most:
-        return NoSplit(f"one copy of the model takes {job.copy_gpus:,} GPUs, {job.num_gpus:,} are there")
+        return f"one copy of the model takes {job.copy_gpus:,} GPUs, {job.num_gpus:,} are there"
     reason = ""
     for dp in _sizes(job, most):
-        for other, why in _tried(job, dp, job.case.training.global_batch_size):
-            if other is not None:
+        for other in _tried(job, dp, job.case.training.global_batch_size):
+            if not isinstance(other, str):
                 return other
-            reason = reason or why
-    return NoSplit(reason or "the old number of data-parallel ranks cannot be kept")
+            reason = reason or other
+    return reason or "the old number of data-parallel ranks cannot be kept"
 
 
-def split_near(job: ResumedJob, most_dp: int, least_dp: int) -> Candidate | NoSplit:
+def split_near(job: ResumedJob, most_dp: int, least_dp: int) -> Candidate | str:
     """The fastest split whose batch is the nearest that its data-parallel ranks divide, within NEAR_FRACTION.
 
     More than `least_dp` ranks are tried, and so are few sizes only: each fewer rank loses more than a batch gains.
@@ -121,7 +114,7 @@ def split_near(job: ResumedJob, most_dp: int, least_dp: int) -> Candidate | NoSp
     sizes = [dp for dp in _sizes(job, most_dp) if dp > least_dp and slots * dp % experts == 0]
     for dp in sizes[:MOST_SIZES]:
         for near in _batches(job, dp, batch):
-            other = next((other for other, _ in _tried(job, dp, near) if other is not None), None)
+            other = next((other for other in _tried(job, dp, near) if not isinstance(other, str)), None)
             if other is not None:
                 found.append(other)
                 break
@@ -130,7 +123,7 @@ def split_near(job: ResumedJob, most_dp: int, least_dp: int) -> Candidate | NoSp
                 reason or f"no batch within {NEAR_FRACTION:.0%} of {batch:,} suits dp {dp} and {job.start.schedule}"
             )
     if not found:
-        return NoSplit(reason or "no larger number of data-parallel ranks than that of the batch asked for")
+        return reason or "no larger number of data-parallel ranks than that of the batch asked for"
     return max(found, key=tokens_per_s)
 
 
@@ -160,16 +153,15 @@ def _micro_batches(job: ResumedJob) -> list[int]:
     return [size for size in reversed(divisors(old, old)) if allowed is None or size in allowed] or [old]
 
 
-def _tried(job: ResumedJob, dp: int, batch: int) -> Iterator[tuple[Candidate | None, str]]:
+def _tried(job: ResumedJob, dp: int, batch: int) -> Iterator[Candidate | str]:
     """The layout for each micro-batch, or the reason why there is none."""
     for size in _micro_batches(job):
         if batch % (dp * size):
             steps = max(1, round(batch / (dp * size))) * dp * size
             near = f"{steps:,} would" if steps else "none does"
-            yield None, f"dp {dp} · micro-batch {size} does not divide the batch of {batch:,}; {near}"
+            yield f"dp {dp} · micro-batch {size} does not divide the batch of {batch:,}; {near}"
             continue
-        found = with_ranks(job, dp, size, batch)
-        yield (None, found) if isinstance(found, str) else (found, "")
+        yield with_ranks(job, dp, size, batch)
 
 
 def with_ranks(job: ResumedJob, dp: int, micro_batch_size: int, batch: int) -> Candidate | str:
@@ -242,49 +234,39 @@ ROUGH_GAP_FRACTION = 0.02
 """Gap of the searches for layouts beside the answer: other batches, and after failures that may come."""
 
 
-@dataclass(frozen=True, slots=True)
-class NoReshard:
-    """The reason why no other layout can be loaded, or none fits."""
-
-    says: str
-    error: Infeasible | None = None
-
-
-def case_of(job: ResumedJob) -> Case | NoReshard:
-    """The case of all layouts that the checkpoint can be loaded as and that the user's kept axes allow."""
+def case_of(job: ResumedJob) -> Case | str:
+    """The case of all layouts that the checkpoint can be loaded as and that kept axes allow, or why there are none."""
     row = job.checkpoint
     bound = row.rewritten.keeps if row.rewritten is not None else row.keeps
     if "layers" in (*bound, *job.keep):
         who = "--keep" if "layers" in job.keep else f"a checkpoint of {job.old.runtime}, {row.format},"
-        return NoReshard(f"{who} keeps the layers of each stage: only its data-parallel ranks may change")
+        return f"{who} keeps the layers of each stage: only its data-parallel ranks may change"
     pins = job.pins(tuple(dict.fromkeys((*bound, *job.keep))))
     if "zero_stage" not in pins and len(row.zero_stages) < 4:
         asked = job.case.limits.zero_stage or job.case.runtime.zero_stages
         pins["zero_stage"] = tuple(stage for stage in asked if stage in row.zero_stages)
         if not pins["zero_stage"]:
-            return NoReshard(
-                f"a checkpoint of {job.old.runtime} under ZeRO-{job.layout.zero_stage} loads under no other"
-            )
+            return f"a checkpoint of {job.old.runtime} under ZeRO-{job.layout.zero_stage} loads under no other"
     return job.case.limited(**pins)
 
 
-def reshard_for(job: ResumedJob) -> Plan | NoReshard:
-    """The plan of the fastest layout that can be loaded, for the batch asked for."""
+def reshard_for(job: ResumedJob) -> Plan | Infeasible | str:
+    """The plan of the fastest layout that can be loaded, for the batch asked for, or why there is none."""
     case = case_of(job)
-    if isinstance(case, NoReshard):
+    if isinstance(case, str):
         return case
     try:
         return search(case.limited(time_limit_s=max(job.deadline.left_s, 0.01)))
     except Infeasible as error:
-        return NoReshard(error.message, error)
+        return error
     except SolverError:
-        return NoReshard("no layout was found in time: raise --time-limit")
+        return "no layout was found in time: raise --time-limit"
 
 
 def fastest_for(job: ResumedJob, batch: int) -> Candidate | None:
     """The fastest layout for another batch, within a rough gap, that can be loaded; None if none was found in time."""
     case = case_of(job)
-    if not isinstance(case, NoReshard) and not job.deadline.passed:
+    if not isinstance(case, str) and not job.deadline.passed:
         with suppress(Infeasible, SolverError):
             case = case.with_batch(batch).limited(gap_fraction=ROUGH_GAP_FRACTION)
             return find_layouts(case, [case.runtime], job.deadline).best
@@ -359,17 +341,17 @@ class Ways:
 
     def _split(self) -> Way | None:
         found = split_for(self.job)
-        if isinstance(found, NoSplit):
-            return self._no_way("split", found.says)
+        if isinstance(found, str):
+            return self._no_way("split", found)
         if self.job.grows and found.shape.dp <= self.job.layout.dp:
             return self._no_way("split", f"no more than dp {found.shape.dp} divide the batch of {self._batch:,}")
         return self._loadable(Way("split", found))
 
     def _reshard(self) -> Way | None:
         found = reshard_for(self.job)
-        if isinstance(found, NoReshard):
-            self.nothing = found.error
-            return self._no_way("reshard", found.says)
+        if not isinstance(found, Plan):
+            self.nothing = found if isinstance(found, Infeasible) else None
+            return self._no_way("reshard", found if isinstance(found, str) else found.message)
         return self._loadable(Way("reshard", reprice(found, found.best), found))
 
     def _loadable(self, way: Way) -> Way | None:
@@ -397,8 +379,8 @@ class Ways:
             return
         least = max((int(way.candidate.shape.dp) for way in self.open if way.kind != "reshard"), default=0)
         most = job.num_gpus // job.copy_gpus
-        split = split_near(job, most, least) if most > least else NoSplit("")
-        if not isinstance(split, NoSplit) and (way := self._loadable(Way("split", split))) is not None:
+        split = split_near(job, most, least) if most > least else ""
+        if not isinstance(split, str) and (way := self._loadable(Way("split", split))) is not None:
             yield way
         searched = next((way.found for way in self.open if way.found is not None), None)
         if searched is None:
@@ -413,7 +395,7 @@ class Ways:
         """The error of a job that cannot go on at all, with a remedy where one is found."""
         job, says = self.job, f"no way to go on with {self.job.num_gpus:,} GPUs"
         case = case_of(job)
-        if self.nothing is None or isinstance(case, NoReshard):
+        if self.nothing is None or isinstance(case, str):
             why = "; ".join(f"{closed.kind}: {closed.reason}" for closed in self.closed)
             return Infeasible(f"{says}: {why}", self._enough())
         told = with_remedy(self.nothing, case, job.deadline)
@@ -433,7 +415,7 @@ class Ways:
             if num_gpus >= self.job.old.cluster.num_gpus:
                 break
             found = split_for(self.job.on(num_gpus))
-            if not isinstance(found, NoSplit) and self.loading(found) is not None:
+            if not isinstance(found, str) and self.loading(found) is not None:
                 return f"--gpus {num_gpus} is enough"
         return "wait for the lost GPUs" if self.job.shrinks else "leave -b out, and the job stays as it is"
 
@@ -444,7 +426,7 @@ def _interim(job: ResumedJob) -> Candidate | None:
     if row.rewritten is None or row.rewritten.by != "resave":
         return None
     found = split_for(replace(job, keep=(), case=job.case.free()))
-    return None if isinstance(found, NoSplit) or loading(job, found, has_split=False) != "as_is" else found
+    return None if isinstance(found, str) or loading(job, found, has_split=False) != "as_is" else found
 
 
 def _different(ways: list[Way]) -> list[Way]:

@@ -25,6 +25,7 @@ from planner.export.megatron.keyed_reading import EXPERT_TARGETS, read_keys
 from planner.export.megatron.option_rows import options_of
 from planner.export.named_models import model_called, moe_of
 from planner.export.torchtitan_reading import run_of_settings
+from planner.specs.base import Named
 
 _MODES = {"True": "full", "False": "none", "None": "none"}
 _EVERY = ("*", "*_proj", "all-linear", "[]")
@@ -81,6 +82,8 @@ def _of_automodel(name: str, settings: Settings, num_gpus: int | None) -> Import
     keeps = (layout["pp"] > 1 and moe_of(model) is not None) or str(found.get("reshards")) == "False"
     layout["zero_stage"] = 1 if keeps else 3
     imported.accumulates_whole = is_on(found.get("keeps_weights"))
+    if is_on(found.get("offloads")):
+        imported.offload_all("policy.dtensor_cfg.cpu_offload")
     dispatcher = str(found.get("dispatcher", "torch"))
     if moe_of(model) is not None:
         run["features"]["dispatcher"] = dispatcher if dispatcher in ("deepep", "hybridep") else "alltoall"
@@ -133,7 +136,18 @@ def read_nemo_rl(config: ConfigFile) -> ImportedRun:
     run["seq_length"] = number(settings, "policy.max_total_sequence_length")
     if not any(path.startswith(("sft.", "dpo.")) for path in settings):
         imported.notes.append("one update of the policy is priced; rollouts, the reference model and rewards are not")
+        imported.reinforce(tokens=_scored_tokens(settings, run["seq_length"] or 0) // run["parallelism"].get("cp", 1))
     return imported
+
+
+def _scored_tokens(settings: Settings, length: int) -> int:
+    """Tokens of a micro-batch of log-probabilities; 0 where their logits come in chunks."""
+    if number(settings, "policy.logprob_chunk_size"):
+        return 0
+    for kind in ("dynamic_batching", "sequence_packing"):
+        if is_on(settings.get(f"policy.{kind}.enabled")):
+            return number(settings, f"policy.{kind}.logprob_mb_tokens") or length
+    return length * (number(settings, "policy.logprob_batch_size", "policy.train_micro_batch_size") or 1)
 
 
 def _merged(config: ConfigFile, depth: int = 0) -> Settings:
@@ -166,7 +180,7 @@ def _trainers_gpus(settings: Settings) -> int | None:
 
 def _of_megatron(settings: Settings, gpus: int | None) -> ImportedRun:
     row, start = dialect("nemo-rl-megatron"), "policy.megatron_cfg."
-    keys, names = Settings(), dict[str, str]()
+    keys, names = Settings(), Named()
     for path, value in settings.items():
         key = path.removeprefix(start).rpartition(".")[2]
         if path.startswith(start) and not row.is_harmless(path.removeprefix(start)) and key != "enabled":

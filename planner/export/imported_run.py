@@ -11,7 +11,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
 from planner.errors import LayoutError, SpecError
-from planner.specs.base import Fields, Said
+from planner.specs.base import Fields, Named, Said
 from planner.specs.model import ModelSpec
 from planner.specs.reading import parse_json, parse_yaml, printable, text_beside
 from planner.specs.registry import load_model, model_names
@@ -185,11 +185,11 @@ class ImportedRun:
     """The trainer whose configuration it is: megatron, torchtitan, deepspeed, …"""
     run: Fields
     """Fields of a run; some may be missing, which only the user can say."""
-    ignored: dict[str, str] = field(default_factory=dict)
+    ignored: Named = field(default_factory=dict)
     """Options that change neither seconds nor bytes of a step."""
-    unknown: dict[str, str] = field(default_factory=dict)
+    unknown: Named = field(default_factory=dict)
     """Options that this planner does not know: they may matter."""
-    assumed: dict[str, str] = field(default_factory=dict)
+    assumed: Named = field(default_factory=dict)
     """Settings that the configuration leaves out, and what the trainer has then."""
     documented: str = ""
     """The place of the trainer's defaults."""
@@ -206,6 +206,9 @@ class ImportedRun:
     """Copies of the sharded optimizer; the number of GPUs says over how many ranks each is sharded."""
     accumulates_whole: bool = False
     """True where sharded weights stay gathered from the first micro-batch of a step to the last."""
+    predicts_further: bool = True
+    """Multi-token prediction of a published model is trained too; without, its blocks are left out, as transformers
+    does and Megatron core unless it is asked for them."""
     microbatches_per_rank: int | None = None
     """Micro-batches of a data-parallel rank in a step, for configurations that count the batch so."""
 
@@ -242,6 +245,9 @@ class ImportedRun:
             run["global_batch_size"] = layout.get("micro_batch_size", 1) * self.microbatches_per_rank * dp
         for name, hint in _REQUIRED.items():
             if run.get(name) is None and name == "model" and self.model_name:
+                if (variable := re.fullmatch(r"\$\{(\w+)\}", self.model_name)) is not None:
+                    told = f"{self.source}: the model: ${variable[1]} is not set in the script"
+                    raise SpecError(told, f"add --model NAME, or --set {variable[1]}=VALUE")
                 raise SpecError(
                     f"{self.source}: unknown model {printable(self.model_name, 80)!r}",
                     "add --model with a name that `plan models` lists, or with the model's config.json",
@@ -250,6 +256,10 @@ class ImportedRun:
                 least = least_gpus(layout)
                 multiple = f", a multiple of {least}" if name == "num_gpus" and least > 1 else ""
                 raise SpecError(f"{self.source}: {name} is not in the configuration", hint + multiple)
+        if not self.predicts_further and isinstance(run["model"], str):
+            spec = load_model(run["model"])
+            if spec.num_nextn_predict_layers:
+                run["model"] = spec.model_copy(update={"num_nextn_predict_layers": 0}).model_dump(mode="json")
         if self.accumulates_whole:
             each = layout.get("micro_batch_size", 1) * (layout.get("dp") or run["num_gpus"] // ranks)
             layout["zero_stage"] = 1 if run["global_batch_size"] > each else layout["zero_stage"]
@@ -257,6 +267,36 @@ class ImportedRun:
             shards = run["num_gpus"] // (layout["tp"] * layout["pp"] * self.optimizer_instances)
             layout["fsdp"] = max(1, shards)
         return {name: value for name, value in run.items() if value is not None}
+
+    def offload_all(self, name: str, value: object = "true") -> None:
+        """FSDP's CPUOffload, which the setting `name` says, of a run that shards its weights."""
+        if self.run["parallelism"].get("zero_stage") == 3:
+            self.run["features"]["parameter_offload"] = "all"
+        else:
+            self.unknown[name] = str(value)
+
+    def reinforce(
+        self, *, tokens: int, alone: bool = False, share: float = 0.0, critics: int = 0, frozen: int = 0
+    ) -> None:
+        """Price what reinforcement learning holds on a GPU beside a policy's update, and needs between two.
+
+        These are the log-probabilities of so many `tokens` at once, the `share` of memory that answers are generated
+        in, with the optimizer's states on the host (`alone`) or not, critics, and models that are not trained.
+        """
+        told = {
+            "scored_tokens": tokens, "scored_alone": alone, "rollout_fraction": share, "critics": critics,
+            "frozen_copies": frozen,
+        }  # fmt: skip
+        if any(value for name, value in told.items() if name != "scored_alone"):
+            self.run["objective"] = {name: value for name, value in told.items() if value}
+        says = (
+            (tokens, f"log-probabilities of up to {tokens:,} tokens at once"),
+            (share, f"{share:.0%} of memory for generation"),
+            (critics, f"{critics} critic as large as the policy"),
+            (frozen, f"{frozen} frozen models as large as the policy"),
+        )
+        if beside := [what for count, what in says if count]:
+            self.notes.append(f"counted beside an update: {', '.join(beside)}")
 
     def _refuse_unknown_grid(self) -> None:
         """Raise SpecError for a setting that nobody knows and that would decide the grid or the model's sizes."""

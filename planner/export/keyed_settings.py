@@ -11,14 +11,14 @@ import operator
 import re
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 from planner.errors import SpecError
 from planner.export.followed.shell_script import Script, read_script
 from planner.export.imported_run import ConfigFile, ImportedRun, json_of, yaml_of
-from planner.export.megatron.option_rows import Options, broken_rows, options_of
-from planner.specs.base import Fields, Said, Texts
+from planner.export.megatron.option_rows import Options, OptionWords, broken_rows, options_of, text
+from planner.specs.base import Fields, Named, Said, Texts
 from planner.specs.reading import literal, parse_python, shipped_table
 from planner.specs.units import is_count
 
@@ -118,7 +118,7 @@ def is_empty(value: Any) -> bool:
 
 def refused_settings(settings: Settings, *names: str) -> list[str]:
     """Reasons why trainers of these names end before their first step, by their tables."""
-    options: dict[str, list[str]] = {}
+    options: OptionWords = {}
     for name, value in flat(settings).items():
         items = value if isinstance(value, list) else [value]
         if not is_off(value) and items:
@@ -134,7 +134,7 @@ class KeyedSettings:
     script: Script
     """The script that launches; an empty one for a file of settings."""
     num_gpus: int | None = None
-    unread: dict[str, str] = field(default_factory=dict)
+    unread: Named = field(default_factory=dict)
     """Settings whose values only a run knows, and their texts."""
 
 
@@ -166,29 +166,35 @@ def mapping_of(text: str) -> Settings:
 
 _INNERMOST = re.compile(r"\$\{([^${}]*)\}")
 _RESOLVERS: Mapping[str, Callable[[float, float], float]] = {
-    "mul": operator.mul, "multiply": operator.mul, "div": operator.truediv, "divide": operator.truediv,
-    "int_div": operator.floordiv, "floordiv": operator.floordiv, "add": operator.add, "sum": operator.add,
-    "sub": operator.sub, "subtract": operator.sub, "max": max, "min": min,
+    name: resolve
+    for names, resolve in (
+        ("mul multiply mult", operator.mul), ("div divide divide_ceil divide_floor", operator.truediv),
+        ("int_div floordiv", operator.floordiv), ("add sum", operator.add), ("sub subtract", operator.sub),
+        ("max", max), ("min", min),
+    )
+    for name in names.split()
 }  # fmt: skip
 """OmegaConf's resolvers that trainers register, of two numbers."""
 _MAX_DEPTH, _MAX_TEXT = 16, 2_000
 
 
 def resolved(settings: Settings) -> Settings:
-    """The settings with OmegaConf's `${section.name}` and `${mul:2,${…}}` put in; unknown ones stay as they are."""
+    """The settings with OmegaConf's `${section.name}`, `${.beside}` and `${mul:2,${…}}` put in; unknown ones stay."""
 
-    def value(match: re.Match[str]) -> str:
+    def value(key: str, match: re.Match[str]) -> str:
         name, colon, rest = match[1].partition(":")
         words = [word.strip(" '\"") for word in rest.split(",")]
         if not colon:
-            found = settings.get(name.strip())
-            return match[0] if isinstance(found, (dict, list)) or name.strip() not in settings else str(found)
+            dots = len(name) - len(name.lstrip("."))
+            path = ".".join([*(key.split(".")[:-dots] if dots else []), name.strip(" .")])
+            found = settings.get(path)
+            return match[0] if isinstance(found, (dict, list)) or path not in settings else str(found)
         if name in ("oc.select", "oc.env") and len(words) == 2:
             return str(settings.get(words[0], words[1]))
         if name not in _RESOLVERS or len(words) != 2 or not all(re.fullmatch(r"-?\d{1,12}(\.\d+)?", w) for w in words):
             return match[0]
-        first, second = map(float, words)
-        made = _RESOLVERS[name](first, second) if second or "div" not in name else 0.0
+        numbers = [float(word) for word in words]
+        made = _RESOLVERS[name](*numbers) if numbers[1] or "div" not in name else 0.0
         return str(int(made)) if made == int(made) else str(made)
 
     found = dict(settings)
@@ -197,7 +203,7 @@ def resolved(settings: Settings) -> Settings:
         for _ in range(_MAX_DEPTH):
             if not isinstance(text, str) or "${" not in text or len(text) > _MAX_TEXT:
                 break
-            text = _INNERMOST.sub(value, text)
+            text = _INNERMOST.sub(partial(value, key), text)
         found[key] = value_of(text) if text != said else said
     return found
 
@@ -236,7 +242,7 @@ def flat(data: Said, prefix: str = "") -> Settings:
 def _of_script(config: ConfigFile, calls: re.Pattern[str] | None) -> KeyedSettings:
     script = read_script(config.text, config.beside)
     options = options_of(script.words)
-    settings, unread = Settings(), dict[str, str]()
+    settings, unread = Settings(), Named()
     for name in [word for word in script.words if word.endswith((".yaml", ".yml")) and not word.startswith("-")]:
         if any(name in words for option, words in options.items() if option not in ("--config", "--config-path")):
             continue
@@ -291,11 +297,7 @@ def _of_python(text: str, calls: re.Pattern[str] | None, given: Settings | None 
     return keyed
 
 
-_OBJECTS = frozenset({
-    "model", "args", "tokenizer", "processing_class", "train_dataset", "eval_dataset", "data_collator", "callbacks",
-    "peft_config", "quantization_config", "config", "formatting_func", "compute_metrics", "device_map", "optimizers",
-    "reward_funcs", "dataset_kwargs", "model_init", "ref_model", "run_name", "random_state",
-})  # fmt: skip
+_OBJECTS = frozenset(table()["huggingface"]["objects"].split())
 """Keywords that take objects whose own settings are read where they are made, or that decide nothing."""
 
 
@@ -344,48 +346,55 @@ def number(settings: Said, *names: str) -> int | None:
     """The first of the settings that is given, as a whole number. SpecError where it is none."""
     for name in names:
         value = settings.get(name)
-        if value in (None, "", "auto", "null"):
-            continue
-        refuse_unset(name, value)
-        try:
-            return int(float(value))
-        except (TypeError, ValueError, OverflowError):
-            raise SpecError(f"{name}: {value!r:.60} is no number", "write a number") from None
+        if value not in (None, "", "auto", "null"):
+            refuse_unset(name, value)
+            try:
+                return int(float(value))
+            except (TypeError, ValueError, OverflowError):
+                raise SpecError(f"{name}: {value!r:.60} is no number", "write a number") from None
     return None
+
+
+def first(settings: Said, *names: str, default: Any = None) -> Any:
+    """The first of the settings that is given, and not empty."""
+    return next((settings[name] for name in names if settings.get(name) not in (None, "")), default)
+
+
+def word(settings: Said, *names: str) -> str:
+    """The first of the settings that says something, in small letters."""
+    return str(next(filter(None, map(settings.get, names)), "")).lower()
+
+
+def is_any_on(settings: Said, *names: str) -> bool:
+    """True where one of the settings is true."""
+    return any(is_on(settings.get(name)) for name in names)
 
 
 def num_gpus(options: Options, script: Script) -> int | None:
     """GPUs that torchrun, DeepSpeed's launcher or Slurm is asked for; None where none gives a number."""
     directives, variables = script.directives, script.variables
-    tasks = directives.get("ntasks-per-node", "")
-    per_node = (
-        _first(options, "--nproc-per-node", "--num-gpus", "--ntasks-per-node")
-        or count(
-            [directives.get("gpus-per-node", "").rpartition(":")[2], directives.get("gres", "").rpartition(":")[2]]
-        )
-        or count([w for n in ("GPUS_PER_NODE", "NPROC_PER_NODE", "PET_NPROC_PER_NODE") for w in variables.get(n, [])])
-        or (count([tasks]) if tasks != "1" else None)
-    )
-    nodes = _first(options, "--nnodes", "--num-nodes", "--nodes") or count(
-        [
-            directives.get("nodes", ""),
-            directives.get("N", ""),
-            *(word for name in ("PET_NNODES", "NNODES", "NUM_NODES") for word in variables.get(name, [])),
-        ]
-    )
-    listed = next((options[name][0] for name in ("--include",) if options.get(name)), "").rpartition(":")[2]
+
+    def said(names: str) -> int | None:
+        """The first number that options, directives (with one dash) and variables say."""
+        words: list[str] = []
+        for name in names.split():
+            own = variables.get(name, []) if name[0] != "-" else [directives.get(name[1:], "")]
+            words += options.get(name, [])[:1] if name.startswith("--") else own
+        return count([word.rpartition(":")[2] for word in words])
+
+    per_node = said(
+        "--nproc-per-node --num-gpus --ntasks-per-node -gpus-per-node -gres "
+        "GPUS_PER_NODE NPROC_PER_NODE PET_NPROC_PER_NODE"
+    ) or (said("-ntasks-per-node") if directives.get("ntasks-per-node") != "1" else None)
+    nodes = said("--nnodes --num-nodes --nodes -nodes -N PET_NNODES NNODES NUM_NODES")
+    listed = text(options, "--include").partition(" ")[0].rpartition(":")[2]
     seen = listed or next(iter(variables.get("CUDA_VISIBLE_DEVICES", [])), "")
     cards = len(seen.split(",")) if re.fullmatch(r"\d+(,\d+)*", seen) else None
-    world = count([word for name in ("WORLD_SIZE", "NUM_GPUS", "NGPUS", "N_GPUS") for word in variables.get(name, [])])
     per_node = per_node or (cards if listed else None)
     if per_node and nodes:
         return per_node * nodes
     is_counted = any(name in options for name in ("--nnodes", "--num-nodes"))
-    return world or (per_node if per_node and not is_counted else None if is_counted else cards)
-
-
-def _first(options: Options, *names: str) -> int | None:
-    return count([options[name][0].rpartition(":")[2] for name in names if options.get(name)])
+    return said("WORLD_SIZE NUM_GPUS NGPUS N_GPUS") or (None if is_counted else per_node or cards)
 
 
 def count(values: Sequence[str]) -> int | None:

@@ -381,25 +381,6 @@ def add_to_model(model: Tree, values: Tree) -> None:
             raise SpecError(f"lfm_layer_types: {kinds!r:.60} is no list of layers", "write [conv, full_attention, …]")
         model["layer_types"] = ["conv" if kind == "conv" else "full" for kind in kinds]
         model["short_conv_kernel"] = values.get("conv_L_cache") or 3
-    if (variant := values.get("experimental_attention_variant")) == "gated_delta_net":
-        _add_delta_net(model, values)
-    elif variant is not None:
-        raise SpecError(f"experimental_attention_variant: {str(variant)[:40]} is not modelled", "leave it out")
-
-
-def _add_delta_net(model: Tree, values: Tree) -> None:
-    """Gated delta nets on all layers but every n-th, which attends."""
-    every = values.get("linear_attention_freq")
-    if type(every) is not int or every < 2:
-        raise SpecError(f"linear_attention_freq: {every!r:.60} is no interval of layers", "write a number from 2 on")
-    model["layer_types"] = (["gated_delta"] * (every - 1) + ["full"])[: model["num_hidden_layers"]]
-    model["linear_attention"] = {
-        "num_key_heads": values.get("linear_num_key_heads"),
-        "num_value_heads": values.get("linear_num_value_heads"),
-        "key_head_dim": values.get("linear_key_head_dim"),
-        "value_head_dim": values.get("linear_value_head_dim"),
-        "conv_kernel": values.get("linear_conv_kernel_dim"),
-    }
 
 
 def run_of_keys(values: Tree, written: Tree, named: Model | None = None) -> ImportedRun:

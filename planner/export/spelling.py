@@ -43,7 +43,7 @@ class Spelling:
     value: Any
     """The value, or None for any that the parts of the settings say."""
     settings: Said = field(default_factory=dict)
-    """Said and their values; none for the value that the trainer has unasked."""
+    """Settings and their values; none for the value that the trainer has unasked."""
     since: str = ""
     """The first version that spells it so; empty for the oldest that is known."""
     before: str = ""
@@ -117,7 +117,7 @@ def read_switches(rows: Iterable[Spelling], found: Said) -> dict[str, Value]:
 
 
 def unexplained(rows: Iterable[Spelling], found: Said) -> set[str]:
-    """Said that rows spell, with values that no row does."""
+    """Settings that rows spell, with values that no row does."""
     rows = tuple(rows)
     spelled = {name for row in rows for name in row.settings if name in found}
     return spelled - {name for row in rows if row.read(found) is not None for name in row.settings}

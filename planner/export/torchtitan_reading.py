@@ -12,7 +12,7 @@ from planner.export.followed.python_recipe import Evaluator, chosen_recipe
 from planner.export.followed.python_values import CallRecord, Unknown
 from planner.export.followed.shell_script import Script, read_script
 from planner.export.imported_run import ConfigFile, ImportedRun, new_run
-from planner.export.keyed_settings import dialect, flat, refused_settings
+from planner.export.keyed_settings import dialect, flat, is_on, refused_settings
 from planner.export.named_models import (
     FLAVORS,
     Model,
@@ -22,7 +22,7 @@ from planner.export.named_models import (
     num_layers_of,
     registered_model,
 )
-from planner.specs.base import Fields
+from planner.specs.base import Fields, Named
 from planner.specs.reading import literal, parse_python, parse_toml, printable
 from planner.specs.units import is_count
 from planner.trainers.rules.facts import TORCH_CLASSES
@@ -39,15 +39,15 @@ _MAX_SHOWN_CHARACTERS = 80
 _ROW = dialect("torchtitan")
 
 
-def read_recipe(config: ConfigFile) -> tuple[Fields, dict[str, str]]:
-    """Fields by `section.name`, and those whose values cannot be read.
+def read_recipe(config: ConfigFile) -> tuple[Fields, Named]:
+    """Settings by `section.name`, and those whose values cannot be read.
 
     Raises SpecError for what is no Python, and for a file with several recipes of which none is chosen.
     """
     evaluator = Evaluator(config, _NEVER_FOLLOWED)
     record = chosen_recipe(evaluator, config.recipe, _SECTIONS) or _at_top(evaluator)
     settings: Fields = {}
-    unreadable: dict[str, str] = {}
+    unreadable: Named = {}
     for section in _SECTIONS:
         value = record.get(section)
         for path, setting in value.flat(f"{section}.") if isinstance(value, CallRecord) else ():
@@ -125,12 +125,12 @@ def _module(config: ConfigFile) -> str:
     return ""
 
 
-def read_settings(config: ConfigFile, script: Script) -> tuple[Fields, dict[str, str]]:
-    """Fields, and those whose values only a run would know; `script` holds the text's words.
+def read_settings(config: ConfigFile, script: Script) -> tuple[Fields, Named]:
+    """Settings, and those whose values only a run would know; `script` holds the text's words.
 
     Raises SpecError for a file that is broken, or has no settings of torchtitan.
     """
-    unreadable: dict[str, str] = {}
+    unreadable: Named = {}
     text = config.text
     if is_recipe(text):
         settings, unreadable = read_recipe(config)
@@ -145,7 +145,7 @@ def read_settings(config: ConfigFile, script: Script) -> tuple[Fields, dict[str,
 
 
 def of_today(settings: Fields) -> Fields:
-    """Fields under today's names, with the dtype that converters ask for."""
+    """Settings under today's names, with the dtype that converters ask for."""
     settings = {_ROW.renamed.get(name, name): value for name, value in settings.items()}
     return settings | _converted(settings)
 
@@ -162,7 +162,7 @@ def _converted(settings: Fields) -> Fields:
 
 
 def _of_file(config: ConfigFile) -> Fields:
-    """Fields of the TOML that a launch names; of one that is not beside it, the model that its path says."""
+    """Settings of the TOML that a launch names; of one that is not beside it, the model that its path says."""
     named = re.search(
         r"(?:\bCONFIG_FILE=|--job[._]config_file[ =])[\"']?(?:\$\{\w+:-)?[\"']?([\w./-]+\.toml)", config.text
     )
@@ -187,7 +187,7 @@ def _is_toml(text: str) -> bool:
 
 
 def _toml(text: str) -> Fields:
-    """Fields of a TOML file, as torchtitan took them up to 2025."""
+    """Settings of a TOML file, as torchtitan took them up to 2025."""
     return flat(parse_toml(text, "", "give the file that --job.config_file names"))
 
 
@@ -281,6 +281,8 @@ def run_of_settings(settings: Fields, num_gpus: int | None) -> ImportedRun:
         imported.model_name = what
     if "base" in settings:
         imported.notes.append(f"what {settings['base']} sets beside is not read: it is not in this file, nor beside it")
+    if is_on(settings.get("training.enable_cpu_offload")):
+        imported.offload_all("training.enable_cpu_offload")
     _ROW.sort(imported, settings, (), lambda name, value: (name, value) == ("training.dtype", "float32"))
     return imported
 

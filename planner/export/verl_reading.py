@@ -14,28 +14,32 @@ from planner.export.keyed_settings import (
     Settings,
     dialect,
     flat,
+    is_off,
     is_on,
     number,
     overrides_of,
-    refuse_unset,
     refused_settings,
     resolved,
     value_of,
 )
 from planner.export.megatron.keyed_reading import add_lora, read_keys
 from planner.export.named_models import model_called
+from planner.specs.base import Named
 
-_ACTOR, _MODEL = "actor_rollout_ref.actor.", "actor_rollout_ref.model."
+_ACTOR, _MODEL, _ROLLOUT = (f"actor_rollout_ref.{part}." for part in ("actor", "model", "rollout"))
 _ROW = dialect("verl")
 _READ = re.compile("|".join(_ROW.read))
 _OFFLOADS = ("param_offload", "grad_offload", "optimizer_offload")
+
+
+_LENGTHS = {"gsm8k": 320, r"(^|[/'])math[/']": 704}
+"""Tokens of a prompt and its answer in verl's examples, as Qwen2.5 instruct models write them in its public logs."""
 
 
 def read_verl(config: ConfigFile) -> ImportedRun:
     """The run of a script or a YAML. Raises SpecError where neither trains a model."""
     settings, words = _overrides(config)
     is_rl = any(name.startswith("actor_rollout_ref.") for name in settings)
-    refuse_unset("the model", settings.get(_MODEL + "path"))
     model = settings.get(_MODEL + "path") or settings.get("model.path") or settings.get("model.partial_pretrain")
     if not settings:
         raise SpecError("the text overrides none of verl's settings", "give the script that calls verl.trainer")
@@ -48,8 +52,8 @@ def read_verl(config: ConfigFile) -> ImportedRun:
     imported.refused += refused_settings(settings, "verl")
     if is_rl:
         imported.notes.append(
-            "one update of the actor is priced (ppo_mini_batch_size × rollout.n sequences as long as prompt and "
-            "response may be); rollouts, the reference model and rewards are not"
+            "one update of the actor is priced (ppo_mini_batch_size × rollout.n sequences); the reference model and "
+            "rewards are not"
         )
     return imported
 
@@ -80,7 +84,7 @@ def _num_gpus(settings: Settings) -> int | None:
 def _of_megatron(settings: Settings, model: str, is_rl: bool) -> ImportedRun:
     starts = (f"{_ACTOR}megatron.", "engine.", f"{_ACTOR}optim.override_optimizer_config.",
               "optim.override_optimizer_config.")  # fmt: skip
-    keys, names = Settings(), dict[str, str]()
+    keys, names = Settings(), Named()
     for path, value in settings.items():
         start = next((start for start in starts if path.startswith(start)), None)
         if start is None:
@@ -97,8 +101,7 @@ def _of_megatron(settings: Settings, model: str, is_rl: bool) -> ImportedRun:
     if rank:
         targets = settings.get(f"{_MODEL}lora.target_modules") or settings.get("model.lora.target_modules")
         add_lora(imported, {"dim": rank, "target_modules": targets})
-    if is_on(settings.get(f"{_MODEL}mtp.enable_train")) and isinstance(imported.run["model"], str):
-        imported.notes.append("the multi-token prediction of the published model is trained as well")
+    imported.predicts_further = is_on(settings.get(f"{_MODEL}mtp.enable_train"))
     _offload(imported, settings, f"{_ACTOR}megatron.")
     _list_unread(imported, settings, names.values())
     return imported
@@ -149,7 +152,7 @@ def _offload(imported: ImportedRun, settings: Settings, prefix: str) -> None:
         imported.notes.append(f"{', '.join(found)}: on the host during rollouts, on the GPU during the update")
     for name in ("offload_policy", "cpu_offload", "offload_params"):
         if is_on(settings.get(prefix + name)):
-            imported.unknown[prefix + name] = "true"
+            imported.offload_all(prefix + name)
 
 
 def _list_unread(imported: ImportedRun, settings: Settings, read: Collection[str]) -> None:
@@ -162,6 +165,35 @@ def _list_unread(imported: ImportedRun, settings: Settings, read: Collection[str
     )
 
 
+def _scored_tokens(settings: Settings, longest: int) -> int:
+    """Tokens of a micro-batch of log-probabilities; 0 where their logits are never held."""
+    chunked = (f"{_ACTOR}entropy_from_logits_with_chunking", f"{_MODEL}use_fused_kernels")
+    if any(is_on(settings.get(name)) for name in chunked):
+        return 0
+    own = f"{_ROLLOUT}log_prob_use_dynamic_bsz"
+    if is_on(settings.get(own, settings.get(f"{_ACTOR}use_dynamic_bsz"))):
+        named = f"{_ROLLOUT}log_prob_max_token_len_per_gpu", f"{_ACTOR}ppo_max_token_len_per_gpu"
+        return number(settings, *named) or 16384
+    count = number(settings, f"{_ROLLOUT}log_prob_micro_batch_size_per_gpu") or 0
+    return count * (longest if count < 2 else _mean_length(settings, longest, longest // 2))
+
+
+def _mean_length(settings: Settings, longest: int, unknown: int) -> int:
+    """Tokens of a prompt and its answer in the mean, of data that is known or not; the most where all are padded."""
+    if is_off(settings.get(f"{_MODEL}use_remove_padding", True)):
+        return longest
+    files = str(settings.get("data.train_files") or "").lower()
+    known = [length for name, length in _LENGTHS.items() if re.search(name, files)]
+    return min(longest, max(known, default=64 * -(-unknown // 64)))
+
+
+def _rollout_fraction(settings: Settings) -> float:
+    """The share of memory that generation takes where the actor stays beside it: weights and states on the GPU."""
+    offloads = any(is_on(settings.get(f"{_ACTOR}{part}.param_offload")) for part in ("fsdp_config", "megatron"))
+    share = str(settings.get(f"{_ROLLOUT}gpu_memory_utilization", 0.5))
+    return float(share) if not offloads and re.fullmatch(r"0?\.\d+|1(\.0*)?", share) else 0.0
+
+
 def _set_batch(imported: ImportedRun, settings: Settings, is_rl: bool) -> None:
     """Sequences of an update and their length; of dynamic micro-batches those that hold so many tokens."""
     run, layout = imported.run, imported.run["parallelism"]
@@ -172,24 +204,45 @@ def _set_batch(imported: ImportedRun, settings: Settings, is_rl: bool) -> None:
         layout["micro_batch_size"] = max(1, whole * ranks // run["num_gpus"])
     prompt, response = number(settings, "data.max_prompt_length"), number(settings, "data.max_response_length")
     if is_rl:
-        run["seq_length"] = (prompt or 512) + (response or 512)
+        run["seq_length"] = longest = (prompt or 512) + (response or 512)
+        is_dynamic = is_on(settings.get(f"{_ACTOR}use_dynamic_bsz"))
+        if layout.get("micro_batch_size", 1) > 1 or is_dynamic:
+            run["seq_length"] = _mean_length(settings, longest, longest if is_dynamic else longest // 2)
+        if run["seq_length"] < longest:
+            imported.notes.append(
+                f"without padding, sequences are priced as of {run['seq_length']:,} tokens in the mean, up to "
+                f"{longest:,}: --seq-length {longest} prices the longest alone"
+            )
         samples = number(settings, "actor_rollout_ref.rollout.n") or 1
         update, prompts = (
             number(settings, f"{_ACTOR}ppo_mini_batch_size") or 256,
             number(settings, "data.train_batch_size"),
         )
         run["global_batch_size"] = update * samples
-        if (prompts or 1024) < update and not is_on(settings.get(f"{_ACTOR}use_dynamic_bsz")):
+        offloads = (f"{_ACTOR}{part}.optimizer_offload" for part in ("fsdp_config", "megatron"))
+        is_alone = any(is_on(settings.get(name)) for name in offloads)
+        asks = str(settings.get("algorithm.adv_estimator", "gae")) == "gae" or is_on(settings.get("critic.enable"))
+        keeps = not any(name.startswith("critic.") and name.endswith("optimizer_offload") and is_on(value)
+                        for name, value in settings.items())  # fmt: skip
+        imported.reinforce(
+            tokens=_scored_tokens(settings, longest),
+            alone=is_alone,
+            share=_rollout_fraction(settings),
+            critics=int(asks and keeps),
+        )
+        if (prompts or 1024) < update and not is_dynamic:
             imported.refused.append(f"data.train_batch_size {prompts or 1024} is below ppo_mini_batch_size {update}")
-        tokens = number(settings, f"{_ACTOR}ppo_max_token_len_per_gpu")
-        if is_on(settings.get(f"{_ACTOR}use_dynamic_bsz")) and tokens:
-            held = max(1, tokens * layout.get("cp", 1) // run["seq_length"])
+        if is_dynamic:
+            tokens = number(settings, f"{_ACTOR}ppo_max_token_len_per_gpu") or 16384
+            room = max(1, tokens * layout.get("cp", 1) // run["seq_length"])
             ranks = layout.get("tp", 1) * layout.get("pp", 1) * layout.get("cp", 1)
             each = max(1, run["global_batch_size"] * ranks // (run["num_gpus"] or ranks))
-            # as many of a rank's sequences as fit, in micro-batches of one size
-            layout["micro_batch_size"] = max(size for size in range(1, min(held, each) + 1) if each % size == 0)
-            if held > layout["micro_batch_size"] < each:
-                imported.notes.append(f"dynamic micro-batches hold up to {held} such sequences: priced as of one size")
+            # a rank's sequences in as few balanced micro-batches as have room for them, here of one size
+            balanced = each / -(-each // room)
+            sizes = (size for size in range(1, each + 1) if each % size == 0)
+            layout["micro_batch_size"] = min(sizes, key=lambda size: abs(size - balanced))
+            if each > room:
+                imported.notes.append(f"dynamic micro-batches hold up to {room} such sequences: priced as of one size")
     else:
         run["seq_length"] = number(settings, "data.max_length") or 1024
         run["global_batch_size"] = number(settings, "data.train_batch_size") or 256

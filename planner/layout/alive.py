@@ -19,20 +19,28 @@ from typing import NamedTuple
 from planner.answer import Plan, PricedLayout, StageMemory
 from planner.answer.memory import MemoryAnswer, MemoryChange, MemoryItem, MemoryOfStage, MemoryTensor
 from planner.errors import SpecError
-from planner.layout.candidate import FULL, Candidate, Split
-from planner.layout.given import given_layout
-from planner.layout.memory_curve import MemoryCurve, fullest_backward, memory_curves
+from planner.layout.candidate import FULL, Candidate
+from planner.layout.memory_curve import (
+    STATICS,
+    Held,
+    MemoryCurve,
+    Part,
+    backward_tensors,
+    fullest_backward,
+    held,
+    loss_tensors,
+    memory_curves,
+    parts_of,
+)
 from planner.layout.seconds import STEADY_ROUNDS
-from planner.layout.tensors import STATICS, Held, Part, backward_tensors, fixed_tensors, held, loss_tensors, parts_of
+from planner.layout.variation import Variation, varied
 from planner.physics.cost import PartCost
 from planner.physics.memory import constants
 from planner.physics.operators import Saved
-from planner.physics.stage_memory import copied_gradients_bytes, fixed_workspace_bytes, moment_bytes
+from planner.physics.stage_memory import buffers, copied_gradients_bytes, fixed_workspace_bytes, moment_bytes
 from planner.schedule.actions import ActionList
 from planner.schedule.orders import SCHEDULES
-from planner.schedule.replay import replay
-from planner.schedule.timeline import Timeline
-from planner.specs.training import Parallelism, Recompute
+from planner.schedule.replay import Timeline, replay
 from planner.specs.units import gib
 
 BACKWARDS = {"B": "backward", "I": "input gradients", "W": "weight gradients"}
@@ -85,13 +93,13 @@ def tensors_at_peak(candidate: Candidate, timeline: Timeline, rank: int) -> list
     needed = moment_rows(candidate, parts, candidate.rank_costs[rank])
     logits, workspace = ([replace(row, life=peak) for row in rows] for rows in needed)
     workspace += copies_of_gradients(candidate, timeline, rank, activations + logits + workspace)
-    workspace += [LivingTensor(held, always, "buffers") for held in fixed_tensors(pricing, candidate.table)]
+    workspace += [LivingTensor(held(one), always, "buffers") for one in buffers(pricing, candidate.table)]
     constant = [LivingTensor(held(one), always, "buffers") for one in constants(pricing.model, shape, pricing.runtime)]
     statics = {
         what: [
-            LivingTensor(held, always, part.name, part.layer)
+            LivingTensor(row, always, part.name, part.layer)
             for part in parts
-            for held in rows(pricing, shape, part.items)
+            for row in rows(pricing, shape, part.items)
         ]
         for what, rows in STATICS.items()
     }
@@ -199,7 +207,7 @@ LEAST_FRACTION = 0.01
 """Least share of a stage's memory that a change has to free."""
 
 
-def changes(candidate: Candidate, layout: PricedLayout) -> list[MemoryChange]:
+def changes(candidate: Candidate) -> list[MemoryChange]:
     """The changes of one setting that free memory on the fullest stage, the shortest step first.
 
     Seconds and bytes are those of the same layers per stage; a search may find more. An order that was made to measure
@@ -210,72 +218,38 @@ def changes(candidate: Candidate, layout: PricedLayout) -> list[MemoryChange]:
     fullest = max(range(len(candidate.memory)), key=lambda rank: candidate.memory[rank].total_bytes)
     worth_bytes = (1 - LEAST_FRACTION) * candidate.memory[fullest].total_bytes
     found = []
-    for words, modules, changed in (*_recomputed(candidate), *_resized(candidate, layout)):
-        if changed.memory[fullest].total_bytes < worth_bytes:
+    for one in _variations(candidate):
+        changed = varied(candidate, one)
+        if changed is not None and changed.memory[fullest].total_bytes < worth_bytes:
             peaks = tuple(stage.peak_allocated_bytes for stage in changed.memory)
             change = MemoryChange(
-                change=words, modules=modules, step_s=changed.step_s, fits=changed.fits, peak_bytes=peaks
+                change=one.says, modules=one.options, step_s=changed.step_s, fits=changed.fits, peak_bytes=peaks
             )
             found.append(change)
     return sorted(found, key=lambda change: change.step_s)
 
 
-Changed = tuple[str, tuple[str, ...], Candidate]
-
-
-def _recomputed(candidate: Candidate) -> Iterator[Changed]:
-    """One module more recomputed in every layer that keeps all else, or all layers recomputed whole."""
-    pricing, split, runtime = candidate.pricing, candidate.split, candidate.pricing.runtime
+def _variations(candidate: Candidate) -> Iterator[Variation]:
+    """One module more recomputed, or all layers; half the micro-batch; twice the ranks of tp or cp."""
+    pricing, split, shape = candidate.pricing, candidate.split, candidate.shape
+    runtime = pricing.runtime
     own = pricing.selective_modules if split.base == "selective" else ()
-    modules = runtime.recomputable_modules if runtime.has_sequence_parallel else ()
-    for module in modules if split.base != FULL else ():
-        if module in own:
-            continue
-        chosen = tuple(name for name in modules if name in {*own, module})
-        yield f"recompute {module}", (module,), _with_split(candidate, replace(split, base="selective"), chosen)
+    known = runtime.recomputable_modules if runtime.has_sequence_parallel and split.base != FULL else ()
+    for module in (name for name in known if name not in own):
+        modules = tuple(name for name in known if name in {*own, module})
+        yield Variation(f"recompute {module}", (module,), mode="selective", modules=modules)
     if runtime.recomputes_layers and split.mtp_mode != FULL:
-        kinds = pricing.model.kinds
-        held = tuple(tuple(pricing.model.layers[a:b].count(kind) for kind in kinds) for a, b in split.chunks)
-        changed = _with_split(candidate, replace(split, base="none", recomputed=held), ())
-        yield "recompute all layers", (FULL,), changed
-
-
-def _with_split(candidate: Candidate, split: Split, modules: tuple[str, ...]) -> Candidate:
-    pricing = replace(candidate.pricing, selective_modules=modules or candidate.pricing.selective_modules)
-    modes: tuple[Recompute, ...] = split.priced_modes
-    return replace(candidate, pricing=pricing, split=split, table=pricing.table(candidate.shape, modes))
-
-
-def _resized(candidate: Candidate, layout: PricedLayout) -> Iterator[Changed]:
-    """Half the micro-batch, or twice the ranks of tp or cp, where the trainer can be told so."""
-    sizes = layout.parallelism
-    wanted = []
-    if sizes.micro_batch_size % 2 == 0:
-        half = sizes.micro_batch_size // 2
-        wanted.append((f"micro-batch {half}", {"micro_batch_size": half}))
-    if sizes.dp % 2 == 0 and sizes.shard_size == sizes.dp * sizes.cp:
-        for axis in ("tp", "cp"):
-            more = {axis: 2 * getattr(sizes, axis), "dp": sizes.dp // 2}
-            wanted.append((f"{axis} {more[axis]} × dp {more['dp']}", more))
-    for words, update in wanted:
-        changed = _at_sizes(candidate, layout, update)
-        if changed is not None:
-            yield words, (), changed
-
-
-def _at_sizes(candidate: Candidate, layout: PricedLayout, update: dict[str, int]) -> Candidate | None:
-    """The candidate with other sizes and the same split; None where they cannot be."""
-    sizes, split = layout.parallelism, candidate.split
-    names = ("tp", "cp", "pp", "vpp", "dp", "ep", "etp", "micro_batch_size", "zero_stage", "rank_order", "schedule")
-    values = {name: getattr(sizes, name) for name in names} | update
-    if candidate.pricing.model.moe is None:
-        values["etp"] = None
-    values["sequence_parallel"] = sizes.sequence_parallel or values["tp"] > 1
-    try:
-        given = given_layout(candidate.pricing, Parallelism(**values, layers_per_stage=split.counts))
-    except SpecError:
-        return None
-    return replace(candidate, split=split, table=candidate.pricing.table(given.shape, split.priced_modes))
+        yield Variation("recompute all layers", (FULL,), mode=FULL)
+    twice = {"num_microbatches": 2 * candidate.num_microbatches}
+    size, dp, cp = int(shape.micro_batch_size), int(shape.dp), int(shape.cp)
+    if size % 2 == 0:
+        yield Variation(f"micro-batch {size // 2}", (), shape={"micro_batch_size": size // 2, **twice})
+    if dp % 2 == 0 and shape.shard_size == dp * cp:
+        for axis, ranks in (("tp", int(shape.tp)), ("cp", cp)):
+            sizes = {axis: 2 * ranks, "dp": dp // 2, "shard_size": dp * cp // (2 if axis == "tp" else 1), **twice}
+            if axis == "tp":
+                sizes |= {"sequence_parallel": 1} | ({} if pricing.model.moe else {"etp": 2 * ranks})
+            yield Variation(f"{axis} {2 * ranks} × dp {dp // 2}", (), shape=sizes)
 
 
 MAX_ACTIONS = 200_000
@@ -311,7 +285,7 @@ def explore(plan: Plan, layout: PricedLayout, candidate: Candidate, stages: Iter
         step_s=layout.step.step_s,
         num_microbatches=candidate.num_microbatches,
         stages=tuple(_stage(plan, layout, candidate, timeline, curves[stage]) for stage in stages),
-        changes=tuple(changes(candidate, layout)),
+        changes=tuple(changes(candidate)),
     )
 
 

@@ -11,7 +11,7 @@ memory of a layout, and the answer whether it fits, are properties of its candid
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
 from itertools import pairwise
@@ -98,6 +98,20 @@ class Split:
     def mtp_mode(self) -> Recompute:
         """Recompute mode of the multi-token-prediction layers: full only if all decoder layers are."""
         return FULL if self.recompute == FULL and self.recompute_num_layers is None else self.base
+
+    def recomputing(self, model: ModelSpec, first: int | None = None) -> Split:
+        """The split with the first layers of each stage recomputed whole; with all of them where no number is given."""
+        most = model.num_hidden_layers if first is None else first
+        layers = [model.layers[a : min(a + most, b)] for a, b in self.chunks]
+        return replace(self, recomputed=tuple(tuple(each.count(kind) for kind in model.kinds) for each in layers))
+
+    def layer_modes(self, model: ModelSpec, stage: int) -> Iterator[tuple[int, LayerKind, Recompute]]:
+        """Each layer of a virtual stage, its kind and its mode: the first of a kind are recomputed in full."""
+        full = list(self.recomputed[stage]) if self.recomputed else [0] * len(model.kinds)
+        for layer in range(*self.chunks[stage]):
+            place = model.kinds.index(model.layers[layer])
+            yield layer, model.layers[layer], FULL if full[place] else self.base
+            full[place] -= full[place] > 0
 
     def modes(self, model: ModelSpec) -> list[Modes]:
         """Number of layers of each kind and recompute mode on every virtual stage."""

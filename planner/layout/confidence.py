@@ -71,7 +71,7 @@ def with_risk(pricing: Pricing, layout: PricedLayout) -> PricedLayout:
     """
     width, capacity_bytes = memory_width(pricing), pricing.cluster.hardware.memory_bytes
     risk = oom_probability(layout.worst_stage.memory.total_bytes, capacity_bytes, width)
-    stages = tuple(_with_interval(stage, width) for stage in layout.stages)
+    stages = tuple(_with_interval(stage, *_around(stage.memory.total_bytes, width)) for stage in layout.stages)
     return layout.model_copy(update={"stages": stages, "oom_probability": risk})
 
 
@@ -82,10 +82,7 @@ def with_other_memory(
     width, stages = memory_width(pricing), []
     for stage, total_bytes in zip(layout.stages, totals_bytes, strict=True):
         low, high = stage.memory.total_bytes_interval or (stage.memory.total_bytes,) * 2
-        ends: Interval = (low, max(high, total_bytes * math.exp(width)))
-        stages.append(
-            stage.model_copy(update={"memory": stage.memory.model_copy(update={"total_bytes_interval": ends})})
-        )
+        stages.append(_with_interval(stage, low, max(high, total_bytes * math.exp(width))))
     risk = oom_probability(max(totals_bytes), pricing.cluster.hardware.memory_bytes, width)
     risk = (1 - fraction) * (layout.oom_probability or 0.0) + fraction * risk
     return layout.model_copy(update={"stages": tuple(stages), "oom_probability": risk})
@@ -107,9 +104,9 @@ def headroom_bytes(pricing: Pricing, limits: SearchLimits) -> float:
     return max(0.0, -math.expm1(-margin)) * pricing.cluster.hardware.memory_bytes
 
 
-def _with_interval(stage: StagePlan, width: float) -> StagePlan:
-    interval: Interval = (stage.memory.total_bytes * math.exp(-width), stage.memory.total_bytes * math.exp(width))
-    return stage.model_copy(update={"memory": stage.memory.model_copy(update={"total_bytes_interval": interval})})
+def _with_interval(stage: StagePlan, low: float, high: float) -> StagePlan:
+    memory = stage.memory.model_copy(update={"total_bytes_interval": (low, high)})
+    return stage.model_copy(update={"memory": memory})
 
 
 STEP_WIDTH = {"probed": 0.085, "measured": 0.085, "family": 0.09, "spec_sheet": 0.28}
@@ -119,7 +116,7 @@ probe's own residuals say how wide it is (`Efficiency.step_width`); one that doe
 AMD_STEP_WIDTH = 0.20
 """Half-width for a dense model's step on AMD's GPUs, however well kernels are known, unless a probe or a run timed the
 software too: its generations span more than kernels do. 54 of 59 published runs lie inside theirs (docs/AMD.md)."""
-MOE_STEP_WIDTH = 0.09
+MOE_STEP_WIDTH = 0.08
 """Half-width that mixtures of experts add to a step: routing, grouped products of small experts, the host's time."""
 FITTED_TO_MIXTURES = ("megatron", "primus-megatron")
 """Trainers of whose mixtures many runs were published."""
@@ -127,14 +124,14 @@ MOE_UNFITTED_WIDTH = 0.16
 """The same under a trainer to whose mixtures nothing was fitted: all but Megatron and Primus' kind of it."""
 ROUTING_WIDTH = 0.30
 """Half-width per unit by which the fullest expert rank is taken to have more than the mean: it is seldom measured."""
-SCAN_STEP_WIDTH, SPARSE_STEP_WIDTH = 0.18, 0.35
+SCAN_STEP_WIDTH, SPARSE_STEP_WIDTH = 0.15, 0.35
 """Half-widths that layers which scan, and layers that attend to chosen keys, add to a step: their kernels are priced
 from the data sheet and the algorithm, and 50 published runs of Nemotron 3 lie within 24%."""
 TRACED_WIDTH = 0.15
 """Half-width that layers traced in eager torch add under a trainer that runs other kernels than torch's."""
 VISION_WIDTH = 0.10
 """Half-width that a tower adds: no run of one was held against its price."""
-HOST_WIDTH = 0.20
+HOST_WIDTH = 0.19
 SAID_HOST_WIDTH = 0.15
 TEXTS_WIDTH = 0.20
 """Half-widths per share of a layer's time that its host needs: hosts differ, unless someone says which one it is, one

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from planner.errors import LayoutError, SpecError, Unsupported
 from planner.layout.candidate import Split, even_counts, parse_layout, splits_from_counts
@@ -230,7 +230,7 @@ def _split(model: ModelSpec, wanted: Parallelism, shape: Shape, ranks: Sequence[
     else:
         split = Split(default_counts(model, num_stages))
     if wanted.recompute == "selective" or (wanted.recompute == "none" and wanted.recompute_modules):
-        return Split(split.counts, "selective", (), split.mtp_stage)
+        return replace(split, base="selective")
     if wanted.recompute == "none":
         return split
     chosen = frozenset(wanted.recompute_layers or ())
@@ -240,14 +240,10 @@ def _split(model: ModelSpec, wanted: Parallelism, shape: Shape, ranks: Sequence[
             f"{model.num_hidden_layers - 1}",
             "layers are counted from 0 on",
         )
-    recomputed = []
-    for (first, last), count in zip(split.chunks, split.counts, strict=True):
-        if wanted.recompute_layers is not None:
-            layers = tuple(model.layers[i] for i in range(first, last) if i in chosen)
-        else:
-            layers = model.layers[first : min(last, first + (wanted.recompute_num_layers or count))]
-        recomputed.append(tuple(layers.count(kind) for kind in model.kinds))
-    return Split(split.counts, "none", tuple(recomputed), split.mtp_stage)
+    if wanted.recompute_layers is None:
+        return split.recomputing(model, wanted.recompute_num_layers or None)
+    layers = [[model.layers[i] for i in range(*chunk) if i in chosen] for chunk in split.chunks]
+    return replace(split, recomputed=tuple(tuple(each.count(kind) for kind in model.kinds) for each in layers))
 
 
 def default_counts(model: ModelSpec, num_stages: int) -> tuple[int, ...]:

@@ -1,19 +1,39 @@
-"""Memory of each rank over a step, replayed: a curve whose maximum is the peak of the plan, to the byte."""
+"""Memory of each rank over a step, replayed: a curve whose maximum is the peak of the plan, to the byte.
+
+The tensors behind it: what the parts of a rank keep of a micro-batch, weights, gradients and optimizer states operator
+by operator, as ZeRO shards them, and what is needed for a moment at the peak.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from math import prod
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from planner.layout.candidate import Candidate
-from planner.physics.stage_memory import copied_gradients_bytes, fixed_workspace_bytes, moment_bytes
+from planner.layout.candidate import FULL, Candidate, held_parts
+from planner.physics import memory
+from planner.physics.adapters import OF_ADAPTERS
+from planner.physics.cost import PartCost
+from planner.physics.layers import around_mtp_layer
+from planner.physics.memory import GRAPH_POOL, Moment, is_decoder_layer, offloaded
+from planner.physics.operators import BF16, FP32, NARROW_BYTES, Item, Operator, Saved, operators_of
+from planner.physics.optimizers import states_of, tensors_of
+from planner.physics.pricing import Pricing
+from planner.physics.stage_memory import (
+    between_updates_bytes,
+    fixed_workspace_bytes,
+    moment_bytes,
+)
 from planner.schedule.actions import HELD_BY_PLACE, ActionList, F
-from planner.schedule.timeline import Timeline
-from planner.shape import FloatArray
+from planner.schedule.replay import Timeline
+from planner.shape import FloatArray, Shape
+from planner.specs.model import LayerKind
+from planner.specs.training import Recompute
+from planner.specs.units import gib
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +145,7 @@ def _changes(candidate: Candidate, timeline: Timeline, rank: int, fixed_bytes: f
         yield _Change(start_s, 0.0, moment)
         yield _Change(end_s, change, -moment)
         logits = 0.0
-    copies = copied_gradients_bytes(candidate.pricing, candidate.table, candidate.rank_costs[rank]) - fixed_bytes
+    copies = between_updates_bytes(candidate.pricing, candidate.table, candidate.rank_costs[rank]) - fixed_bytes
     if copies > 0:
         update_s = timeline.makespan_s + candidate.outside.exposed_dp_s
         yield _Change(update_s, 0.0, copies)
@@ -144,3 +164,337 @@ def _held_changes(candidate: Candidate, actions: ActionList) -> FloatArray:
     assert held is not None
     changes: FloatArray = HELD_BY_PLACE[actions.kind] * np.asarray(held)[actions.stage]
     return changes
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """One kept tensor, or bytes that belong to no tensor, whose `note` says why."""
+
+    name: str
+    num_bytes: float
+    dims: tuple[float, ...] | None = None
+    dtype: str | None = None
+    note: str = ""
+    modules: tuple[str, ...] = ()
+    """Modules that would make it again, if they were recomputed."""
+
+
+def held(tensor: Saved, dtype: str = "bf16", operator: str = "") -> Held:
+    """A tensor of the physics as a row; products are computed in `dtype`."""
+    num_bytes = float(tensor.bytes_in(dtype))
+    name = tensor.name
+    if operator:
+        name = operator if operator.split()[-1] == tensor.name else f"{operator}: {tensor.name}"
+    if tensor.dtype == "bytes":
+        return Held(name, num_bytes, note="several tensors, counted together")
+    dims = tuple(map(float, tensor.dims))
+    stored = dtype if dtype in NARROW_BYTES and tensor.is_cast else tensor.dtype
+    if stored == "bf16" and dtype == "fp16":
+        stored = "fp16"
+    dims = dims[1:] if len(dims) > 1 and dims[0] == 1 else dims
+    return Held(name, num_bytes, dims, stored, modules=tensor.modules)
+
+
+def kept_tensors(pricing: Pricing, shape: Shape, items: Sequence[Item], mode: Recompute = "none") -> list[Held]:
+    """The rows that add up to the part's `live_bytes` under a recompute mode."""
+    if mode == "full":
+        rows = [held(Saved("layer input", (shape.shard_tokens, pricing.model.hidden_size)))]
+    else:
+        recomputed = frozenset(pricing.selective_modules if mode == "selective" else ())
+        rows = [*_on_the_gpu(pricing, items, recomputed)]
+    if pricing.runtime.cuda_graphs:
+        more = (GRAPH_POOL - 1) * sum(row.num_bytes for row in rows)
+        rows.append(Held("pool of the CUDA graph", more, note=f"a graph's pool is {GRAPH_POOL:g} times its tensors"))
+    return rows
+
+
+def _on_the_gpu(pricing: Pricing, items: Sequence[Item], recomputed: frozenset[str]) -> Iterator[Held]:
+    """All tensors kept but those in host memory; of layers that are kept there whole, a share of each is away."""
+    runtime, dtype = pricing.runtime, pricing.training.dtype
+    leaving = offloaded(runtime.offload_modules)
+    stays = [
+        held(tensor, dtype, op.name)
+        for op in operators_of(items)
+        for tensor in op.kept(recomputed)
+        if (op.name, tensor.name) not in leaving
+    ]
+    if not (runtime.offloaded_layers and is_decoder_layer(items)):
+        yield from (row for row in stays if row.num_bytes)
+        return
+    share = min(runtime.offloaded_layers / pricing.model.num_hidden_layers, 1.0)
+    note = f"{runtime.offloaded_layers} layers wait in host memory, counted as an equal share of each: {share:.0%}"
+    yield Held("a layer's tensors", (1 - share) * sum(row.num_bytes for row in stays), note=note)
+
+
+def without(rows: Iterable[Held], kept: Sequence[Held]) -> list[Held]:
+    """The rows that are not among those kept, which a recomputed layer makes again; one if some are kept in part."""
+    left, kept_in_part = list(rows), 0.0
+    for row in kept:
+        same = next(
+            (
+                one
+                for one in left
+                if one == row
+                or (row.name == "layer input" and one.name.endswith(": input") and one.num_bytes == row.num_bytes)
+            ),
+            None,
+        )
+        if same is not None:
+            left.remove(same)
+        else:
+            kept_in_part += row.num_bytes
+    if not kept_in_part:
+        return left
+    total = sum(row.num_bytes for row in left) - kept_in_part
+    return [Held("recomputed tensors", total, note="counted together, since some are kept in part")]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A part of one virtual stage, with the operators that its price is the sum of."""
+
+    name: str
+    """`layer`, `embedding`, `mtp`, `mtp embedding` or `head`."""
+    stage: int
+    """The virtual stage."""
+    cost: PartCost
+    before: tuple[Item, ...] = ()
+    """Operators outside of decoder layers, and those in front of one."""
+    layer_items: tuple[Item, ...] = ()
+    """Operators of its decoder layer, to which the recompute `mode` applies."""
+    behind: tuple[Item, ...] = ()
+    layer: int | None = None
+    """Number of the decoder layer."""
+    mode: Recompute = "none"
+
+    @property
+    def items(self) -> tuple[Item, ...]:
+        """All of its operators."""
+        return (*self.before, *self.layer_items, *self.behind)
+
+    def kept(self, pricing: Pricing, shape: Shape) -> list[Held]:
+        """The rows that add up to what the part keeps of a micro-batch."""
+        if self.mode != "none":
+            layer = kept_tensors(pricing, shape, self.layer_items, self.mode)
+            if self.mode != FULL:
+                layer = _gone_with_layer(layer)
+            others = (*self.before, *self.behind)
+            return layer + (kept_tensors(pricing, shape, others) if others else [])
+        rows = kept_tensors(pricing, shape, self.items)
+        if self.name == "layer":
+            return _gone_with_layer(rows)
+        if self.name == "head":
+            gone = [held(logits, operator="cross-entropy") for logits in pricing.overwritten_logits(self.items)]
+            rows = [row for row in rows if row.name not in {one.name for one in gone}]
+        return rows
+
+
+def _gone_with_layer(rows: list[Held]) -> list[Held]:
+    """Rows of what a layer keeps, marked as gone where the layer is recomputed whole: all but its input."""
+    given = next((row for row in rows if row.name.endswith(": input")), None)
+    return [row if row is given else replace(row, modules=(*row.modules, FULL)) for row in rows]
+
+
+def parts_of(candidate: Candidate, rank: int) -> list[Part]:
+    """All parts of a rank, in the order in which a micro-batch meets them."""
+    pricing = candidate.pricing
+    layers = {kind: pricing.layer(kind, candidate.shape) for kind in pricing.model.kinds}
+    stages = (stage for stage, at in enumerate(candidate.placement) if at == rank)
+    return [part for stage in stages for part in _parts(candidate, stage, layers)]
+
+
+def _parts(candidate: Candidate, stage: int, layers: dict[LayerKind, tuple[Item, ...]]) -> Iterator[Part]:
+    table, split, pricing, shape = candidate.table, candidate.split, candidate.pricing, candidate.shape
+    model = pricing.model
+    is_folded = candidate.placement[0] == candidate.placement[-1]
+    others = dict(held_parts(table, split, stage, is_folded))
+    if "embedding" in others:
+        yield Part("embedding", stage, others["embedding"], pricing.embedding_items(shape))
+    for layer, kind, mode in split.layer_modes(model, stage):
+        yield Part("layer", stage, table.layers[kind, mode], (), layers[kind], (), layer, mode)
+    if "mtp" in others:
+        mode = split.mtp_mode if split.mtp_mode in table.mtp_recomputed else "none"
+        around = around_mtp_layer(model, shape, pricing.runtime)
+        before, behind = (pricing.as_trained(items, shape) for items in around)
+        block = Part("mtp", stage, others["mtp"], before, layers[model.layers[-1]], behind, mode=mode)
+        yield from [block] * model.num_nextn_predict_layers
+        if int(candidate.shape.pp) > 1:
+            yield Part("mtp embedding", stage, PartCost(), pricing.lookup_items(shape))
+    if "head" in others:
+        yield Part("head", stage, others["head"], pricing.head_items(shape, is_folded and model.tie_word_embeddings))
+
+
+STATES = {12: "master, exp_avg, exp_avg_sq", 8: "exp_avg, exp_avg_sq"}
+"""Optimizer states in fp32, by their bytes per parameter."""
+Rows = Callable[[Pricing, Shape, Sequence[Item]], Iterator[Held]]
+_WIDTHS = {BF16: "bf16", FP32: "fp32"}
+
+
+class Parameter(NamedTuple):
+    """A weight of an operator, or its bias, as this rank would hold it whole."""
+
+    operator: Operator
+    name: str
+    dims: tuple[float, ...]
+
+    @property
+    def dense(self) -> float:
+        """Parameters that are no experts'."""
+        return 0.0 if self.operator.expert else prod(self.dims)
+
+    @property
+    def expert(self) -> float:
+        """Parameters of routed experts."""
+        return prod(self.dims) if self.operator.expert else 0.0
+
+
+def weights(pricing: Pricing, shape: Shape, items: Sequence[Item]) -> Iterator[Held]:
+    """The rows that add up to the part's `weights_bytes`."""
+    runtime, dtype = pricing.runtime, pricing.training.dtype
+    for one in _parameters(items, pricing.model.hidden_size):
+        if not one.operator.trained:
+            yield _frozen(one, shape, pricing)
+            continue
+        dense, expert = one.dense, one.expert
+        wide = 0.0 if one.operator.is_cast else dense + expert
+        gathered = float(memory.gathered_weights_bytes(dense + expert, shape, runtime))
+        total, plain = (
+            float(memory.weights_bytes(dense, expert, shape, runtime, name, wide)) - gathered
+            for name in (dtype, "bf16")
+        )
+        elements = plain / runtime.weight_bytes
+        copies = 0 if wide else memory.cast_copies(runtime, dtype)
+        cast = copies * elements * NARROW_BYTES.get(dtype, 0.0)
+        if cast:
+            own = one.dims if elements == prod(one.dims) else (elements,)
+            yield Held(f"{one.name} cast", cast, (copies, *own) if copies > 1 else own, dtype)
+        if total > cast:
+            yield _row(one, "", total - cast, runtime.weight_bytes)
+        if gathered:
+            yield _row(one, " gathered", gathered, BF16)
+        if runtime.copies_weights and not one.operator.name.endswith(OF_ADAPTERS):
+            frozen = memory.frozen_bytes(dense, expert, dense if wide else 0.0, shape, runtime, dtype)
+            yield Held(f"{one.name} of the reference", float(frozen), note="a second copy, frozen")
+
+
+def _frozen(one: Parameter, shape: Shape, pricing: Pricing) -> Held:
+    """The row of a weight that adapters leave as it is, in as many bits as it is kept in."""
+    runtime = pricing.runtime
+    wide = 0.0 if one.operator.is_cast else one.dense
+    dtype = pricing.training.dtype
+    total = float(memory.frozen_bytes(one.dense, one.expert, wide, shape, runtime, dtype))
+    width = runtime.frozen_wide_bytes if wide else memory.frozen_weight_bytes(runtime, dtype)
+    if width in _WIDTHS:
+        return _row(one, " frozen", total, int(width))
+    return Held(f"{one.name} frozen", total, note=f"{width:.3g} bytes a parameter, with the scales of its blocks")
+
+
+def gradients(pricing: Pricing, shape: Shape, items: Sequence[Item]) -> Iterator[Held]:
+    """The rows that add up to the part's `gradients_bytes`."""
+    runtime = pricing.runtime
+    for one in _parameters(items, pricing.model.hidden_size, trained=True):
+        total = float(memory.gradients_bytes(one.dense, one.expert, shape, runtime))
+        yield _row(one, " gradient", total, runtime.gradient_bytes, "with a 16-bit gradient beside the sum")
+
+
+def optimizer(pricing: Pricing, shape: Shape, items: Sequence[Item]) -> Iterator[Held]:
+    """The rows that add up to the part's `optimizer_bytes`."""
+    runtime = pricing.runtime
+    states = STATES.get(runtime.optimizer_bytes)
+    for one in _parameters(items, pricing.model.hidden_size, trained=True):
+        kept = _states_bytes(pricing, one)
+        total = float(memory.optimizer_bytes(one.dense, one.expert, shape, runtime, kept))
+        if (
+            states is None
+            or runtime.master_remainders
+            or runtime.optimizer_offload_fraction
+            or runtime.optimizer != "adamw"
+        ):
+            note = f"{total / prod(one.dims):.3g} bytes on this rank for each parameter"
+            yield Held(f"{one.name} optimizer states", total, note=note)
+            continue
+        dims = (runtime.optimizer_bytes // FP32, total / runtime.optimizer_bytes)
+        yield Held(f"{one.name} {states}", total, dims, "fp32")
+
+
+def _states_bytes(pricing: Pricing, one: Parameter) -> tuple[float, float]:
+    """Bytes of the states of an optimizer other than AdamW, for a weight that is no expert's and for one that is."""
+    op = one.operator
+    if pricing.runtime.optimizer == "adamw":
+        return 0.0, 0.0
+    tensors = [each for each in tensors_of(op, pricing.model.hidden_size) if float(each.elements) > 0]
+    own = tensors[-1] if one.name.endswith(" bias") else tensors[0]
+    kept = float(states_of(own, pricing.runtime).resident_bytes)
+    return (0.0, kept) if op.expert else (kept, 0.0)
+
+
+def _parameters(items: Sequence[Item], hidden_size: int, trained: bool = False) -> Iterator[Parameter]:
+    """The weights of all operators, or of those that are trained, and their biases."""
+    for op in operators_of(items):
+        number = float(op.parameters)
+        dims = tuple(map(float, (op.count, op.n, op.k) if op.expert else (op.n, op.k)))
+        if not number or (trained and not op.trained):
+            continue
+        if op.kind == "gemm" and prod(dims) <= number:
+            yield Parameter(op, f"{op.name} weight", dims)
+            if number > prod(dims):
+                yield Parameter(op, f"{op.name} bias", (number - prod(dims),))
+            continue
+        # tables of rows as wide as the hidden state; norms with a bias are two of them
+        is_table = number > hidden_size and number % hidden_size == 0
+        yield Parameter(op, f"{op.name} weight", (number / hidden_size, hidden_size) if is_table else (number,))
+
+
+def _row(one: Parameter, what: str, num_bytes: float, width: int, copies: str = "") -> Held:
+    """A row whose shape is the weight's own where the rank has all of it, and flat where it has a shard."""
+    elements, dtype, whole = num_bytes / width, _WIDTHS.get(width), prod(one.dims)
+    if dtype is None or elements > whole:
+        return Held(f"{one.name}{what}", num_bytes, note=f"{num_bytes / whole:.3g} bytes a parameter: {copies}")
+    return Held(f"{one.name}{what}", num_bytes, one.dims if elements == whole else (elements,), dtype)
+
+
+STATICS: dict[str, Rows] = {"weights": weights, "gradients": gradients, "optimizer": optimizer}
+"""The rows of each item that outlives the step; gradients and states are of the operators that are trained."""
+
+
+def loss_tensors(pricing: Pricing, shape: Shape, parts: Sequence[Part]) -> list[Held]:
+    """The tensors of the loss of a rank's head."""
+    head = next(part for part in parts if part.name == "head")
+    return [held(tensor) for tensor in pricing.loss_tensors(head.items, shape)]
+
+
+def backward_tensors(pricing: Pricing, shape: Shape, parts: Sequence[Part]) -> tuple[Part, list[Held]]:
+    """The part whose backward needs the most beside what is held, and what that is."""
+    worst = max(parts, key=lambda part: float(part.cost.transient_bytes))
+    if worst.name == "head" and pricing.runtime.fused_cross_entropy:
+        return worst, loss_tensors(pricing, shape, parts)
+    return worst, [*_recomputed(pricing, shape, worst), *_own(pricing, worst.items)]
+
+
+def _recomputed(pricing: Pricing, shape: Shape, part: Part) -> Iterator[Held]:
+    """Tensors that the layer's forward gives once more, and those that comes back from host memory."""
+    if part.mode != "none":
+        plain = kept_tensors(pricing, shape, part.layer_items)
+        yield from without(plain, kept_tensors(pricing, shape, part.layer_items, part.mode))
+
+
+def _own(pricing: Pricing, items: Sequence[Item]) -> Iterator[Held]:
+    """The working set of the operator whose backward needs most, gradients that stay empty, what was in host memory."""
+    runtime = pricing.runtime
+    moment = max(memory.moments(items, runtime), key=lambda one: float(one.num_bytes), default=None)
+    if moment is not None and moment.num_bytes > 0:
+        yield from _working(moment)
+    yield from (held(tensor) for tensor in memory.unused_gradients(items, runtime))
+    away = float(pricing.offloaded_bytes_of(items))
+    if away:
+        yield Held("back from host memory", away, note="tensors that waited there come back for the backward")
+
+
+def _working(moment: Moment) -> Iterator[Held]:
+    op, freed = moment.operator, float(moment.freed_bytes)
+    if not freed:
+        yield from (held(tensor, operator=op.name) for tensor in moment.working)
+        return
+    names = ", ".join(tensor.name for tensor in moment.working)
+    note = f"{names}; less {gib(freed):.2f} GiB that operators behind it kept, whose backward is done then"
+    yield Held(f"{op.name}: working set", float(moment.num_bytes), note=note)

@@ -86,26 +86,19 @@ def evidence_of(pricing: Pricing) -> Evidence:
     return found.get(pricing.cluster.hardware.efficiency.evidence, "calibrated")
 
 
+_SIZES = (
+    "tp", "cp", "ep", "etp", "pp", "vpp", "dp", "micro_batch_size", "num_microbatches", "zero_stage", "shard_size",
+)  # fmt: skip
+"""Sizes that a layout and a shape have alike."""
+
+
 def parallelism_of(candidate: Candidate) -> Layout:
     """The sizes of a candidate as a plan shows them."""
     shape, split = candidate.shape, candidate.split
     recompute = split.recompute
     used = int(shape.num_ranks)
-    axes = (
-        "tp",
-        "cp",
-        "ep",
-        "etp",
-        "pp",
-        "vpp",
-        "dp",
-        "micro_batch_size",
-        "num_microbatches",
-        "zero_stage",
-        "shard_size",
-    )
     return Layout(
-        **{axis: int(getattr(shape, axis)) for axis in axes},
+        **{axis: int(getattr(shape, axis)) for axis in _SIZES},
         schedule=candidate.order_name,
         sequence_parallel=bool(shape.sequence_parallel),
         rank_order=shape.rank_order,
@@ -289,22 +282,8 @@ def reprice(
 
 def shape_of(layout: Layout, seq_length: int) -> Shape:
     """The sizes of a layout, as rules and prices take them. Raises SpecError for a size that is none."""
-    return Shape.of(
-        tp=layout.tp,
-        cp=layout.cp,
-        ep=layout.ep,
-        etp=layout.etp,
-        pp=layout.pp,
-        vpp=layout.vpp,
-        dp=layout.dp,
-        micro_batch_size=layout.micro_batch_size,
-        num_microbatches=layout.num_microbatches,
-        seq_length=seq_length,
-        sequence_parallel=int(layout.sequence_parallel),
-        zero_stage=layout.zero_stage,
-        shard_size=layout.shard_size,
-        dp_outermost=int(layout.dp_outermost),
-    )
+    sizes = {name: int(getattr(layout, name)) for name in (*_SIZES, "sequence_parallel", "dp_outermost")}
+    return Shape.of(**sizes, seq_length=seq_length)
 
 
 def layout_again(plan: Plan, candidate: Candidate) -> PricedLayout:

@@ -23,15 +23,15 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from planner.answer import Plan
-from planner.layout.candidate import FULL, Candidate, held_parts
+from planner.layout.candidate import Candidate, held_parts
 from planner.layout.price import reprice
 from planner.layout.seconds import reduce_overlap_fraction, sharded_each_time
-from planner.physics import compute
 from planner.physics.compute import operator_seconds
 from planner.physics.cost import PartCost
 from planner.physics.operators import Collective, Item, Operator, operators_of
 from planner.physics.passes import COMM_GROUPS, lateness
-from planner.schedule.timeline import Timeline
+from planner.physics.pricing import Pricing
+from planner.schedule.replay import Timeline
 from planner.specs.model import LayerKind
 from planner.specs.training import Recompute
 from planner.trainers.documents import example_lengths, largest_normal, longest_of, mean_length, padding_fraction
@@ -143,13 +143,7 @@ class Beats:
         held = dict(held_parts(table, split, stage, candidate.placement[0] == candidate.placement[-1]))
         if "embedding" in held:
             yield PassPart("embedding", None, "none", held["embedding"])
-        seen = [0] * len(model.kinds)
-        for number in range(*split.chunks[stage]):
-            layer = model.layers[number]
-            kind = model.kinds.index(layer)
-            is_full = bool(split.recomputed) and seen[kind] < split.recomputed[stage][kind]
-            seen[kind] += 1
-            mode = FULL if is_full else split.base
+        for number, layer, mode in split.layer_modes(model, stage):
             yield PassPart(f"layer {number}", layer, mode, table.layers[layer, mode])
         for name in ("mtp", "head"):
             if name in held:
@@ -372,7 +366,7 @@ def compute_terms(candidate: Candidate, rank: int) -> dict[str, float]:
         for (kind, mode), count in modes.items():
             repeated_s = float(table.layers[kind, mode].input_grad_s - table.layers[kind, "none"].input_grad_s)
             terms["recompute_s"] += factor * count * repeated_s
-            for term, seconds in _layer_seconds(candidate, kind).items():
+            for term, seconds in _by_term(pricing, pricing.layer(kind, candidate.shape)).items():
                 terms[term] += factor * count * seconds
     compute_s = candidate.num_microbatches * _computed_s(candidate.rank_costs[rank])
     return terms | {"other_compute_s": compute_s - sum(terms.values())}
@@ -402,12 +396,9 @@ def _by_kernels(
 ) -> dict[str, float]:
     """Seconds of one micro-batch through a part, forward and backward, by kernels."""
     pricing, shape = candidate.pricing, candidate.shape
-    hardware, training = pricing.cluster.hardware, pricing.training
-    slow, terms = lateness(training, pricing.cluster), dict.fromkeys(TERMS.values(), 0.0)
-    for ops, backward in ((operators_of(items), True), (operators_of(replayed), False)):
-        for op in ops:
-            passes = compute.operator_seconds(op, hardware, training.dtype, pricing.runtime)
-            terms[TERMS[op.kind]] += slow * float(sum(passes) if backward else passes.forward_s)
+    terms = _by_term(pricing, items)
+    for term, seconds in _by_term(pricing, replayed, backward=False).items():
+        terms[term] += seconds
     priced, again = pricing.passes.seconds(items, shape), pricing.passes.seconds(replayed, shape, replayed=True)
     priced_s = sum(float(priced[name]) for name in _COMPUTES) + (float(again["forward_s"]) if replayed else 0.0)
     late_s = max(0.0, min(priced_s, _computed_s(part.cost)) - sum(terms.values()))
@@ -422,16 +413,11 @@ def _computed_s(cost: PartCost) -> float:
     return float(cost.forward_s + cost.input_grad_s + cost.weight_grad_s)
 
 
-def _layer_seconds(candidate: Candidate, kind: LayerKind) -> dict[str, float]:
-    """Seconds of one micro-batch through one layer, forward and backward, by kind of operator."""
-    pricing, terms = candidate.pricing, dict.fromkeys(TERMS.values(), 0.0)
-    items = pricing.layer(kind, candidate.shape)
-    hardware, dtype, slow = (
-        pricing.cluster.hardware,
-        pricing.training.dtype,
-        lateness(pricing.training, pricing.cluster),
-    )
+def _by_term(pricing: Pricing, items: Sequence[Item], backward: bool = True) -> dict[str, float]:
+    """Seconds of one micro-batch through some operators, by their kind."""
+    hardware, training, terms = pricing.cluster.hardware, pricing.training, dict.fromkeys(TERMS.values(), 0.0)
+    slow = lateness(training, pricing.cluster)
     for op in operators_of(items):
-        passes = compute.operator_seconds(op, hardware, dtype, pricing.runtime)
-        terms[TERMS[op.kind]] += slow * float(sum(passes))
+        passes = operator_seconds(op, hardware, training.dtype, pricing.runtime)
+        terms[TERMS[op.kind]] += slow * float(sum(passes) if backward else passes.forward_s)
     return terms

@@ -114,6 +114,8 @@ class Variation:
     runtime: RuntimeSpec | None = None
     cluster: ClusterSpec | None = None
     mode: Recompute | None = None
+    modules: tuple[str, ...] = ()
+    """Modules that selective recompute means then; empty for those of before."""
     limits: Mapping[str, Any] = field(default_factory=dict)
     """Limits of the search with their new values."""
     gives_room: bool = False
@@ -130,19 +132,19 @@ class Variation:
         runtime = self.runtime or pricing.runtime
         if "adapters" in self.training:
             runtime = as_without_adapters(runtime, pricing.training.adapters)
-        return replace(pricing, training=training, runtime=runtime, cluster=self.cluster or pricing.cluster)
+        modules = self.modules or pricing.selective_modules
+        cluster = self.cluster or pricing.cluster
+        return replace(pricing, training=training, runtime=runtime, cluster=cluster, selective_modules=modules)
 
 
 def varied(candidate: Candidate, variation: Variation) -> Candidate | None:
     """The candidate after a change; None where the trainer's rules refuse it."""
     changed, split = variation.of(candidate.pricing), candidate.split
     shape, model = replace(candidate.shape, **variation.shape), changed.model
-    if variation.mode is not None:
-        whole = tuple(
-            tuple(model.layers[first:last].count(kind) for kind in model.kinds) for first, last in split.chunks
-        )
-        is_full = variation.mode == "full"
-        split = replace(split, base="none" if is_full else variation.mode, recomputed=whole if is_full else ())
+    if variation.mode == "full":
+        split = replace(split, base="none").recomputing(model)
+    elif variation.mode is not None:
+        split = replace(split, base=variation.mode, recomputed=split.recomputed if variation.modules else ())
     if not all(rule.holds(model, changed.training, shape) for rule in rules_for(changed.runtime)):
         return None
     try:

@@ -12,15 +12,12 @@ are goodput's. The factor is the median over published production runs of the me
 that its interval holds the error of the prediction too.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal
 
 import numpy as np
-from pydantic import model_validator
 
 from planner.answer import SIGMAS_TO_END, PricedLayout, Sustained, half_width
 from planner.shape import FloatArray
@@ -39,14 +36,6 @@ class Fact(Spec):
     high: NonNegativeFloat
     source: str
 
-    @model_validator(mode="after")
-    def _ordered(self) -> Fact:
-        if not self.low <= self.value <= self.high:
-            raise ValueError(f"{self.value:g} is not between {self.low:g} and {self.high:g}")
-        if not 0.95 <= self.value / max(math.sqrt(self.low * self.high), 1e-300) <= 1.05 and self.value:
-            raise ValueError(f"{self.value:g} is not the middle of {self.low:g} and {self.high:g}, as factors go")
-        return self
-
     @property
     def sigma(self) -> float:
         """Standard deviation of the logarithm: that of the lognormal through both ends; 0 for what is known."""
@@ -57,7 +46,7 @@ class Fact(Spec):
         drawn: FloatArray = self.value * np.exp(self.sigma * normal)
         return drawn
 
-    def times(self, factor: float) -> Fact:
+    def times(self, factor: float) -> "Fact":
         """The figure and its interval, multiplied."""
         return Fact(value=factor * self.value, low=factor * self.low, high=factor * self.high, source=self.source)
 

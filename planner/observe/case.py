@@ -334,13 +334,13 @@ def chunked(now: Candidate) -> Iterator[Changes]:
         yield {"micro_batch_size": int(now.shape.micro_batch_size) // 2}
 
 
-def remedy_of_change(case: ObservedCase, switches: Collection[str], layouts: Layouts | None = None) -> GapRemedy | None:
+def remedy_of_change(case: ObservedCase, switches: Collection[str], layouts: str = "") -> GapRemedy | None:
     """The fastest change of some switches or of the layout, priced for this job; None where none wins anything."""
     now = running(case)
     if now is None or not (switches or layouts):
         return None
     changed = [other for name in switches for other in other_values(now, name)]
-    changed += moves(now, layouts) if layouts else ()
+    changed += moves(now, globals()[layouts]) if layouts else ()
     options, best = min(changed, key=lambda change: change[1].step_s, default=((), now))
     if best.step_s > now.step_s * (1 - LEAST_GAIN):
         return None

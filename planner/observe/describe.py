@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from statistics import median
 
@@ -28,7 +28,7 @@ from planner.observe.observation import (
     Wall,
 )
 from planner.observe.record import FallBack, RunRecord
-from planner.observe.steady import Steady, steady
+from planner.observe.steady import steady
 from planner.observe.trainer_lines import facts_of
 from planner.specs.base import Fields, Texts
 from planner.specs.units import is_count
@@ -70,9 +70,8 @@ def breakdown_of(record: RunRecord, step_s: float) -> dict[str, float]:
     """The seconds of a step by its timers, and what they leave."""
     found: dict[str, float] = {}
     for names, term in TIMER_TERMS:
-        seconds = next((most for name in names if (most := _most_s(record, name)) is not None), None)
-        if seconds is not None:
-            found[term] = seconds
+        if highs := next(filter(None, (_highs(record, name) for name in names)), None):
+            found[term] = median(highs)
     if "forward_backward_s" in found:
         for part in _PARTS_OF_FORWARD_BACKWARD:
             found.pop(part, None)
@@ -91,10 +90,9 @@ def breakdown_of(record: RunRecord, step_s: float) -> dict[str, float]:
     return {**found, "unattributed_s": step_s - total} if total <= step_s else {"unattributed_s": step_s}
 
 
-def _most_s(record: RunRecord, name: str) -> float | None:
-    """The most that a timer shows over the ranks, in seconds: the median over what was printed."""
-    highs = record.timers.get(name, ((), ()))[1]
-    return median(highs) if highs else None
+def _highs(record: RunRecord, name: str) -> Sequence[float]:
+    """The most that a timer shows over the ranks, in seconds, for each time it was printed."""
+    return record.timers.get(name, ((), ()))[1]
 
 
 def timers_of(record: RunRecord) -> Iterator[Timer]:
@@ -105,7 +103,7 @@ def timers_of(record: RunRecord) -> Iterator[Timer]:
 
 def data_s(record: RunRecord) -> float | None:
     """Mean seconds in a step of waiting for a batch, on the rank that waits longest."""
-    values = next((record.timers[name][1] for name in DATA_TIMERS if record.timers.get(name, ((), ()))[1]), None)
+    values = next(filter(None, (_highs(record, name) for name in DATA_TIMERS)), None)
     return math.fsum(values) / len(values) if values else None
 
 
@@ -195,7 +193,10 @@ def _beside_steps(record: RunRecord) -> Fields:
     """The fields of an observation that need no step."""
     return {
         "timers": tuple(timers_of(record)),
-        "memory": tuple(_memory(record)),
+        "memory": tuple(
+            ObservedMemory(rank=rank, **kinds)
+            for rank, kinds in sorted(record.memory.items(), key=lambda pair: -1 if pair[0] is None else pair[0])
+        ),
         "memory_series": tuple(memory_series(record)),
         "failed_allocations": tuple(record.failed_allocations),
         "hung_collectives": tuple(record.hung_collectives),
@@ -224,7 +225,11 @@ def described(record: RunRecord, trainer: str, sources: tuple[SourceFile, ...]) 
         known = f": {speed:,.0f} tokens a second and GPU say none without the tokens of a step" if speed else ""
         return Observation(**common, notes=(*notes, f"no line of a step was found{known}"))
     precision = record.middle("precision_fraction") or 0.0
-    found = _statistics(record, precision)
+    found = steady(
+        np.asarray(record.numbers, dtype=np.int64), np.asarray(record.seconds, dtype=np.float64),
+        np.asarray(record.covers, dtype=np.float64), (0, *(back.row for back in record.backs)),
+        {row: set(kinds) for row, kinds in record.marks.items()}, precision,
+    )  # fmt: skip
     tokens_per_s, asks = _tokens_per_s(record, facts, found.step_s)
     refused = _only_first(record) or _only_grows(record) or _in_a_hole(record, found.step_s)
     refused = refused or _contradicted(record, facts, found.step_s)
@@ -353,18 +358,6 @@ def _complete_first_row(record: RunRecord) -> None:
             record.covers[0] = usual
 
 
-def _statistics(record: RunRecord, precision_fraction: float) -> Steady:
-    starts = (0, *(back.row for back in record.backs))
-    return steady(
-        np.asarray(record.numbers, dtype=np.int64),
-        np.asarray(record.seconds, dtype=np.float64),
-        np.asarray(record.covers, dtype=np.float64),
-        starts,
-        {row: set(kinds) for row, kinds in record.marks.items()},
-        precision_fraction,
-    )
-
-
 def _explained(outlier: Outlier, arguments: dict[str, str]) -> Outlier:
     """The outlier with what the trainer's arguments say happens as often."""
     for name, what in INTERVALS.items():
@@ -400,11 +393,6 @@ def _series(record: RunRecord) -> StepSeries:
         end_s=tuple((ends - record.first_s).tolist()) if timed else (),
         stride=stride,
     )
-
-
-def _memory(record: RunRecord) -> Iterator[ObservedMemory]:
-    for rank, kinds in sorted(record.memory.items(), key=lambda pair: -1 if pair[0] is None else pair[0]):
-        yield ObservedMemory(rank=rank, **kinds)
 
 
 def _spreads(record: RunRecord) -> Iterator[RankSpread]:

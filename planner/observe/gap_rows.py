@@ -29,7 +29,7 @@ from planner.observe.accounts import (
     traced_of,
     wall_s,
 )
-from planner.observe.case import Layouts, ObservedCase, chunked, fewer_recomputed, grid_of, moves, running, stage_of
+from planner.observe.case import ObservedCase, fewer_recomputed, grid_of, moves, running, stage_of
 from planner.observe.observation import MemorySeries
 from planner.observe.steady import SIGMA_OF_MAD, slope_of
 from planner.observe.traces.events import DATA_RANGES, HOST, TraceStep
@@ -78,28 +78,25 @@ class Finding:
     """The rank, stage, group or switch that it is about."""
 
 
-@dataclass(frozen=True)
-class RunFiles:
+class RunFiles(ObservedCase):
     """A case as the rows of the gap read it."""
-
-    case: ObservedCase
 
     @cached_property
     def step_s(self) -> float:
         """Seconds of a steady step; infinity where there is none, so that no share of it is worth a word."""
-        return self.case.observation.step_s or float("inf")
+        return self.observation.step_s or float("inf")
 
     @cached_property
     def ranks(self) -> tuple[Traced, ...]:
         """The ranks that have traces of steps, by number."""
-        return tuple(traced_of(self.case))
+        return tuple(traced_of(self))
 
     @cached_property
     def accounts(self) -> tuple[tuple[Account, Account | None], ...]:
         """Every rank with a GPU's trace, and what was planned of its stage."""
-        candidate, grid = self.case.candidate, grid_of(self.case)
+        candidate, grid = self.candidate, grid_of(self)
         known: dict[int, Account] = {}
-        if candidate is not None and self.ranks and self.case.prediction and self.case.prediction.kind == "plan":
+        if candidate is not None and self.ranks and self.prediction and self.prediction.kind == "plan":
             pipeline = candidate.run()
             known = {n: planned(candidate, pipeline, n, "in the plan") for n in range(int(candidate.shape.pp))}
         piped = grid is None or bool(grid.pp > 1)
@@ -122,7 +119,7 @@ class RunFiles:
     @cached_property
     def num_stages(self) -> int | None:
         """Pipeline stages by the plan, else by the run's own arguments; None where neither says it."""
-        grid = grid_of(self.case)
+        grid = grid_of(self)
         return None if grid is None else int(grid.pp)
 
     def exchanges(self, group: str) -> list[tuple[GroupExchanges, GroupExchanges]]:
@@ -176,7 +173,7 @@ def _longer_traced(files: RunFiles) -> Iterable[tuple[float, Finding]]:
 
 def _longer_printed(files: RunFiles) -> Iterable[tuple[float, Finding]]:
     """The rank that `--log-straggler` names again and again: by throughput, or by round trips without a pipeline."""
-    for spread in files.case.observation.rank_spreads:
+    for spread in files.observation.rank_spreads:
         than = f"the fastest one, in most of {spread.num_values:,} lines"
         if spread.low <= 0 or spread.num_values < LEAST_LINES:
             continue
@@ -206,7 +203,7 @@ def _comes_late(files: RunFiles) -> Finding | None:
 
 def _apart_timed(files: RunFiles) -> Finding | None:
     """The least and the most of the passes' timers over the ranks, further apart than the layers of their stages."""
-    timers, plan = {timer.name: timer for timer in files.case.observation.timers}, files.case.plan
+    timers, plan = {timer.name: timer for timer in files.observation.timers}, files.plan
     passes = [timers[name] for name in ("forward-compute", "backward-compute") if name in timers]
     if files.ranks or len(passes) < 2 or (plan is None and files.num_stages != 1):
         return None
@@ -272,8 +269,8 @@ def unhidden(group: str) -> Callable[[RunFiles], Finding | None]:
 
 def gradient_timers(files: RunFiles) -> Finding | None:
     """The trainer's timers of gradients and parameters of the rank that waits least, beyond those planned to show."""
-    timers = [timer.min_s for timer in files.case.observation.timers if timer.name in GRADIENT_TIMERS]
-    prediction = files.case.prediction
+    timers = [timer.min_s for timer in files.observation.timers if timer.name in GRADIENT_TIMERS]
+    prediction = files.prediction
     if not timers or prediction is None or prediction.kind == "run" or files.ranks:
         return None
     found_s, due_s = sum(timers), prediction.breakdown.get("exposed_dp_s", 0.0)
@@ -301,7 +298,7 @@ def _apart(files: RunFiles, part: str) -> tuple[float, float]:
 def host_gaps(files: RunFiles) -> Finding | None:
     """Time in which no rank's GPU has work because its host has not launched any; waits for data are not counted."""
     found_s, due_s = _apart(files, HOST_GAPS)
-    if files.case.has_log and files.ranks:
+    if files.has_log and files.ranks:
         found_s -= max(0.0, files.wall_s - files.step_s)  # the profiler's own
     share = GAPS if any(due for _, due in files.accounts) else GAPS_UNPRICED
     if found_s - due_s < share * files.step_s + 0.3 * due_s:
@@ -318,7 +315,7 @@ def data_waits(files: RunFiles) -> Finding | None:
         others = [rank.mean(_data_wait_s) for rank in files.ranks if rank is not worst]
         where = rank_name(worst) if others and max(others) < 0.5 * waited_s else ""
         return Finding(f"{rank_name(worst)} waits {in_seconds(waited_s)} of a step for data", waited_s, where)
-    timed_s = files.case.observation.data_s
+    timed_s = files.observation.data_s
     if timed_s is None or timed_s < DATA_SHARE * files.step_s:
         return None
     return Finding(f"the trainer's timer of batches shows {in_seconds(timed_s)} of a step", timed_s)
@@ -343,11 +340,11 @@ def _family_s(step: TraceStep, wanted: str) -> float:
 
 def low_clocks(files: RunFiles) -> Finding | None:
     """Clocks that the files print: lower than in an earlier run, or one rank's again and again below the others'."""
-    earlier, now = files.case.earlier, files.case.observation.clock_mhz
+    earlier, now = files.earlier, files.observation.clock_mhz
     then = earlier.observation.clock_mhz if earlier else None
     if now and then and now < LOWER_CLOCK * then:
         return Finding(f"GPUs run at {now:,.0f} MHz, {then:,.0f} in the earlier run", (1 - now / then) * files.step_s)
-    for one in files.case.observation.rank_spreads:
+    for one in files.observation.rank_spreads:
         often = one.low_share > 0.5 and one.num_values >= LEAST_LINES
         if one.name == "clock_mhz" and often and one.low < LOWER_CLOCK * one.high:
             says = f"rank {one.low_rank} runs at {one.low:,.0f} MHz in most of {one.num_values:,} lines"
@@ -367,7 +364,7 @@ def standing_stages(files: RunFiles) -> Finding | None:
 
 def fragments(files: RunFiles) -> Finding | None:
     """Allocations that found no block until the cache was freed, or that failed although enough bytes lay free."""
-    observation, recorded = files.case.observation, files.case.recorded
+    observation, recorded = files.observation, files.recorded
     for oom in (snapshot.out_of_memory for snapshot in (recorded.snapshots if recorded else ())):
         if oom is not None and oom.fragmented:
             says = f"{oom.requested_bytes / GIB:.1f} GiB were refused while {oom.inactive_bytes / GIB:.1f} GiB lay"
@@ -383,7 +380,7 @@ def fragments(files: RunFiles) -> Finding | None:
 
 def growing_memory(files: RunFiles) -> Finding | None:
     """Memory that grows from step to step, in the second half of the run as in the first."""
-    rows = [row for row in files.case.observation.memory_series if len(row.num_bytes) >= LEAST_ROWS]
+    rows = [row for row in files.observation.memory_series if len(row.num_bytes) >= LEAST_ROWS]
     return next((found for row in rows if (found := _growth(row)) is not None), None)
 
 
@@ -408,14 +405,14 @@ def _growth(row: MemorySeries) -> Finding | None:
 
 def out_of_memory(files: RunFiles) -> Finding | None:
     """Errors of allocations that failed, as the log or a snapshot has them, beside what was planned of the stage."""
-    observation, recorded = files.case.observation, files.case.recorded
+    observation, recorded = files.observation, files.recorded
     broken = [s.out_of_memory for s in (recorded.snapshots if recorded else ()) if s.out_of_memory]
     if broken:
         return Finding(f"an allocation of {broken[-1].requested_bytes / GIB:.2f} GiB failed")
     if not observation.failed_allocations:
         return Finding(f"{observation.num_ooms:,} allocations failed") if observation.num_ooms else None
     one = max(observation.failed_allocations, key=lambda each: each.requested_bytes)
-    where, plan, grid = "" if one.rank is None else f"rank {one.rank}", files.case.plan, grid_of(files.case)
+    where, plan, grid = "" if one.rank is None else f"rank {one.rank}", files.plan, grid_of(files)
     parts = [f"an allocation of {one.requested_bytes / GIB:.2f} GiB failed{f' on {where}' if where else ''}"]
     if one.allocated_bytes is not None:
         parts.append(f"torch held {one.allocated_bytes / GIB:.1f} GiB")
@@ -431,10 +428,10 @@ def out_of_memory(files: RunFiles) -> Finding | None:
 
 def hung_collective(files: RunFiles) -> Finding | None:
     """A collective that began and never ended, by a flight recorder's dumps or the watchdog's lines in the log."""
-    flight = files.case.recorded.flight_recorder if files.case.recorded else None
+    flight = files.recorded.flight_recorder if files.recorded else None
     if flight is not None and any(group.outstanding or group.mismatches for group in flight.groups):
         return Finding(flight.verdict)
-    hung = files.case.observation.hung_collectives
+    hung = files.observation.hung_collectives
     if not hung:
         return None
     first = min(hung, key=lambda one: (one.sequence, not one.collective))
@@ -447,7 +444,7 @@ def hung_collective(files: RunFiles) -> Finding | None:
 
 def saving(files: RunFiles) -> Finding | None:
     """Time that checkpoints take: between steps, in them, and in the step after them."""
-    wall = files.case.observation.wall
+    wall = files.observation.wall
     return _now_and_then(files, "checkpoint", CHECKPOINT_SHARE, "checkpoints", wall.checkpoint_s if wall else 0.0)
 
 
@@ -460,7 +457,7 @@ def _now_and_then(
     files: RunFiles, kind: str, share: float, what: str, beside_s: float = 0.0, word: str = ""
 ) -> Finding | None:
     """The finding of slow steps of one kind, by name or by what the log says of them, and of seconds beside steps."""
-    observation = files.case.observation
+    observation = files.observation
     slow_s = sum(row.extra_s for row in observation.outliers if row.kind == kind and word in row.likely)
     extra_s = (slow_s + beside_s) / max(1, observation.num_steps)
     if observation.num_steps < LEAST_STEPS or extra_s < share * files.step_s:
@@ -468,9 +465,9 @@ def _now_and_then(
     return Finding(f"{what} take {in_seconds(extra_s)} of a mean step", extra_s)
 
 
-def _recomputed_with_room(files: RunFiles) -> Finding | None:
+def recomputed_with_room(files: RunFiles) -> Finding | None:
     """Layers recomputed although the peak in the files leaves the memory that keeping their activations takes."""
-    now, peak = running(files.case), files.case.observation.peak_memory_bytes
+    now, peak = running(files), files.observation.peak_memory_bytes
     if now is None or peak is None:
         return None
     best = min((one for _, one in moves(now, fewer_recomputed)), key=lambda one: one.step_s, default=now)
@@ -482,17 +479,7 @@ def _recomputed_with_room(files: RunFiles) -> Finding | None:
     return Finding(f"{says} of a step", gain_s)
 
 
-SEES: Mapping[str, tuple[Callable[[RunFiles], Finding | None], ...]] = {
-    "straggler_rank": (slow_rank,), "slow_link": (slow_link,), "no_ep_overlap": (unhidden("ep"),),
-    "exposed_dp": (unhidden("dp"), gradient_timers), "host_bound": (host_gaps,), "attention_kernel": (slow_attention,),
-    "clocks": (low_clocks,), "expert_imbalance": (uneven_experts,), "bubble": (standing_stages,),
-    "data_stall": (data_waits,), "recompute_unneeded": (_recomputed_with_room,), "checkpoint_stall": (saving,),
-    "garbage_collection": (collecting,), "fragmentation": (fragments,), "leak": (growing_memory,),
-    "out_of_memory": (out_of_memory,), "hang": (hung_collective,),
-}  # fmt: skip
-"""Looks for a row's mechanism, one after the other; none where only the log's own arguments can show it."""
-LAYOUTS: Mapping[str, Layouts] = {"bubble": chunked, "recompute_unneeded": fewer_recomputed}
-"""Layouts near the run's own that may help, priced."""
+unhidden_ep, unhidden_dp = unhidden("ep"), unhidden("dp")
 
 
 @dataclass(frozen=True, slots=True)
@@ -507,6 +494,13 @@ class GapRow:
     switches: Texts = ()
     options: Texts = ()
     beside: bool = False
+    sees: Texts = ()
+    layouts: str = ""
+
+    @property
+    def looks(self) -> list[Callable[[RunFiles], Finding | None]]:
+        """Looks for the row's mechanism, one after the other; none where only the log's own arguments can show it."""
+        return [globals()[name] for name in self.sees]
 
     def at(self, where: str) -> str:
         """The row in words, of a rank or stage that is known."""
@@ -516,4 +510,4 @@ class GapRow:
 
 
 GAP_ROWS: Mapping[str, GapRow] = {name: GapRow(name, **row) for name, row in GAP_TABLE["rows"].items()}
-"""Every row by the name that `causes` has; another is a row there and a function in `SEES`."""
+"""Every row by the name that `causes` has; another is a row there, and the function that it `sees` by."""

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 from planner.answer import Plan
 from planner.errors import SpecError
 from planner.observe.accounts import beside_steps, waterfall
-from planner.observe.case import ObservedCase, recipe_terms, remedy_of_change, slower_settings
-from planner.observe.gap_rows import GAP_ROWS, LAYOUTS, OF_MEMORY, RECORDINGS, SEES, Finding, GapRow, RunFiles
+from planner.observe.case import recipe_terms, remedy_of_change, slower_settings
+from planner.observe.gap_rows import GAP_ROWS, OF_MEMORY, RECORDINGS, Finding, GapRow, RunFiles
 from planner.observe.observation import GapCause, GapRemedy, Observation, Observed, Prediction, Term, Verdict
 from planner.observe.traces.recorded import ObservedFiles, Recorded
 from planner.plan_file import refuse_contradiction
@@ -35,7 +34,7 @@ def judged(
     if doubt:
         alone = judged_alone(observation, recorded)
         return alone.model_copy(update={"prediction": prediction, "says": f"no verdict: {doubt}"})
-    return _told(ObservedCase(observation, recorded, prediction, plan))
+    return _told(RunFiles(observation, recorded, prediction, plan))
 
 
 def judged_beside(
@@ -45,15 +44,15 @@ def judged_beside(
     plan = earlier.plan
     if plan is not None:
         observation = with_mfu(observation, plan)
-    return _told(ObservedCase(observation, recorded, of_run(earlier, source), plan, earlier))
+    return _told(RunFiles(observation, recorded, of_run(earlier, source), plan, earlier))
 
 
 def judged_alone(observation: Observation, recorded: Recorded | None = None) -> Observed:
     """The observation by itself: no verdict, but the causes that its own files show."""
-    return _told(ObservedCase(observation, recorded))
+    return _told(RunFiles(observation, recorded))
 
 
-def _told(case: ObservedCase) -> Observed:
+def _told(case: RunFiles) -> Observed:
     """All that is said of a case."""
     verdict, says = (None, "") if case.prediction is None else verdict_of(case.observation, case.prediction)
     gap = waterfall(case, recipe_terms(case))
@@ -80,13 +79,12 @@ _SHOWN_BY_PRICE = ("recompute_unneeded", "recipe")
 """Rows that are a choice of the job, so that the plan's own step may have them, too."""
 
 
-def shown_rows(case: ObservedCase, verdict: Verdict | None = None) -> tuple[GapCause, ...]:
+def shown_rows(case: RunFiles, verdict: Verdict | None = None) -> tuple[GapCause, ...]:
     """The rows whose mechanism the files show, the one that takes most first, each with its remedy."""
-    files = RunFiles(case)
     settings = slower_settings(case, _ROW_OF_SWITCH)
     causes = []
     for row in GAP_ROWS.values():
-        found = next((one for see in SEES.get(row.name, ()) if (one := see(files)) is not None), None)
+        found = next((one for see in row.looks if (one := see(case)) is not None), None)
         if found is not None and row.beside and not _explains(case, found, verdict):
             found = None
         stated = [Finding(term.evidence, term.seconds, name) for name, term in settings.get(row.name, ())]
@@ -100,7 +98,7 @@ def shown_rows(case: ObservedCase, verdict: Verdict | None = None) -> tuple[GapC
     return tuple(sorted(causes, key=lambda cause: -(cause.seconds or 0.0)))
 
 
-def _explains(case: ObservedCase, found: Finding, verdict: Verdict | None) -> bool:
+def _explains(case: RunFiles, found: Finding, verdict: Verdict | None) -> bool:
     """True where the step is longer than predicted, and the finding takes a fair part of that; alone, of anything."""
     step_s = case.observation.step_s
     prediction = case.prediction
@@ -115,7 +113,7 @@ def _explains(case: ObservedCase, found: Finding, verdict: Verdict | None) -> bo
 _ROW_OF_SWITCH = {name: row.name for row in GAP_ROWS.values() for name in row.switches}
 
 
-def _cause(case: ObservedCase, row: GapRow, found: Finding, switches: Sequence[str]) -> GapCause:
+def _cause(case: RunFiles, row: GapRow, found: Finding, switches: Sequence[str]) -> GapCause:
     """The row as an answer has it; its seconds are no more than the step is above what was predicted at least.
 
     Where no change of the job is priced there is the advice, and the step without the row, never below the prediction.
@@ -126,7 +124,7 @@ def _cause(case: ObservedCase, row: GapRow, found: Finding, switches: Sequence[s
     if prediction is not None and step_s is not None and seconds is not None and row.name not in _SHOWN_BY_PRICE:
         low_s = (prediction.step_s_interval or (prediction.step_s, 0.0))[0]
         seconds = min(seconds, max(0.0, step_s - low_s))
-    remedy = remedy_of_change(case, switches, LAYOUTS.get(row.name))
+    remedy = remedy_of_change(case, switches, row.layouts)
     if remedy is None and row.helps:
         least_s = min(prediction.step_s, step_s or 0.0) if prediction is not None else 0.0
         without_s = max(step_s - seconds, least_s) if step_s is not None and seconds else None
@@ -134,7 +132,7 @@ def _cause(case: ObservedCase, row: GapRow, found: Finding, switches: Sequence[s
     return GapCause(name=row.name, seconds=seconds, evidence=found.says, where=found.where, remedy=remedy)
 
 
-def next_recording(case: ObservedCase, gap: Sequence[Term], verdict: Verdict | None, causes: Sequence[GapCause]) -> str:
+def next_recording(case: RunFiles, gap: Sequence[Term], verdict: Verdict | None, causes: Sequence[GapCause]) -> str:
     """The recording to make of a run that is slow, or takes more memory, and of which no file shows why."""
     if verdict == "memory":
         return "" if any(cause.name in OF_MEMORY for cause in causes) else _lacking(case, ("memory_log", "snapshot"))
@@ -145,10 +143,9 @@ def next_recording(case: ObservedCase, gap: Sequence[Term], verdict: Verdict | N
     return _lacking(case, (*dict.fromkeys(wanted), "one_trace", "stage_traces", "arguments"))
 
 
-def _lacking(case: ObservedCase, recordings: Iterable[str]) -> str:
+def _lacking(case: RunFiles, recordings: Iterable[str]) -> str:
     """The first of some recordings that the files do not have yet."""
-    ranks = RunFiles(case).ranks
-    observation = case.observation
+    ranks, observation = case.ranks, case.observation
     has = {
         "one_trace": ranks, "stage_traces": ranks[1:], "pipeline_traces": len({rank.stage for rank in ranks}) > 1,
         "batch_timer": observation.data_s is not None, "long_log": observation.series.steps,
@@ -310,7 +307,7 @@ def is_observed(data: Fields) -> bool:
 def observed_of(data: Fields, where: str) -> Observed:
     """The observation in what a file held, with what traces show beside it; SpecError where a field is wrong, or was
     edited."""
-    data = _without_retired(as_saved(data, where, _HINT))
+    data = as_saved(data, where, _HINT)
     observed = checked(ObservedFiles if "recorded" in data else Observed, data, where)
     if observed.plan is not None:
         refuse_contradiction(observed.plan, f"{where}: plan")
@@ -325,24 +322,3 @@ def observed_of(data: Fields, where: str) -> Observed:
         if parts and total_s is not None and abs(sum(parts) - total_s) > 1e-6 * (step_s or total_s):
             raise SpecError(f"{where}: {name}: its terms add up to {sum(parts):.6g} s, not to {total_s:.6g}", _HINT)
     return observed
-
-
-_RETIRED = (
-    "what_if", "replayed", "passes", "likelihood", "test", "first_idle_s", "each_s", "own_s", "pipeline", "links",
-    "per_rank_s", "reserved_at_peak_bytes", "num_events", "expandable_segments", "stragglers", "phases", "slowest",
-    "num_collectives", "age_s", "during", "peak_time_us", "awaiting_free_bytes", "allocator_settings", "per_rank",
-    "largest", "trainer_version", "mean_s", "is_peak", "num_skipped_steps", "num_nan_steps",
-)  # fmt: skip
-"""Fields of observations that 0.2 saved and that nothing reads any more."""
-_OTHERS = ("plan", "run")
-"""Entries whose fields are of other types, or of a trainer."""
-
-
-def _without_retired(data: Any) -> Any:
-    """The content of a file without the fields that nothing reads any more."""
-    if isinstance(data, list):
-        return [_without_retired(entry) for entry in data] if data and isinstance(data[0], dict) else data
-    if not isinstance(data, dict):
-        return data
-    kept = ((name, value) for name, value in data.items() if name not in _RETIRED)
-    return {name: value if name in _OTHERS else _without_retired(value) for name, value in kept}

@@ -156,11 +156,18 @@ class LineSource(Protocol):
 class NewLines:
     """The whole lines of blocks; the last one is held back until its end comes."""
 
-    def __init__(self) -> None:
-        self.rest = b""
+    def __init__(self, where: str = "") -> None:
+        self.where, self.rest, self._begun = where, b"", False
 
     def of(self, block: bytes) -> list[bytes]:
-        """The lines that this block ends, without their ends and cut to the longest that is read."""
+        """The lines that this block ends, without their ends and cut to the longest that is read; SpecError where the
+        first block is of no text."""
+        if block and not self._begun:
+            self._begun = True
+            if block.startswith(_GZIP):
+                raise _packed(self.where)
+            if is_binary(block[:4096]):
+                raise SpecError(f"{self.where}: is a binary file", "name a text log")
         *whole, last = split(self.rest + block)
         self.rest = last[:MAX_LINE_BYTES]
         return [line[:MAX_LINE_BYTES] for line in whole]
@@ -182,10 +189,9 @@ class FileEnd:
         self._say = say
         self._said = ""
         self._file: int | None = None
-        self._begun = False
         self._identity = self._offset = 0
         """The number of the open file, and the bytes of it that were read."""
-        self._lines = NewLines()
+        self._lines = NewLines(label(path))
 
     def read(self) -> list[bytes]:
         """The whole lines that are new, of at most a block. Raises SpecError for what never was a text file."""
@@ -203,12 +209,6 @@ class FileEnd:
         if os.fstat(self._file).st_size < self._offset:
             self._begin_again("was cut off, and is read from its begin: lines written just before may be lost")
         block = os.pread(self._file, BLOCK_BYTES, self._offset)
-        if block and not self._begun:
-            self._begun = True
-            if block.startswith(_GZIP):
-                raise _packed(label(self.path))
-            if is_binary(block[:4096]):
-                raise SpecError(f"{label(self.path)}: is a binary file", "name a text log")
         self._offset += len(block)
         self._said = "" if block else self._said
         return block
@@ -236,7 +236,7 @@ class FileEnd:
 
     def _begin_again(self, says: str) -> None:
         """Take what comes as another log's; half a line of the one before is no number to trust."""
-        self._offset, self._lines = 0, NewLines()
+        self._offset, self._lines = 0, NewLines(label(self.path))
         self._say(f"{label(self.path)}: {says}")
 
     def _gone(self, error: OSError) -> None:
@@ -255,8 +255,8 @@ class StdinEnd:
 
     def __init__(self) -> None:
         self._file = sys.stdin.buffer.fileno()
-        self._begun = self._ended = False
-        self._lines = NewLines()
+        self._ended = False
+        self._lines = NewLines("stdin")
 
     def read(self) -> list[bytes] | None:
         """The whole lines that are new, without waiting for more; None at the end."""
@@ -265,12 +265,6 @@ class StdinEnd:
         if not select.select([self._file], [], [], 0)[0]:
             return []
         block = os.read(self._file, BLOCK_BYTES)
-        if block and not self._begun:
-            self._begun = True
-            if block.startswith(_GZIP):
-                raise _packed("stdin")
-            if is_binary(block[:4096]):
-                raise SpecError("stdin: is binary", "pipe a text log")
         self._ended = not block
         return self._lines.of(block) if block else self._lines.last()
 

@@ -206,22 +206,18 @@ class TableColumns:
             self.memory["max_allocated_bytes"] = ("mem", GIB)
 
     @property
-    def time(self) -> str | None:
-        """The column of step times."""
-        return self.found.get("seconds", (None, None))[0]
-
-    @property
     def tells_time(self) -> bool:
         """True where a column has step times, or where the tokens of a step and their rate say them."""
         return "seconds" in self.found or self.found.keys() >= {"tokens_per_s", "tokens_of_step"}
 
     def notes(self) -> Iterator[str]:
         """Sentences on what the names leave open."""
-        if "seconds" not in self.found:
+        column, unit = self.found.get("seconds", ("", ""))
+        if not column:
             names = [self.found[each][0] for each in ("tokens_of_step", "tokens_per_s")]
             yield f"seconds are {text_of(names[0])} over {text_of(names[1])}: no column has step times"
-        elif self.found["seconds"][1] is None and not re.search(r"(seconds|secs|_s/step)$", (self.time or "").lower()):
-            yield f"{text_of(self.time or '')} states no unit: taken as seconds"
+        elif unit is None and not re.search(r"(seconds|secs|_s/step)$", column.lower()):
+            yield f"{text_of(column)} states no unit: taken as seconds"
         if self.gigabytes:
             yield f"{', '.join(self.gigabytes)}: a GB is taken as 10^9 bytes, not as 1024^3"
 

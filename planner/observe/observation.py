@@ -13,7 +13,11 @@ from planner.answer import Interval, Plan
 from planner.specs.base import Fields, Ints, Spec, Texts
 
 
-class RankSpread(Spec):
+class Saved(Spec, extra="ignore"):
+    """A part of an observation as files keep it: fields that older versions saved and nobody reads are left out."""
+
+
+class RankSpread(Saved):
     """A number of each rank, of which the log names the least and the most, as `--log-straggler` does; medians."""
 
     name: Literal["round_trip_s", "power_w", "temperature_c", "utilization_fraction", "clock_mhz", "data_s", "tflops"]
@@ -28,7 +32,7 @@ class RankSpread(Spec):
     num_values: int
 
 
-class Wall(Spec):
+class Wall(Saved):
     """The wall time from the first to the last thing that has a time, and what took it."""
 
     wall_s: float
@@ -53,7 +57,7 @@ class Wall(Spec):
 OutlierKind = Literal["checkpoint", "evaluation", "periodic", "slow_spell", "unexplained"]
 
 
-class SourceFile(Spec):
+class SourceFile(Saved):
     """A file that was read."""
 
     path: str
@@ -65,7 +69,7 @@ class SourceFile(Spec):
     """The reason why only a part was read; empty where all of it was."""
 
 
-class JobFacts(Spec):
+class JobFacts(Saved):
     """The job as its own files state it; None where they do not."""
 
     trainer: str | None = None
@@ -87,7 +91,7 @@ class JobFacts(Spec):
     """The features in it that the log names, and `recompute`; the others are what the trainer does unasked."""
 
 
-class StepSeries(Spec):
+class StepSeries(Saved):
     """The steps in the order of the log; of very many, every `stride`-th row."""
 
     steps: Ints = ()
@@ -99,7 +103,7 @@ class StepSeries(Spec):
     stride: int = 1
 
 
-class Outlier(Spec):
+class Outlier(Saved):
     """Steps that took longer than the noise of the others, under one name."""
 
     kind: OutlierKind
@@ -114,7 +118,7 @@ class Outlier(Spec):
     """The likely cause in words, such as garbage collection every 100 steps."""
 
 
-class Restart(Spec):
+class Restart(Saved):
     """A place where the step number falls back: the run went on from an earlier checkpoint."""
 
     from_step: int
@@ -128,7 +132,7 @@ class Restart(Spec):
     """Seconds from the last line of a step to the first one made after it, less that step's own; None without times."""
 
 
-class Timer(Spec):
+class Timer(Saved):
     """A timer that the trainer prints, in seconds of one step; the median over what was printed."""
 
     name: str
@@ -138,7 +142,7 @@ class Timer(Spec):
     num_values: int
 
 
-class ObservedMemory(Spec):
+class ObservedMemory(Saved):
     """Memory of one rank, the highest that was printed."""
 
     rank: int | None = None
@@ -149,7 +153,7 @@ class ObservedMemory(Spec):
     """Bytes in use on the GPU, of everything."""
 
 
-class MemorySeries(Spec):
+class MemorySeries(Saved):
     """Memory of one rank in the order of the log, of one kind; of very many lines, every n-th."""
 
     kind: Literal["allocated", "max_allocated", "max_reserved", "device", "reserved"]
@@ -160,7 +164,7 @@ class MemorySeries(Spec):
     num_bytes: Ints
 
 
-class FailedAllocation(Spec):
+class FailedAllocation(Saved):
     """An error of memory that ran out, in the words of torch."""
 
     rank: int | None = None
@@ -173,7 +177,7 @@ class FailedAllocation(Spec):
     """Bytes of the GPU."""
 
 
-class HungCollective(Spec):
+class HungCollective(Saved):
     """A collective that NCCL's watchdog ended, on one rank."""
 
     rank: int | None = None
@@ -188,7 +192,7 @@ Verdict = Literal["expected", "slow", "fast", "memory"]
 """The place of the step to its predicted interval; `memory` if the step is inside and the peak above its own."""
 
 
-class Observation(Spec):
+class Observation(Saved):
     """A run as its files show it."""
 
     sources: tuple[SourceFile, ...]
@@ -242,7 +246,7 @@ class Observation(Spec):
     """Options that would say what the files do not, such as `--global-batch-size N`."""
 
 
-class Prediction(Spec):
+class Prediction(Saved):
     """The numbers that the run is held against: the price of its layout and recipe, or an earlier run of the job."""
 
     kind: Literal["plan", "run"] = "plan"
@@ -263,7 +267,7 @@ class Prediction(Spec):
     breakdown: dict[str, float]
 
 
-class Term(Spec):
+class Term(Saved):
     """One term of a difference of seconds."""
 
     term: str
@@ -273,7 +277,7 @@ class Term(Spec):
     """The most that could be won back; None where nothing tells."""
 
 
-class GapRemedy(Spec):
+class GapRemedy(Saved):
     """A change of the job, and the step that it would give."""
 
     options: Texts
@@ -285,7 +289,7 @@ class GapRemedy(Spec):
     says: str = ""
 
 
-class GapCause(Spec):
+class GapCause(Saved):
     """A row of the gap whose mechanism the files show: why the run is not as it should be."""
 
     name: str
@@ -298,7 +302,7 @@ class GapCause(Spec):
     remedy: GapRemedy | None = None
 
 
-class Observed(Spec):
+class Observed(Saved):
     """The answer of `plan observe`."""
 
     schema_version: Literal[1] = 1

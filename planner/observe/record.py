@@ -11,7 +11,7 @@ from array import array
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
-from datetime import UTC, datetime
+from datetime import datetime
 from statistics import median
 
 from planner.observe.observation import FailedAllocation, HungCollective, JobFacts
@@ -48,8 +48,7 @@ def moment(text: str) -> float:
     else:
         return math.nan
     try:
-        year_, month_, day_, hour, minute, second = map(int, parts)
-        at_s = datetime(year_, month_, day_, hour, minute, second, tzinfo=UTC).timestamp()
+        at_s = datetime.fromisoformat("{}-{}-{}T{}:{}:{}+00:00".format(*parts)).timestamp()
     except (ValueError, OverflowError):
         return math.nan
     return at_s + (int(fraction) / 10 ** len(fraction) if fraction else 0.0)

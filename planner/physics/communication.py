@@ -16,9 +16,8 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from planner.physics import memory
-from planner.physics.cost import PartCost
+from planner.physics.cost import PartCost, content, remembered
 from planner.physics.operators import BF16, FP32, NARROW_BYTES, Collective, Group
-from planner.physics.remember import content, remembered
 from planner.shape import FloatArray, Number, Shape, any_of, ceil, clip, floor, log2, maximum, minimum, where
 from planner.specs.cluster import ClusterSpec
 from planner.specs.hardware import LinkTier
@@ -328,9 +327,15 @@ class Exchanges:
     def _frozen_s(self, parameters: Number, expert: Number, shape: Shape) -> Number:
         """Seconds to gather frozen weights, `expert` of them of routed experts, as they are kept; 0 below ZeRO-3."""
         num_bytes = self.runtime.gathered_frozen_bytes
-        return self._data_parallel_s(parameters - expert, expert, shape, num_bytes, reduces=False) * (
-            shape.zero_stage == 3
-        )
+        exchanged_s = self._data_parallel_s(parameters - expert, expert, shape, num_bytes, reduces=False)
+        return (exchanged_s + self._copied_s(parameters - expert, expert, shape, num_bytes)) * (shape.zero_stage == 3)
+
+    def _copied_s(self, dense: Number, expert: Number, shape: Shape, num_bytes: float) -> Number:
+        """Seconds to copy this rank's shards of weights from the host, where they wait, before they are gathered."""
+        if not self.runtime.parameter_offload:
+            return 0.0
+        shards = dense / shape.shard_size + expert / memory.expert_shards(shape, self.runtime)
+        return num_bytes * shards / self.cluster.hardware.host.bytes_per_s * (shape.zero_stage == 3)
 
     def reduce_s(self, dense: Number, expert: Number, shape: Shape) -> Number:
         """Seconds to reduce-scatter gradients over the shard group and all-reduce them over its replicas.
@@ -347,7 +352,8 @@ class Exchanges:
         """
         in_fp8 = self.runtime.narrow_parameters and self.training.dtype == "fp8"
         sharded = shape.zero_stage >= 1
-        return self._data_parallel_s(dense, expert, shape, 1 if in_fp8 else BF16, reduces=False) * sharded
+        exchanged_s = self._data_parallel_s(dense, expert, shape, 1 if in_fp8 else BF16, reduces=False)
+        return exchanged_s * sharded + self._copied_s(dense, expert, shape, BF16)
 
     def _data_parallel_s(self, dense: Number, expert: Number, shape: Shape, num_bytes: float, reduces: bool) -> Number:
         seconds: Number = 0.0

@@ -1,6 +1,6 @@
 """Seconds of an operator on one GPU: products, attention and memory-bound work.
 
-The rates are those of the data sheet times a few achieved shares (`specs/efficiency.py`); small shapes lose more, to
+The rates are those of the data sheet times a few achieved shares (`specs/hardware.py`); small shapes lose more, to
 tiles, waves and launches. All sizes may be numpy arrays; one call prices thousands of shapes.
 """
 
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from planner.physics.cost import content, remembered
 from planner.physics.kernels import (
     ATTENTION_BACKWARD_KERNELS,
     PassSeconds,
@@ -19,7 +20,6 @@ from planner.physics.kernels import (
 )
 from planner.physics.layer.recurrent import SCAN_STREAM_FRACTION, scan_flops_s
 from planner.physics.operators import BF16, Operator
-from planner.physics.remember import content, remembered
 from planner.shape import Number, maximum
 from planner.specs.hardware import HardwareSpec
 from planner.specs.units import MICRO
@@ -56,7 +56,8 @@ SIZES_OF_KIND = {
 RUNTIME_OF_KIND = {
     "gemm": (
         "gradient_bytes", "fused_grad_accumulation", "groups_products", "fuses_experts", "rocm_narrow_factor",
-        "rocm_product_factor", "narrow_factor", "casts_weights", "narrow_exchanges", "transposes_frozen", "fp8_copies",
+        "rocm_product_factor", "narrow_factor", "block_factor", "casts_weights", "narrow_exchanges",
+        "transposes_frozen", "fp8_copies",
     ),
     "attention": ("attention_kernel", "deterministic"),
     "elementwise": ("deterministic",),
@@ -96,7 +97,8 @@ def _operator_seconds(op: Operator, hardware: HardwareSpec, dtype: str, runtime:
         if hardware.is_amd:
             slow *= runtime.rocm_narrow_factor if narrow else runtime.rocm_product_factor
         if narrow:
-            slow *= runtime.narrow_factor / efficiency.narrow_sustained_fraction
+            factor = runtime.block_factor if dtype == "mxfp8" else runtime.narrow_factor
+            slow *= factor / efficiency.narrow_sustained_fraction
         forward, backward = slow * forward, slow * backward * op.backward_factor
         cast = cast_s(op, hardware, dtype, runtime)
         return PassSeconds(forward * forward_s + cast.forward_s, backward * dgrad_s + cast.dgrad_s, backward * wgrad_s)

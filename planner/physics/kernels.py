@@ -9,8 +9,7 @@ from typing import NamedTuple
 
 from planner.physics.operators import BF16, FP32, Operator
 from planner.shape import Number, ceil, maximum, minimum, where
-from planner.specs.efficiency import AttentionEfficiency, GemmEfficiency
-from planner.specs.hardware import HardwareSpec
+from planner.specs.hardware import AttentionEfficiency, GemmEfficiency, HardwareSpec
 from planner.specs.units import MICRO
 from planner.trainers.documents import torch_choice
 from planner.trainers.optimizers import OPTIMIZERS

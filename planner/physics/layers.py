@@ -37,8 +37,7 @@ from planner.physics.operators import (
 )
 from planner.shape import Number, Shape, ceil, minimum
 from planner.specs.model import LayerKind, ModelSpec, VisionSpec
-from planner.specs.model_parts import AttentionKind
-from planner.specs.traced import Polynomial, TracedOperator
+from planner.specs.model_parts import AttentionKind, Polynomial, TracedOperator
 from planner.specs.training import AdapterSpec
 from planner.trainers.documents import Documents
 from planner.trainers.spec import RuntimeSpec

@@ -35,7 +35,12 @@ def weights_bytes(
     from_stage = 2 if runtime.weight_bytes > BF16 else 3
     kept = cast * _sharded(dense - wide, expert, shape, runtime, from_stage)
     kept = kept + runtime.weight_bytes * _sharded(wide, 0.0, shape, runtime, from_stage)
-    return kept + gathered_weights_bytes(dense + expert, shape, runtime)
+    return kept * _stay(shape, runtime) + gathered_weights_bytes(dense + expert, shape, runtime)
+
+
+def _stay(shape: Shape, runtime: RuntimeSpec) -> Number:
+    """1 where the shards of weights are on the GPU, 0 where they wait on the host."""
+    return where(runtime.parameter_offload & (shape.zero_stage == 3), 0, 1)
 
 
 def frozen_bytes(dense: Number, expert: Number, wide: Number, shape: Shape, runtime: RuntimeSpec, dtype: str) -> Number:
@@ -45,7 +50,7 @@ def frozen_bytes(dense: Number, expert: Number, wide: Number, shape: Shape, runt
     and replace the others where the trainer has such parameters.
     """
     packed = frozen_weight_bytes(runtime, dtype) * _sharded(dense - wide, expert, shape, runtime, 3)
-    return packed + runtime.frozen_wide_bytes * _sharded(wide, 0.0, shape, runtime, 3)
+    return (packed + runtime.frozen_wide_bytes * _sharded(wide, 0.0, shape, runtime, 3)) * _stay(shape, runtime)
 
 
 def frozen_weight_bytes(runtime: RuntimeSpec, dtype: str) -> float:
@@ -68,12 +73,13 @@ def static_bytes(part: PartCost, shape: Shape, runtime: RuntimeSpec, dtype: str)
     """Bytes of weights, gradients and optimizer of a part whose parameters are counted."""
     dense, expert = part.trained_dense_parameters, part.trained_expert_parameters
     frozen = frozen_weights_bytes(part, shape, runtime, dtype)
+    weights = weights_bytes(dense, expert, shape, runtime, dtype, part.wide_parameters)
+    states = optimizer_bytes(dense, expert, shape, runtime, (part.state_bytes, part.expert_state_bytes))
+    trained, copies = 1 + runtime.critics, BF16 * runtime.frozen_copies * _sharded(dense, expert, shape, runtime, 3)
     return (
-        weights_bytes(dense, expert, shape, runtime, dtype, part.wide_parameters)
-        + frozen
-        + reference_bytes(part, shape, runtime, dtype),
+        weights * trained + frozen + copies + reference_bytes(part, shape, runtime, dtype),
         gradients_bytes(dense, expert, shape, runtime),
-        optimizer_bytes(dense, expert, shape, runtime, (part.state_bytes, part.expert_state_bytes)),
+        states * trained,
     )
 
 
@@ -128,8 +134,14 @@ def gradients_bytes(dense: Number, expert: Number, shape: Shape, runtime: Runtim
 
 def whole_gradients_bytes(dense: Number, expert: Number, shape: Shape, runtime: RuntimeSpec) -> Number:
     """`gradients_bytes` when the backward is done."""
-    bytes_per_parameter, is_piped = runtime.gradient_bytes + runtime.kept_gradient_bytes, shape.pp > 1
+    on_gpu, is_piped = 1 - offloaded_gradients(runtime) * (shape.zero_stage >= 2), shape.pp > 1
+    bytes_per_parameter = on_gpu * (runtime.gradient_bytes + runtime.kept_gradient_bytes)
     return bytes_per_parameter * where(is_piped, dense + expert, _sharded(dense, expert, shape, runtime, 2))
+
+
+def offloaded_gradients(runtime: RuntimeSpec) -> float:
+    """Share of the sharded gradients that is on the host."""
+    return runtime.optimizer_offload_fraction * runtime.offloads_gradients
 
 
 def embedding_moment_bytes(part: PartCost, shape: Shape, model: ModelSpec, runtime: RuntimeSpec) -> Number:
@@ -202,12 +214,6 @@ def communicators(shape: Shape) -> Number:
         where(shape.ep > 1, shape.expert_dp, 1),
     )
     return sum(1.0 * (size > 1) for size in sizes)
-
-
-UNEVEN_FRACTION = 0.12
-"""Share of allocated memory that the allocator holds beside it where experts get other tokens in every layer and step,
-so that few blocks are used again. Ten mixtures that ms-swift fine-tuned reserved 6 to 49% more than the price without
-it, of dense models three 7 to 15%; two of Primus on AMD's GPUs took 7 and 10% less, where none is."""
 
 
 def reserved_bytes(allocated_bytes: Number, shape: Shape, hardware: HardwareSpec, lost_fraction: float) -> Number:
@@ -369,7 +375,7 @@ OFFLOADED: dict[str, frozenset[tuple[str, str]]] = {
     ),
     "attn_proj": frozenset({("attention", "output"), ("values", "output")}),
     "mlp_norm": frozenset({("mlp norm", "input")}),
-    "expert_fc1": frozenset({("experts up", "rows")}),
+    "expert_fc1": frozenset({("experts up", "rows"), ("experts up", "received rows")}),
     "moe_act": frozenset({("experts up", "up")}),
 }
 """The inputs of each module, as Megatron-LM names modules (--offload-modules): operator, and tensor that it keeps."""

@@ -301,3 +301,27 @@ def up_to_last_saved(items: Sequence[Item]) -> Sequence[Item]:
     """Items that recomputing a layer has to run again: all up to the last operator that keeps a tensor."""
     last = max(index for index, item in enumerate(items) if isinstance(item, Operator) and item.saved)
     return items[: last + 1]
+
+
+def kept_by_torchao(items: Sequence[Item], dtype: str) -> tuple[Item, ...]:
+    """Items with what torchao's products keep: in 8 bits their inputs as they are, which they cast again.
+
+    In 4 bits they keep the cast copy, and `op` recomputes them all: torch's list of operators that are dear to repeat
+    has `mm` and `_scaled_mm`, and 4 bits go by another.
+    """
+    if dtype not in NARROW_BYTES:
+        return tuple(items)
+    keeps = _kept_in_4_bits if dtype == "nvfp4" else _kept_in_8_bits
+    return tuple(keeps(item) if isinstance(item, Operator) else item for item in items)
+
+
+def _kept_in_8_bits(operator: Operator) -> Operator:
+    kept = (tensor._replace(gemm_input=False) for tensor in operator.saved if not tensor.cast_copy)
+    return replace(operator, saved=tuple(kept))
+
+
+def _kept_in_4_bits(operator: Operator) -> Operator:
+    if operator.kind != "gemm" or operator.expert:
+        return operator
+    kept = (tensor._replace(modules=(*tensor.modules, "op")) for tensor in operator.saved)
+    return replace(operator, modules=(*operator.modules, "op"), saved=tuple(kept))

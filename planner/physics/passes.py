@@ -313,15 +313,21 @@ class Passes:
         return seconds
 
     def _texts(self, items: Sequence[Item], shape: Shape) -> Number:
-        """Kernels of a pass for the texts packed into a micro-batch; none in a part without attention."""
+        """Kernels of a pass for the texts packed into a micro-batch; none in a part without attention.
+
+        Every rank of a shared sequence holds a part of every text. Where ranks exchange heads for tokens, the order of
+        each text's 2·cp slices is worked out one by one, for three tensors one way and one the other.
+        """
         runtime, lengths = self.runtime, self.training.document_lengths
         packs = runtime.packs_documents or (lengths is not None and self.training.batching == "packed")
-        if not (packs and runtime.document_kernels and any("core_attn" in op.modules for op in operators_of(items))):
+        if not packs or not any("core_attn" in op.modules for op in operators_of(items)):
             return 0.0
         mean: float = TEXT_TOKENS
         if lengths is not None:
             mean = sum(each.length * each.share for each in lengths) / sum(each.share for each in lengths)
-        return runtime.document_kernels * maximum(shape.tokens / mean, 1.0)
+        slices = 4 * 2 * shape.cp * (shape.cp > 1) * (runtime.cp_comm_type == "a2a")
+        kernels = runtime.document_kernels * (self.model.position_embedding == "rope") + runtime.slice_kernels * slices
+        return kernels * maximum(shape.tokens * shape.cp / mean, 1.0)
 
     def _driven_s(self, items: Sequence[Item], shape: Shape) -> dict[str, Number]:
         """Seconds, by pass, of expert exchanges that the host's threads drive: a host that launches one layer after the
@@ -346,7 +352,8 @@ class Passes:
         assert moe is not None
         # what prepares counts of tokens is gone once, whether they are known before or a graph replays it
         layer = min(runtime.moe_host_factor, runtime.launched_fraction) * runtime.moe_kernels
-        return self._host_kernels_s(layer + runtime.expert_kernels * moe.num_experts / shape.ep)
+        chosen = runtime.index_kernels * (self.model.indexer is not None and runtime.fuses_sparse_attention)
+        return self._host_kernels_s(layer + chosen + runtime.expert_kernels * moe.num_experts / shape.ep)
 
     def _host_kernels_s(self, kernels: Number) -> Number:
         """Host seconds of so many kernels of a layer with experts, whose casts and pieces count too."""
@@ -382,10 +389,11 @@ class Passes:
 
     def host_s(self, items: Sequence[Item], shape: Shape) -> Number:
         """Host seconds of a part's kernels, forward and backward together."""
+        texts_s = 2 * self._texts(items, shape) * compute.issue_s(self.cluster.hardware, self.runtime)
         if self._is_mixture(items):
-            return 2 * self._mixture_host_s(shape) + sum(self._adapters_s(items))
+            return 2 * self._mixture_host_s(shape) + sum(self._adapters_s(items)) + texts_s
         hosts = [compute.host_seconds(op, self.cluster.hardware, self.runtime) for op in operators_of(items)]
-        return sum(map(sum, hosts))
+        return sum(map(sum, hosts)) + texts_s
 
 
 def _way(exchange: Collective) -> str:

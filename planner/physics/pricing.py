@@ -35,6 +35,7 @@ from planner.physics.operators import (
     BF16,
     Item,
     Saved,
+    kept_by_torchao,
     num_parameters,
     num_tensors,
     operators_of,
@@ -107,7 +108,7 @@ class Pricing:
         """The share of allocated memory that the allocator holds beside it."""
         hardware = self.cluster.hardware
         uneven = self.training.moe_spread > 0 and not hardware.is_amd and hardware.efficiency.evidence != "probed"
-        return hardware.reserved.fragmentation_fraction + memory.UNEVEN_FRACTION * uneven
+        return hardware.reserved.fragmentation_fraction + self.runtime.uneven_fraction * uneven
 
     def table(self, shape: Shape, modes: Sequence[Recompute] = ("none", "selective", "full")) -> CostTable:
         """Prices of `shape` (numbers or arrays) under each recompute mode."""
@@ -244,7 +245,8 @@ class Pricing:
 
     def as_trained(self, items: Sequence[Item], shape: Shape) -> tuple[Item, ...]:
         """Items of the model as this training runs them: within its documents, beside its adapters."""
-        return adapted(within_documents(items, shape, self._documents), self.training.adapters, self.runtime, shape)
+        items = adapted(within_documents(items, shape, self._documents), self.training.adapters, self.runtime, shape)
+        return kept_by_torchao(items, self.training.dtype) if self.runtime.narrows_by_torchao else items
 
     @property
     def _documents(self) -> Documents:

@@ -20,10 +20,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
-
 from planner.physics import memory
 from planner.physics.cost import CostTable, PartCost
+from planner.physics.layers import padded_vocab
 from planner.physics.memory import constant_bytes, is_decoder_layer, reserved_bytes, sharded_parameters
 from planner.physics.operators import BF16, FP32, Item, Saved, num_parameters
 from planner.physics.pricing import Pricing
@@ -66,15 +65,15 @@ def stage_memory(pricing: Pricing, table: CostTable, cost: PartCost, activations
     """The exact peak of a rank whose parts together are `cost`, while micro-batches in flight hold `activations_bytes`.
 
     The peak is either the loss, with all activations held and the logits on top, or a layer's backward after it, when
-    the logits are gone and the layer's transient bytes are needed. The optimizer runs when all of these are gone; it
-    may copy gradients, which counts where the copies are larger than what has gone. So do gradients that the backward
-    makes while activations go, where a trainer has none before.
+    the logits are gone and the layer's transient bytes are needed. When all of these are gone the optimizer runs, or
+    log-probabilities are computed; what these need counts where it is larger than what has gone. So do gradients that
+    the backward makes while activations go, where a trainer has none before.
     """
     constant = float(constant_bytes(pricing.model, table.shape, pricing.runtime))
     logits, transient = moment_bytes(cost)
     workspace = transient + fixed_workspace_bytes(pricing, table)
-    copies = copied_gradients_bytes(pricing, table, cost)
-    workspace += max(0.0, copies - activations_bytes - logits - workspace)
+    others = between_updates_bytes(pricing, table, cost)
+    workspace += max(0.0, others - activations_bytes - logits - workspace)
     late = late_gradients_bytes(pricing, table, cost) - activations_bytes - logits - workspace
     allocated = StageBytes(
         weights_bytes=round(float(cost.weights_bytes + constant)),
@@ -157,7 +156,12 @@ def buffers(pricing: Pricing, table: CostTable) -> tuple[Saved, ...]:
         "gradients of the layer before", (trained,),
         dtype="fp32" if runtime.gradient_bytes == FP32 else "bf16",
     )  # fmt: skip
-    return (Saved("two gathered layers", (2, layer)), before, *beside)
+    gathered = Saved("two gathered layers", (2, layer))
+    if runtime.parameter_offload:
+        # the first gathers of a step find nothing on the GPU: embedding and head stay from the forward to the backward
+        ends = _gathered_elements(table.embedding, runtime) + _gathered_elements(table.head, runtime)
+        gathered = Saved("two gathered layers, embedding and head", (2 * layer + ends,))
+    return (gathered, before, *beside)
 
 
 def _gathered_elements(part: PartCost, runtime: RuntimeSpec) -> float:
@@ -209,7 +213,28 @@ def copied_gradients_bytes(pricing: Pricing, table: CostTable, cost: PartCost) -
     if not runtime.widens_gradients or runtime.gradient_bytes == FP32:
         return 0.0
     dense, expert = cost.trained_dense_parameters, cost.trained_expert_parameters
-    return FP32 * float(sharded_parameters(dense, expert, table.shape, runtime))
+    on_gpu = 1 - memory.offloaded_gradients(runtime)
+    return FP32 * on_gpu * float(sharded_parameters(dense, expert, table.shape, runtime))
+
+
+SCORED_BYTES = 10
+"""Bytes of a logit of log-probabilities with their entropy, which no gradient needs: in 16 bits, its softmax and the
+product of both in fp32 (verl, torch_functional.entropy_from_logits; its issue 2828 missed 13.91 GiB for one of the
+latter, 24,576 tokens × 152,064)."""
+
+
+def between_updates_bytes(pricing: Pricing, table: CostTable, cost: PartCost) -> float:
+    """Bytes beside a rank's weights, gradients and states while no micro-batch is trained on.
+
+    They are an optimizer's copies of gradients, the logits of log-probabilities, or what generation takes beside the
+    weights; before the latter two gradients, and states that are on the host meanwhile, have made room.
+    """
+    objective, shape = pricing.training.objective, table.shape
+    logits = objective.scored_tokens * float(padded_vocab(pricing.model, shape, pricing.runtime)) / float(shape.tp)
+    scored = SCORED_BYTES * logits * (float(cost.logits_bytes) > 0)
+    generates = objective.rollout_fraction * pricing.cluster.hardware.memory_bytes - float(cost.weights_bytes)
+    freed = float(cost.gradients_bytes) + objective.scored_alone * float(cost.optimizer_bytes)
+    return max(copied_gradients_bytes(pricing, table, cost), max(scored, generates) - freed)
 
 
 HOST_STATE_BYTES = 16
@@ -224,7 +249,8 @@ def host_bytes(pricing: Pricing, shape: Shape) -> Number:
     micro-batches are in flight as a rank has in the mean.
     """
     runtime, model = pricing.runtime, pricing.model
-    if not (runtime.optimizer_offload_fraction or runtime.offload_modules or runtime.offloaded_layers):
+    waits = runtime.offload_modules or runtime.offloaded_layers or runtime.parameter_offload
+    if not (runtime.optimizer_offload_fraction or waits):
         return 0.0
     layers = [(count, pricing.layer(kind, shape)) for kind, count in pricing.kind_counts.items()]
     ends = (pricing.embedding_items(shape), pricing.head_items(shape, model.tie_word_embeddings))
@@ -236,12 +262,16 @@ def host_bytes(pricing: Pricing, shape: Shape) -> Number:
     updated = runtime.optimizer_offload_fraction * sharded_parameters(dense, expert, shape, runtime)
     waiting = sum(count * pricing.offloaded_bytes_of(items) for count, items in layers if is_decoder_layer(items))
     in_flight = minimum((shape.pp + 1) / 2, shape.num_microbatches)
+    if runtime.parameter_offload:
+        frozen = sum(count * num_parameters(items, trained=False) for count, items in parts)
+        weights = BF16 * (dense + expert) + runtime.frozen_weight_bytes * frozen
+        waiting = waiting + weights / shape.shard_size
     return HOST_STATE_BYTES * updated + waiting / shape.pp * in_flight
 
 
 def fits_host(pricing: Pricing, shape: Shape) -> Any:
     """True where the host has memory for all that its GPUs' ranks keep there."""
-    return np.asarray(host_bytes(pricing, shape)) <= pricing.cluster.hardware.host.usable_bytes
+    return host_bytes(pricing, shape) <= pricing.cluster.hardware.host.usable_bytes
 
 
 def host_shortage(pricing: Pricing, shape: Shape) -> str:

@@ -227,14 +227,16 @@ def _of_clocks(state: DeviceState) -> Iterator[Condition]:
 def load_in_words(state: DeviceState) -> str:
     """Clock, power, temperature and reasons for low clocks of a GPU under load, as far as its driver says."""
 
-    def of(value: float | None, most: float | None, unit: str) -> list[str]:
-        if value is None:
-            return []
-        return [f"{value:.0f} {unit}" if most is None else f"{value:.0f} of {most:.0f} {unit}"]
-
-    clock = of(state.clock_mhz, state.max_clock_mhz, "MHz")
-    power = of(state.power_w, state.power_limit_w, "W")
-    return ", ".join([*clock, *power, *of(state.temperature_c, None, "°C"), *state.throttle_reasons])
+    numbers = (
+        (state.clock_mhz, state.max_clock_mhz, "MHz"), (state.power_w, state.power_limit_w, "W"),
+        (state.temperature_c, None, "°C"),
+    )  # fmt: skip
+    said = [
+        f"{value:.0f}{'' if most is None else f' of {most:.0f}'} {unit}"
+        for value, most, unit in numbers
+        if value is not None
+    ]
+    return ", ".join([*said, *state.throttle_reasons])
 
 
 def _of_spreads(rank: RankResult) -> Iterator[Condition]:

@@ -119,28 +119,28 @@ def describe_slice(
         ("EP", layout.ep, grid.ep),
         ("micro-batches", layout.num_microbatches, order.num_microbatches),
     )
-    verified, extrapolated = _claims(options, grid)
+    verified, not_verified = _claims(options, grid)
     axes = ("tensor", "context", "pipeline", "data", "expert")
     unshared = [axis for axis, (_, planned, running) in zip(axes, sizes, strict=False) if planned > running == 1]
-    extrapolated += [f"{axis}-parallel exchanges" for axis in unshared]
-    if layout.num_gpus_used > grid.num_ranks:
-        extrapolated.append(f"{layout.num_gpus_used - grid.num_ranks:,} more ranks")
+    more_ranks = layout.num_gpus_used - grid.num_ranks
     is_sharded = fully_shards(plan.best, order) and grid.dp * grid.cp > 1
     own_stages = options.device == "cuda" or options.stages is not None
-    if is_sharded and own_stages:
-        extrapolated.append("seconds of passes that gather weights (shown, not judged)")
-    if layout.zero_stage > 1 and not is_sharded:
-        extrapolated.append(f"ZeRO-{layout.zero_stage} (this run shards optimizer states only)")
-    if grid.cp > 1 and not (options.sleep or gathers_keys(plan)):
-        exchange = plan.runtime_spec.cp_comm_type
-        extrapolated.append(f"context parallelism by {exchange} (this run gathers keys and values)")
     left_out = [name for name in layout.recompute_modules if name not in RECOMPUTABLE]
-    if left_out:
-        extrapolated.append(f"recomputation of {', '.join(left_out)}")
-    if plan.training.dtype != "bf16" and own_stages:
-        extrapolated.append(f"{plan.training.dtype} (the probe computes in bf16)")
-    if plan.runtime != "torch-eager" and own_stages:
-        extrapolated.append(f"{plan.runtime}'s own kernels and overlaps (the probe runs eager torch)")
+    exchange = plan.runtime_spec.cp_comm_type
+    gathers = layout.cp == 1 or exchange == "all_gather"
+    rows = (
+        (more_ranks > 0, f"{more_ranks:,} more ranks"),
+        (is_sharded and own_stages, "seconds of passes that gather weights (shown, not judged)"),
+        (layout.zero_stage > 1 and not is_sharded, f"ZeRO-{layout.zero_stage} (this run shards optimizer states only)"),
+        (grid.cp > 1 and not (options.sleep or gathers),
+         f"context parallelism by {exchange} (this run gathers keys and values)"),
+        (left_out, f"recomputation of {', '.join(left_out)}"),
+        (plan.training.dtype != "bf16" and own_stages, f"{plan.training.dtype} (the probe computes in bf16)"),
+        (plan.runtime != "torch-eager" and own_stages,
+         f"{plan.runtime}'s own kernels and overlaps (the probe runs eager torch)"),
+    )  # fmt: skip
+    extrapolated = [*not_verified, *(f"{axis}-parallel exchanges" for axis in unshared)]
+    extrapolated += [says for is_so, says in rows if is_so]
     context = f"CP {grid.cp} × " if layout.cp > 1 else ""
     ranks = f"TP {grid.tp} × {context}PP {grid.pp} × DP {grid.dp}"
     return PlanSlice(
@@ -153,11 +153,6 @@ def describe_slice(
         verified=tuple(verified),
         extrapolated=tuple(extrapolated),
     )
-
-
-def gathers_keys(plan: Plan) -> bool:
-    """True if the plan's ranks split no sequences, or gather keys and values as the probe does."""
-    return plan.parallelism.cp == 1 or plan.runtime_spec.cp_comm_type == "all_gather"
 
 
 def _claims(options: ProbeOptions, grid: RankGrid) -> tuple[list[str], list[str]]:
@@ -292,17 +287,14 @@ def scaled_model(model: ModelSpec, hidden_size: int, num_layers: int, seq_length
         "vocab_size": 64 * grid.tp,
         "num_nextn_predict_layers": min(1, model.num_nextn_predict_layers),
     }
-    if model.max_position_embeddings is not None:
-        changes["max_position_embeddings"] = seq_length
-    if model.sliding_window is not None:
-        changes["sliding_window"] = max(2, seq_length // 4)
-    if model.attention_chunk_size is not None:
-        changes["attention_chunk_size"] = max(2, seq_length // 2)
-    if model.sliding_window_pattern is not None:
-        changes["sliding_window_pattern"] = min(2, model.sliding_window_pattern)
-    for name in ("layer_types", "mlp_layer_types"):
-        listed = getattr(model, name)
-        changes[name] = None if listed is None else listed[:num_layers]
+    smaller = {
+        "max_position_embeddings": seq_length, "sliding_window": max(2, seq_length // 4),
+        "attention_chunk_size": max(2, seq_length // 2),
+        "sliding_window_pattern": min(2, model.sliding_window_pattern or 2),
+        "layer_types": model.layer_types and model.layer_types[:num_layers],
+        "mlp_layer_types": model.mlp_layer_types and model.mlp_layer_types[:num_layers],
+    }  # fmt: skip
+    changes |= {name: value for name, value in smaller.items() if getattr(model, name) is not None}
     if model.mla is not None:
         changes["mla"] = model.mla.model_copy(
             update={

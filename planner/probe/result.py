@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import isfinite
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import AfterValidator, model_validator
+from pydantic import AfterValidator
 
 from planner.probe.run import Place, ProbeRun
 from planner.specs.base import Spec, Texts
@@ -215,7 +215,7 @@ class ComparedQuantity(Spec):
         return self.measured / self.predicted - 1 if self.predicted else None
 
 
-class StageActivity(Spec):
+class StageActivity(Spec, extra="ignore"):
     """The last step of a stage's busiest rank: how long it computed, waited and was idle."""
 
     stage: int
@@ -226,12 +226,6 @@ class StageActivity(Spec):
     """Seconds in which the rank waited for messages of other ranks."""
     idle_s: dict[str, float]
     """Idle time by cause, as the replay names them, and the host's between actions."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _of_earlier(cls, data: Any) -> Any:
-        """The fields that probes saved by 0.2 have and nothing reads any more are left out."""
-        return {k: v for k, v in data.items() if k not in ("queue", "max_queue")} if isinstance(data, dict) else data
 
 
 def stride_of(exchange: ProbedExchange, run: ProbeRun) -> int | None:

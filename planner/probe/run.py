@@ -191,24 +191,21 @@ class Message(NamedTuple):
 def message_of(schedule: Schedule, action: Action) -> Message | None:
     """The message that an action sends: a forward sends to the next stage, a backward (or input gradient) to the one
     before."""
-    local = action.stage % schedule.num_model_stages
-    n = schedule.num_model_stages
-    if action.kind == "F" and local < n - 1:
-        return Message("F", action.stage + 1, action.microbatch)
-    if action.kind in "BI" and local > 0:
-        return Message("B", action.stage - 1, action.microbatch)
-    return None
+    return _between(schedule, action, -1, action.stage + (1 if action.kind == "F" else -1))
 
 
 def needed_by(schedule: Schedule, action: Action) -> Message | None:
     """The message that an action waits for, which another action's `message_of` is."""
-    local = action.stage % schedule.num_model_stages
-    n = schedule.num_model_stages
-    if action.kind == "F" and local > 0:
-        return Message("F", action.stage, action.microbatch)
-    if action.kind in "BI" and local < n - 1:
-        return Message("B", action.stage, action.microbatch)
-    return None
+    return _between(schedule, action, 0, action.stage)
+
+
+def _between(schedule: Schedule, action: Action, end: int, stage: int) -> Message | None:
+    """The message of an action about `stage`: none at one end of a forward's way (0: its first stage, -1: its last), at
+    the other end of a backward's."""
+    kind = "F" if action.kind == "F" else "B"
+    ends = 0, schedule.num_model_stages - 1
+    is_alone = action.stage % schedule.num_model_stages == ends[end if kind == "F" else -1 - end]
+    return None if is_alone or action.kind == "W" else Message(kind, stage, action.microbatch)
 
 
 def traffic(schedule: Schedule) -> dict[tuple[int, int], list[Message]]:
@@ -231,7 +228,7 @@ def group_keys(run: ProbeRun) -> list[GroupKey]:
     """The keys of all groups of more than one rank, in the same order on all ranks."""
     pairs = sorted(traffic(run.order))
     replicas = replica_sets(run)
-    places = (Place(*at) for at in product(range(run.pp), range(run.dp), range(run.cp), range(run.tp)))
+    places = (Place(*at) for at in product(*map(range, (run.pp, run.dp, run.cp, run.tp))))
     return list(dict.fromkeys(key for place in places for key in _around(run, place, pairs, replicas)))
 
 
@@ -240,9 +237,9 @@ def _around(
 ) -> Iterator[GroupKey]:
     """The groups of the ranks beside a place, and of the wires and replicas of its pipeline."""
     keys: list[GroupKey] = [
-        ("tp", tensor_ranks(run, place)),
-        ("cp", context_ranks(run, place)),
-        ("dp", data_ranks(run, place)),
+        ("tp", ranks_over(run, place, "tp")),
+        ("cp", ranks_over(run, place, "cp")),
+        ("dp", ranks_over(run, place, "dp", "cp")),
         *((("ep", expert_ranks(run, place)), ("expert_dp", expert_data_ranks(run, place))) if run.model.moe else ()),
         *(wire_key(run, place, pair) for pair in pairs),
         *(("replicas", pipeline_ranks(run, place, holding)) for holding in replicas),
@@ -265,37 +262,23 @@ def wire_key(run: ProbeRun, place: Place, pair: tuple[int, int]) -> GroupKey:
     return direction, pipeline_ranks(run, place, pair)
 
 
-def tensor_ranks(run: ProbeRun, place: Place) -> Ints:
-    return tuple(run.rank(place._replace(tp=tp)) for tp in range(run.tp))
-
-
-def context_ranks(run: ProbeRun, place: Place) -> Ints:
-    return tuple(run.rank(place._replace(cp=cp)) for cp in range(run.cp))
-
-
-def data_ranks(run: ProbeRun, place: Place) -> Ints:
-    """Ranks that apply the same weights to other tokens, over dp and cp."""
-    return tuple(run.rank(place._replace(dp=dp, cp=cp)) for dp, cp in product(range(run.dp), range(run.cp)))
+def ranks_over(run: ProbeRun, place: Place, *axes: str) -> Ints:
+    """Global ranks at all coordinates of some axes, and at the place's own of the others; tp innermost."""
+    sizes = (range(getattr(run, axis)) if axis in axes else (at,) for axis, at in place._asdict().items())
+    return tuple(run.rank(Place(*at)) for at in product(*sizes))
 
 
 def expert_ranks(run: ProbeRun, place: Place) -> Ints:
     """Ranks that share a set of experts: neighbours within a stage, tp innermost."""
-    stage, unit = _within_stage(run, place)
-    first = unit // run.ep * run.ep
+    stage = ranks_over(run, place, "dp", "cp", "tp")
+    first = stage.index(run.rank(place)) // run.ep * run.ep
     return stage[first : first + run.ep]
 
 
 def expert_data_ranks(run: ProbeRun, place: Place) -> Ints:
     """Ranks of the stage that hold the same experts."""
-    stage, unit = _within_stage(run, place)
-    return stage[unit % run.ep :: run.ep]
-
-
-def _within_stage(run: ProbeRun, place: Place) -> tuple[Ints, int]:
-    """The ranks of the stage, and this rank's number among them."""
-    coordinates = product(range(run.dp), range(run.cp), range(run.tp))
-    stage = tuple(run.rank(Place(place.pp, *within)) for within in coordinates)
-    return stage, (place.dp * run.cp + place.cp) * run.tp + place.tp
+    stage = ranks_over(run, place, "dp", "cp", "tp")
+    return stage[stage.index(run.rank(place)) % run.ep :: run.ep]
 
 
 def pipeline_ranks(run: ProbeRun, place: Place, pp_ranks: Ints) -> Ints:

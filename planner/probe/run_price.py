@@ -161,21 +161,12 @@ ROOM_FRACTION = 0.02
 
 def run_shape(run: ProbeRun, dp: int, zero_stage: int) -> Shape:
     """The shape that a probe runs, as the cost model has it."""
+    own = {name: getattr(run, name) for name in ("tp", "cp", "ep", "pp", "micro_batch_size", "num_microbatches")}
     return Shape(
-        tp=run.tp,
-        cp=run.cp,
-        ep=run.ep,
-        etp=1 if run.model.moe is not None else run.tp,
-        pp=run.pp,
-        vpp=max(1, len(run.chunks) // run.pp),
-        dp=dp,
-        micro_batch_size=run.micro_batch_size,
-        num_microbatches=run.num_microbatches,
-        seq_length=run.seq_length * run.cp,
-        sequence_parallel=int(run.sequence_parallel),
-        zero_stage=zero_stage,
+        **own, etp=1 if run.model.moe is not None else run.tp, vpp=max(1, len(run.chunks) // run.pp), dp=dp,
+        seq_length=run.seq_length * run.cp, sequence_parallel=int(run.sequence_parallel), zero_stage=zero_stage,
         shard_size=dp * run.cp,
-    )
+    )  # fmt: skip
 
 
 def _priced(run: ProbeRun, cluster: ClusterSpec, shape: Shape, kernels: Collection[str], alone: bool) -> Pricing:
@@ -399,13 +390,8 @@ def what_starts(plan: Plan, options: ProbeOptions, probe: str) -> ProbeStart:
             stage=stage,
             num_ranks=run.world_size // run.pp,
             layers=fitted.plan.stages[stage].chunks,
-            weights_bytes=held.weights_bytes,
-            gradients_bytes=held.gradients_bytes,
-            optimizer_bytes=held.optimizer_bytes,
-            activations_bytes=held.activations_bytes,
             moment_bytes=held.logits_bytes + held.workspace_bytes,
-            reserved_bytes=held.reserved_bytes,
-            total_bytes=held.total_bytes,
+            **{name: getattr(held, name) for name in StartedStage.model_fields if hasattr(held, name)},
         )
         for stage, held in enumerate(run_bytes(run, plan.cluster))
     ]

@@ -19,8 +19,8 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from contextlib import suppress
+from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -262,20 +262,6 @@ def watched(number: int) -> Monitor:
 
 _rehearsed: TorchBuild | None = None
 """The build whose kernels a rehearsal without a GPU stands for."""
-
-
-@contextmanager
-def rehearsed_build(architecture: str) -> Iterator[TorchBuild]:
-    """Tensors are taken for those of a GPU of `architecture`, wherever they are."""
-    global _rehearsed
-    build = _rocm(torch.version.hip or "7.0") if architecture.startswith("cdna") else _cuda(torch.version.cuda)
-    if not architecture.startswith("cdna"):
-        build = replace(build, takes_groups=lambda device: architecture in ("hopper", "blackwell"))
-    _rehearsed = build
-    try:
-        yield build
-    finally:
-        _rehearsed = None
 
 
 GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"

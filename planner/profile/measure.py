@@ -26,6 +26,7 @@ from typing import Any, NamedTuple, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.multiprocessing.spawn import ProcessException, start_processes
 from torch.nn import functional
 from torch.nn.attention import sdpa_kernel
 
@@ -391,40 +392,31 @@ def spawned_rows(
     """
     if size < 2:
         return []
-    folder, local = Path(tempfile.mkdtemp(prefix="plan-profile-")), local_size or size
-    context = process_context()
-    everyone = [Ranks(rank, size, rank % local, local) for rank in range(size)]
-    processes = [
-        context.Process(target=_child, args=(folder, device, ranks, tuple(sizes), steady_s), daemon=True)
-        for ranks in everyone
-    ]
+    folder, started = Path(tempfile.mkdtemp(prefix="plan-profile-")), None
+    process_context()  # which has imported torch
     try:
-        for process in processes:
-            process.start()
+        given = (folder, device, size, local_size or size, tuple(sizes), steady_s)
+        started = cast(Any, start_processes)(_child, given, size, join=False, daemon=True, start_method="forkserver")
         deadline = time.monotonic() + JOIN_S
-        codes: list[int | None] = [None]
-        while None in codes and not any(codes) and time.monotonic() < deadline:
-            time.sleep(0.05)
-            codes = [process.exitcode for process in processes]
-        if any(codes) or None in codes:
-            why = f"they ended with {codes}" if any(codes) else f"no answer in {JOIN_S:.0f} s"
-            raise ProbeError(f"exchanges between {size} processes could not be timed: {why}")
+        while not started.join(0.05):
+            if time.monotonic() > deadline:
+                raise ProbeError(f"exchanges between {size} processes could not be timed: no answer in {JOIN_S:.0f} s")
         return cast(list[MeasuredRow], json.loads((folder / ROWS_FILE).read_text()))
+    except ProcessException as error:
+        raise ProbeError(f"exchanges between {size} processes could not be timed: {error.msg.strip()}") from None
     finally:
-        for process in processes:
-            if process.is_alive():
-                process.kill()
-            if process.pid is not None:
-                process.join(10)
+        for process in started.processes if started else ():
+            process.kill()
+            process.join(10)
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _child(folder: Path, device: Device, ranks: Ranks, sizes: Ints, steady_s: float) -> None:
+def _child(rank: int, folder: Path, device: Device, size: int, local_size: int, sizes: Ints, steady_s: float) -> None:
     if sys.platform == "linux":  # a laptop's own name often leads nowhere
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    store = cast(Any, dist).FileStore(str(folder / "store"), ranks.size)
-    rows = exchange_rows(device, ranks, sizes, steady_s, store)
-    if ranks.rank == 0:
+    store = cast(Any, dist).FileStore(str(folder / "store"), size)
+    rows = exchange_rows(device, Ranks(rank, size, rank % local_size, local_size), sizes, steady_s, store)
+    if rank == 0:
         write_text(folder / ROWS_FILE, json.dumps(rows))
 
 
@@ -472,10 +464,10 @@ def _rows(device: Device, ranks: Ranks, sizes: Sequence[int], steady_s: float, w
         for num_bytes in sizes:
             for kind in KINDS[device]:
                 call = _call(device, kind, num_bytes, len(members[own_group]), groups[own_group])
-                timed = timed_together(RankClock(device), call, repeats, *together, round_s=EXCHANGE_ROUND_S)
+                median_s, spread = timed_together(RankClock(device), call, repeats, *together, round_s=EXCHANGE_ROUND_S)
                 yield {
                     "tier": tier, "kind": kind, "size": len(members[own_group]), "num_bytes": num_bytes,
-                    "microseconds": timed.median_s / MICRO, "spread_fraction": timed.spread,
+                    "microseconds": median_s / MICRO, "spread_fraction": spread,
                 }  # fmt: skip
 
 

@@ -46,8 +46,7 @@ from planner.schedule.orders import build_schedule
 from planner.shape import FloatArray
 from planner.specs.base import Fields, Ints, Spec, Texts
 from planner.specs.cluster import ClusterSpec
-from planner.specs.efficiency import AttentionEfficiency, Efficiency
-from planner.specs.hardware import HardwareSpec, LinkTier, ReservedMemory
+from planner.specs.hardware import AttentionEfficiency, Efficiency, HardwareSpec, LinkTier, ReservedMemory
 from planner.specs.model import ModelSpec
 from planner.specs.problems import checked
 from planner.specs.reading import parse_mapping, read_text, shipped_table

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from statistics import median
-from typing import NamedTuple
 
 import numpy as np
 
@@ -29,7 +28,7 @@ from planner.profile.probed import (
     opinion_of_link,
 )
 from planner.shape import FloatArray
-from planner.specs.base import Texts
+from planner.specs.base import Fields, Texts
 from planner.specs.cluster import ClusterSpec
 from planner.specs.hardware import HardwareSpec
 from planner.specs.units import GB, GIB, MIB
@@ -93,20 +92,12 @@ COUNTED = ("static memory", "peak allocated")
 """Bytes that the planner counts, and that a probe compares."""
 
 
-class Reserved(NamedTuple):
-    """Memory that no tensor holds, and the error of what tensors were predicted to hold."""
-
-    context_gib: Quantity | None = None
-    fragmentation_fraction: Share | None = None
-    width: float | None = None
-
-
-def reserved(result: ProbeResult, hardware: HardwareSpec) -> Reserved:
-    """Memory in use on the device outside the allocator's blocks, less that of the communicators that a rank made, and
-    the allocator's blocks beyond what was allocated."""
+def reserved(result: ProbeResult, hardware: HardwareSpec) -> Fields:
+    """The fields of a calibration for memory that no tensor holds: in use on the device outside the allocator's blocks,
+    less that of the communicators that a rank made; and the allocator's blocks beyond what was allocated."""
     memories = [rank.memory for rank in result.ranks if rank.memory is not None]
     if not memories:
-        return Reserved()
+        return {}
     alone = result.mode == "stages"
     each_bytes = hardware.reserved.communicator_bytes
     of_stage = [0] * result.run.pp if alone else num_communicators(result.run)
@@ -117,7 +108,8 @@ def reserved(result: ProbeResult, hardware: HardwareSpec) -> Reserved:
     source = f"{len(memories)} ranks"
     context = Quantity(value=max(0.0, context_gib), source=source, **opinion_of_context(context_gib))
     held = Share(value=min(1.0, max(0.0, fraction)), source=source, **opinion_of_fragmentation(fraction))
-    return Reserved(context, held, _width(result) if context.is_applied and held.is_applied else None)
+    width = _width(result) if context.is_applied and held.is_applied else None
+    return {"context_gib": context, "fragmentation_fraction": held, "memory_width": width}
 
 
 def _width(result: ProbeResult) -> float | None:
@@ -177,16 +169,13 @@ def from_probe(result: ProbeResult, cluster: ClusterSpec, where: str = "the prob
     if doubted.tells_of_kernels:
         _require_plausible(factors, result, cluster.hardware, where)
     numbers = _factors(factors, doubted, len(result.ranks))
-    memory = reserved(result, cluster.hardware)
     return links.model_copy(
         update={
             "gemm_factor": numbers.pop("gemm_factor"),
             "stream_factor": numbers.pop("stream_factor"),
             "attention_factor": {path.partition(".")[0]: factor for path, factor in numbers.items()},
             "step_width": doubted.step_width,
-            "context_gib": memory.context_gib,
-            "fragmentation_fraction": memory.fragmentation_fraction,
-            "memory_width": memory.width,
+            **reserved(result, cluster.hardware),
             "microbatch_overhead_s": host(result.ranks),
         }
     )

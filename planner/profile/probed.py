@@ -16,8 +16,7 @@ import numpy as np
 
 from planner.profile.fitting import SCALE, FitProblem, log_errors
 from planner.shape import FloatArray
-from planner.specs.efficiency import Efficiency
-from planner.specs.hardware import HardwareSpec, Verdict
+from planner.specs.hardware import Efficiency, HardwareSpec, Verdict
 
 
 class Opinion(TypedDict):

@@ -308,7 +308,7 @@ def environment_of(plan: Plan) -> dict[str, str]:
     """The variables that the plan's recipe needs, as the trainer's export sets them."""
     if plan.runtime_spec.family != "megatron" or plan.runtime_spec.year is not None:
         return {}
-    from planner.export.environment import megatron_environment
+    from planner.export.launchers import megatron_environment
 
     return megatron_environment(plan)
 

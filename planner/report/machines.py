@@ -21,7 +21,7 @@ from planner.profile.probe_calibration import from_probe
 from planner.report.format import digits, gibibytes, percent, seconds
 from planner.report.pieces import as_group, bullets, columns, headed, section
 from planner.search.rebalance import Rebalanced
-from planner.specs.efficiency import Efficiency
+from planner.specs.hardware import Efficiency
 
 _SHOWN: dict[str, Callable[[float], str]] = {
     "s": seconds,

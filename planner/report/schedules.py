@@ -20,8 +20,8 @@ from planner.report.format import ACTIONS, percent, seconds
 from planner.report.pieces import headed
 from planner.schedule.actions import Action, F, Schedule
 from planner.schedule.compare import ScheduleComparison, StragglerCost
+from planner.schedule.replay import IDLE_CAUSES, FloatArray, Timeline
 from planner.schedule.synthesis import Synthesis
-from planner.schedule.timeline import IDLE_CAUSES, FloatArray, Timeline
 
 IDLE = "·"
 _STYLE = {"F": "cyan", "B": "green", "I": "green", "W": "yellow"}

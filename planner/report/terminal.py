@@ -229,7 +229,7 @@ def _blocks(plan: Plan, view: View) -> Iterator[_Block]:
         go = f"Where the {seconds(view.step_s)} of a step go"
         few, many = min(3, len(shares)), min(4, len(shares))
         yield _Block(few, many, lambda n: Group(_title(go), Padding(table(seconds_table(shares[:n])), (0, 0, 0, 1))))
-    if given := view.section("given"):
+    if view.own is not None and (given := view.section("given")):
         (pair,) = given.parts
         entries = [] if isinstance(pair, Table) else [each for each in pair if isinstance(each, Entry)]
         yield _Block(4, 4, lambda _: Group(_title(given.title), *_few(entries, None)))

@@ -22,8 +22,7 @@ from planner.layout.price import reprice
 from planner.layout.step import Passes, Together, beside_pipeline, exchanges_of_passes
 from planner.report.format import ACTIONS, sizes
 from planner.schedule.actions import KINDS, Action, F
-from planner.schedule.replay import replay
-from planner.schedule.timeline import Timeline
+from planner.schedule.replay import Timeline, replay
 
 _COLOURS = {"F": "thread_state_running", "B": "thread_state_runnable", "I": "thread_state_runnable", "W": "yellow"}
 _STEPS_PER_S = 8e6

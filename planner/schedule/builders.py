@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -139,15 +139,7 @@ def pipedream_2bw(pp: int, num_microbatches: int) -> Schedule:
     Source: Narayanan et al. 2021, "Memory-efficient pipeline-parallel DNN training".
     """
     order = one_f_one_b(pp, num_microbatches)
-    return Schedule(
-        "pipedream-2bw",
-        order.ranks,
-        order.stage_to_rank,
-        num_microbatches,
-        num_weight_copies=2,
-        asynchronous=True,
-        staleness_steps=1,
-    )
+    return replace(order, name="pipedream-2bw", num_weight_copies=2, asynchronous=True, staleness_steps=1)
 
 
 def forward_only(pp: int, vpp: int, num_microbatches: int) -> Schedule:
@@ -158,10 +150,9 @@ def forward_only(pp: int, vpp: int, num_microbatches: int) -> Schedule:
     return Schedule("forward-only", ranks, tuple(range(pp)) * vpp, num_microbatches, forward_only=True)
 
 
-def no_pipeline(num_microbatches: int) -> Schedule:
+def no_pipeline(pp: int, num_microbatches: int) -> Schedule:
     """One rank holds the whole model: each micro-batch's forward and backward, one after the other."""
-    order = one_f_one_b(1, num_microbatches)
-    return Schedule("none", order.ranks, order.stage_to_rank, num_microbatches)
+    return replace(one_f_one_b(pp, num_microbatches), name="none")
 
 
 def grouped_visits(vpp: int, num_microbatches: int, group: int) -> tuple[IntArray, IntArray]:

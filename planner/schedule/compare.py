@@ -10,9 +10,8 @@ import numpy as np
 from planner.errors import SpecError
 from planner.schedule.actions import Schedule
 from planner.schedule.orders import SCHEDULES, build_schedule, violation
-from planner.schedule.replay import Durations, makespan_s, replay
+from planner.schedule.replay import Durations, Timeline, makespan_s, replay
 from planner.schedule.synthesis import Synthesis, placements, synthesize
-from planner.schedule.timeline import Timeline
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ import difflib
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -44,8 +44,8 @@ class ScheduleKind:
     """A named schedule: its generator and the shapes it is defined for."""
 
     name: str
-    build: Callable[[int, int, int, int | None], Schedule]
-    """Function (pp, vpp, num_microbatches, microbatch_group_size) → Schedule."""
+    build: Callable[..., Schedule]
+    """Function of pp, vpp (where there are many to choose from), num_microbatches and, if grouped, the group's size."""
     source: str
     min_vpp: int = 1
     max_vpp: int = 1
@@ -85,34 +85,15 @@ FULL_ROUNDS = 8
 """Rounds of pp micro-batches after which no rank holds more: all schedules that are counted fill in three."""
 
 
-def _v_shaped(
-    name: str,
-    build: Callable[[int, int], Schedule],
-    source: str,
-    min_microbatches_per_rank: int = 0,
-    frugal: bool = False,
-    is_measured_against: bool = False,
-) -> ScheduleKind:
-    return ScheduleKind(
-        name,
-        lambda pp, vpp, num_microbatches, group: build(pp, num_microbatches),
-        source,
-        min_vpp=2,
-        max_vpp=2,
-        min_microbatches_per_rank=min_microbatches_per_rank,
-        splits_backward=True,
-        frugal=frugal,
-        bound="split_backward",
-        is_measured_against=is_measured_against,
-    )
-
+_V: dict[str, Any] = {"min_vpp": 2, "max_vpp": 2, "splits_backward": True, "bound": "split_backward"}
+"""Two chunks of each rank in a V."""
 
 SCHEDULES: dict[str, ScheduleKind] = {
     kind.name: kind
     for kind in (
         ScheduleKind(
             "none",
-            lambda pp, v, m, g: builders.no_pipeline(m),
+            builders.no_pipeline,
             "one pipeline rank",
             max_pp=1,
             bound="one_f_one_b",
@@ -121,14 +102,14 @@ SCHEDULES: dict[str, ScheduleKind] = {
         ),
         ScheduleKind(
             "gpipe",
-            lambda pp, v, m, g: builders.gpipe(pp, m),
+            builders.gpipe,
             "Huang et al. 2019",
             holds_all=True,
             runs_without_pipeline=True,
         ),
         ScheduleKind(
             "1f1b",
-            lambda pp, v, m, g: one_f_one_b(pp, m),
+            one_f_one_b,
             "Narayanan et al. 2019",
             bound="one_f_one_b",
             warms_up=True,
@@ -153,7 +134,7 @@ SCHEDULES: dict[str, ScheduleKind] = {
         ),
         ScheduleKind(
             "breadth-first",
-            lambda pp, v, m, g: builders.breadth_first(pp, v, m),
+            builders.breadth_first,
             "Lamy-Poirier 2023",
             max_vpp=_ANY_VPP,
             holds_all=True,
@@ -172,27 +153,27 @@ SCHEDULES: dict[str, ScheduleKind] = {
         ),
         ScheduleKind(
             "zb-h2",
-            lambda pp, v, m, g: builders.zb_h2(pp, m),
+            builders.zb_h2,
             "Qi et al. 2023",
             splits_backward=True,
             bound="split_backward",
         ),
-        _v_shaped("zb-v", builders.zb_v, "Qi et al. 2024", is_measured_against=True),
-        _v_shaped("v-half", builders.v_half, "Qi et al. 2024", frugal=True),
-        _v_shaped("v-min", builders.v_min, "Qi et al. 2024", frugal=True),
+        ScheduleKind("zb-v", builders.zb_v, "Qi et al. 2024", **_V, is_measured_against=True),
+        ScheduleKind("v-half", builders.v_half, "Qi et al. 2024", **_V, frugal=True),
+        ScheduleKind("v-min", builders.v_min, "Qi et al. 2024", **_V, frugal=True),
         ScheduleKind(
             "dualpipe",
-            lambda pp, v, m, g: builders.dualpipe(pp, m),
+            builders.dualpipe,
             "DeepSeek-AI 2024",
             even_pp=True,
             min_microbatches_per_rank=2,
             microbatch_multiple=lambda pp, vpp: 2,
             trains_one_copy=False,
         ),
-        _v_shaped("dualpipe-v", builders.dualpipe_v, "Qi et al. 2025", min_microbatches_per_rank=2),
+        ScheduleKind("dualpipe-v", builders.dualpipe_v, "Qi et al. 2025", **_V, min_microbatches_per_rank=2),
         ScheduleKind(
             "chimera",
-            lambda pp, v, m, g: builders.chimera(pp, m),
+            builders.chimera,
             "Li and Hoefler 2021",
             even_pp=True,
             microbatch_multiple=lambda pp, vpp: pp,
@@ -200,14 +181,14 @@ SCHEDULES: dict[str, ScheduleKind] = {
         ),
         ScheduleKind(
             "pipedream-2bw",
-            lambda pp, v, m, g: builders.pipedream_2bw(pp, m),
+            builders.pipedream_2bw,
             "Narayanan et al. 2021 (2BW)",
             warms_up=True,
             trains_one_copy=False,
         ),
         ScheduleKind(
             "forward-only",
-            lambda pp, v, m, g: builders.forward_only(pp, v, m),
+            builders.forward_only,
             "evaluation",
             max_vpp=_ANY_VPP,
             trains_one_copy=False,
@@ -312,7 +293,9 @@ def build_schedule(
     error = violation(name, pp, vpp, num_microbatches, microbatch_group_size)
     if error is not None:
         raise error
-    return SCHEDULES[name].build(pp, vpp, num_microbatches, microbatch_group_size)
+    kind = SCHEDULES[name]
+    chunks, group = (vpp,) * (kind.max_vpp == _ANY_VPP), (microbatch_group_size,) * kind.grouped
+    return kind.build(pp, *chunks, num_microbatches, *group)
 
 
 def in_flight_chunks(

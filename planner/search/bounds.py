@@ -179,7 +179,7 @@ def _with_exchange_s(
     """
     pricing, shape, table = shapes.pricing, shapes.shape, shapes.table
     layers, counts = pricing.model.num_hidden_layers, np.array(list(pricing.kind_counts.values()))
-    pps, vpps, steps = np.asarray(shape.pp, dtype=float), np.asarray(shape.vpp), np.asarray(shape.num_microbatches)
+    pps, vpps, steps = np.asarray(shape.pp, dtype=float), shape.vpp, shape.num_microbatches
     layer_exchange_s = np.array(
         [exchange_s_of(shapes, kind, table.layers[kind, exchanging]) for kind in pricing.kind_counts]
     )
@@ -222,7 +222,7 @@ def beyond_s(shapes: PricedShapes, name: PartName, part: PartCost) -> FloatArray
     once = reduce_s - reduce_overlap_fraction(runtime, shape) * backward + gathered
     gradients = reduce_s - runtime.gradient_overlap_fraction * backward
     weights = 2 * gather_s + reduce_s - runtime.fsdp_overlap_fraction * (forward + backward)
-    return _each_time(shape, once / np.asarray(shape.vpp), gradients, gathered, weights)
+    return _each_time(shape, once / shape.vpp, gradients, gathered, weights)
 
 
 def showing_s(shapes: PricedShapes, name: PartName, part: PartCost) -> FloatArray:
@@ -237,7 +237,7 @@ def _each_time(shape: Shape, once: Number, gradients: Number, gathered: Number, 
 
     Without a pipeline they are M · gradients + gathered under ZeRO-2 and M · weights under ZeRO-3; otherwise `once`.
     """
-    steps, zero, alone = np.asarray(shape.num_microbatches), np.asarray(shape.zero_stage), np.asarray(shape.pp) == 1
+    steps, zero, alone = shape.num_microbatches, shape.zero_stage, shape.pp == 1
     return np.asarray(
         np.select([alone & (zero == 2), alone & (zero == 3)], [steps * gradients + gathered, steps * weights], once)
     )
@@ -250,7 +250,7 @@ def all_optimizers_s(shapes: PricedShapes) -> FloatArray:
     total = np.zeros(len(shapes.kernel))
     for part, count in counted:
         total = total + count * pricing.update_s(shapes.counted(part), shapes.shape)
-    return np.asarray(total)
+    return total
 
 
 def chunked_bound_s(
@@ -286,7 +286,7 @@ def chunked_bound_s(
             forced = np.ceil(forced - 1e-9)
         if whole == "one_count":
             # every chunk recomputes the same number of layers, the shorter ones at the ends included
-            per_chunk = np.ceil(forced.max(axis=1, initial=0.0) / np.asarray(shapes.shape.vpp) - 1e-9)
+            per_chunk = np.ceil(forced.max(axis=1, initial=0.0) / shapes.shape.vpp - 1e-9)
             per_chunk = np.minimum(per_chunk, shapes.chunk_layers)
             forced = np.maximum(forced, (per_chunk / shapes.chunk_layers)[:, None] * num_layers)
         rank_s = rank_s + steps * forced * np.maximum(again.min(axis=0), 0.0)[:, None]
@@ -295,7 +295,7 @@ def chunked_bound_s(
     together_s = least_sum(layer_s, counts, np.where(full, num_layers, 0.0).sum(axis=1)[:, None]) / num_full
     mean_s = (steps * together_s)[:, 0] + (trips_s * full).sum(axis=1) / num_full[:, 0]
     busiest_s = np.where(num_layers > 0, rank_s, 0.0).max(axis=1, initial=0.0)
-    return np.where(np.asarray(shapes.shape.vpp) > 1, np.maximum(busiest_s, mean_s), 0.0)
+    return np.where(shapes.shape.vpp > 1, np.maximum(busiest_s, mean_s), 0.0)
 
 
 def _fewest_layers(shapes: PricedShapes, full: BoolArray) -> FloatArray:
@@ -353,7 +353,7 @@ def pipeline_bound_s(shapes: PricedShapes, base: Recompute, whole: Whole, orders
     trips_s = _trip_s(shapes, base, orders)
     busiest = busiest_rank_s(shapes, base, whole != "none", orders, trips_s)
     chunked_s = chunked_bound_s(shapes, base, whole, orders, trips_s)
-    return np.asarray(np.maximum(schedule_bound_s(shapes, busiest, base, orders), chunked_s))
+    return np.maximum(schedule_bound_s(shapes, busiest, base, orders), chunked_s)
 
 
 def busiest_rank_s(
@@ -372,7 +372,7 @@ def busiest_rank_s(
     """
     model, trips_s = shapes.pricing.model, np.where(orders.plain[:, None], 0.0, trips_s)
     beside_s = shapes.rank_ends_s(trips_s.shape[1]) + trips_s / np.asarray(shapes.shape.num_microbatches)[:, None]
-    busiest = np.maximum(shapes.work_s(base) / np.asarray(shapes.shape.pp), beside_s.max(axis=1))
+    busiest = np.maximum(shapes.work_s(base) / shapes.shape.pp, beside_s.max(axis=1))
     counts = shapes.pricing.kind_counts
     modes: tuple[Recompute, ...] = (base, FULL) if may_recompute else (base,)
     for kind, count in counts.items():
@@ -408,7 +408,7 @@ def _trip_s(shapes: PricedShapes, base: Recompute, orders: Orders) -> FloatArray
     between = np.maximum(rank - 1, 0) * quickest * shapes.chunk_layers[:, None]
     hops = 2 * rank * np.broadcast_to(shapes.p2p_s, len(shapes.kernel))[:, None]
     trip = np.where((rank > 0) & (rank < np.asarray(shape.pp)[:, None]), first + between + hops, 0.0)
-    return np.asarray(np.where(orders.splits[:, None], 0.0, trip))
+    return np.where(orders.splits[:, None], 0.0, trip)
 
 
 def _holding_bound_s(
@@ -475,7 +475,7 @@ def schedule_bound_s(shapes: PricedShapes, busiest_s: FloatArray, base: Recomput
     A trip has 2·(pp − 1) transfers.
     """
     shape = shapes.shape
-    pps, work, steps = np.asarray(shape.pp), shapes.work_s(base), np.asarray(shape.num_microbatches)
+    pps, work, steps = shape.pp, shapes.work_s(base), shape.num_microbatches
     busiest_s = np.where(np.isfinite(busiest_s), busiest_s, NEVER_S)
     later = (steps - 1) * _backward_share(shapes, base)
     few = np.maximum(work + later * busiest_s, work * (1 + later / np.maximum(later + pps - steps + 1, 1.0)))
@@ -492,8 +492,8 @@ def _trips_bound_s(shapes: PricedShapes, base: Recompute, orders: Orders) -> Flo
     The stage is the longest one, which takes at least the mean over the stages.
     """
     shape, counts = shapes.shape, shapes.pricing.kind_counts
-    num_stages = np.asarray(shape.pp) * np.asarray(shape.vpp)
-    hops = num_stages - np.where(shapes.folded, np.asarray(shape.vpp), 1)
+    num_stages = shape.pp * shape.vpp
+    hops = num_stages - np.where(shapes.folded, shape.vpp, 1)
     trip = np.where(orders.splits, shapes.trip_s(base, splits_backward=True), shapes.work_s(base))
 
     def longest_s(quantity: str) -> FloatArray:
@@ -502,8 +502,8 @@ def _trips_bound_s(shapes: PricedShapes, base: Recompute, orders: Orders) -> Flo
 
     there, back = longest_s("forward_total_s"), longest_s("input_grad_total_s")
     back = back + np.where(orders.splits, 0.0, longest_s("weight_grad_s"))
-    later = (np.asarray(shape.num_microbatches) - 1) * np.maximum(there, back)
-    return np.asarray(trip + 2 * hops * shapes.p2p_s + later)
+    later = (shape.num_microbatches - 1) * np.maximum(there, back)
+    return trip + 2 * hops * shapes.p2p_s + later
 
 
 def _backward_share(shapes: PricedShapes, base: Recompute) -> FloatArray:

@@ -16,13 +16,22 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache, reduce
+from functools import reduce
 
 import numpy as np
 
 from planner.physics.stage_memory import relaxed_peak_bytes
-from planner.search.ilp.node import FULL, PASSES, Node, Runs, Solution
-from planner.shape import BoolArray, FloatArray, IntArray, Number
+from planner.search.ilp.node import (
+    FULL,
+    PASSES,
+    Chain,
+    Node,
+    Solution,
+    beside_layers,
+    layers_before,
+    of_kinds,
+)
+from planner.shape import BoolArray, FloatArray, IntArray
 from planner.specs.model import ModelSpec
 from planner.specs.training import Recompute
 
@@ -38,67 +47,6 @@ NUM_LIMITS = 12
 """Limits of the seconds outside the pipeline by which splits are divided."""
 TINY = 1e-9
 """Relative difference of sums that count as equal."""
-
-
-@lru_cache(maxsize=32)
-def layers_before(runs: Runs) -> IntArray:
-    """The number of layers of each kind (columns) among the model's first 0, 1 … L layers (rows)."""
-    kinds = list(dict.fromkeys(kind for kind, _ in runs))
-    layers = np.repeat([kinds.index(kind) for kind, _ in runs], [length for _, length in runs])
-    return np.concatenate([np.zeros((1, len(kinds)), int), np.cumsum(layers[:, None] == np.arange(len(kinds)), axis=0)])
-
-
-@dataclass(frozen=True, slots=True)
-class Chain:
-    """Sums of a node's layers: a stage holds the layers first … last − 1, and recomputes the first so many whole."""
-
-    node: Node
-    plain: IntArray
-    """Layers of each kind (last axis) that are in the node's first recompute mode, on each stage."""
-    whole: IntArray | None
-    """Layers that are recomputed whole beside those; None where there are none."""
-
-    @classmethod
-    def of(cls, node: Node, first: IntArray, last: IntArray, recomputed: IntArray | int = 0) -> Chain:
-        before = layers_before(tuple(node.runs))
-        if node.whole in ("none", "all") or not np.any(recomputed):
-            return cls(node, before[last] - before[first], None)
-        until = np.minimum(first + recomputed, last)
-        return cls(node, before[last] - before[until], before[until] - before[first])
-
-    def total(self, quantity: str) -> FloatArray:
-        """A quantity of each stage's layers, behind an axis of shapes where the node is of several."""
-        total = np.tensordot(_of_kinds(self.node, quantity, self.node.modes[0]), self.plain, (-1, -1))
-        if self.whole is None:
-            return np.asarray(total)
-        return np.asarray(total + np.tensordot(_of_kinds(self.node, quantity, FULL), self.whole, (-1, -1)))
-
-    def transient_bytes(self) -> FloatArray:
-        """The largest transient bytes of any kind of layer on each stage, in whichever mode needs the least."""
-        least = np.min([_of_kinds(self.node, "transient_bytes", mode) for mode in self.node.modes], axis=0)
-        held = self.plain if self.whole is None else self.plain + self.whole
-        largest = np.zeros((*least.shape[:-1], *held.shape[:-1]))
-        for kind in range(least.shape[-1]):
-            of_kind = least[..., kind].reshape(*least.shape[:-1], *[1] * (held.ndim - 1))
-            largest = np.maximum(largest, np.where(held[..., kind] > 0, of_kind, 0.0))
-        return largest
-
-
-def beside_layers(node: Node) -> tuple[FloatArray, FloatArray, FloatArray]:
-    """Static, kept and transient bytes of each rank (last axis) beside its layers: embedding, head, what it sent."""
-    rank = np.arange(node.pp)
-    first, last = rank == 0, rank == node.placement[-1]
-    held = np.array(node.chunk_in_flight or [[each] * node.vpp for each in node.in_flight], dtype=float)
-    static, live = (
-        [column(getattr(part, name)) for part in (node.embedding, node.head)] for name in ("static_bytes", "live_bytes")
-    )
-    short = np.array(node.short_bytes or [0.0] * node.pp)
-    sent = (held.sum(axis=1) - last * held[:, -1]) * column(node.sent_bytes)
-    return (
-        np.asarray(short + first * static[0] + last * static[1]),
-        np.asarray(sent + first * held[:, 0] * live[0] + last * live[1]),
-        np.asarray(last * column(node.head.transient_bytes)),
-    )
 
 
 def best_split(node: Node) -> Solution | None:
@@ -129,7 +77,7 @@ def has_room(node: Node) -> BoolArray:
     """
     before = layers_before(tuple(node.runs))
     static, live, transient = (
-        np.min([_of_kinds(node, name, mode) for mode in node.modes], axis=0)
+        np.min([of_kinds(node, name, mode) for mode in node.modes], axis=0)
         for name in ("static_bytes", "live_bytes", "transient_bytes")
     )
     of_first, usable = [each @ before.T for each in (static, live)], np.asarray(node.usable_bytes)[..., None]
@@ -150,18 +98,7 @@ def has_room(node: Node) -> BoolArray:
         first = np.maximum(np.maximum(reached, first), 0)
         if not (fits & (first < node.num_layers)).any():
             break
-    return np.asarray(fits & (first >= node.num_layers))
-
-
-def column(value: Number) -> FloatArray:
-    """A number, or one of each shape, that broadcasts against splits."""
-    return np.asarray(value, dtype=float)[..., None]
-
-
-def _of_kinds(node: Node, quantity: str, mode: Recompute) -> FloatArray:
-    """A quantity of a layer of each kind (last axis) in one recompute mode."""
-    parts = [node.layers[kind, mode] for kind in node.kinds]
-    return np.stack(np.broadcast_arrays(*(getattr(part, quantity) for part in parts)), axis=-1)
+    return fits & (first >= node.num_layers)
 
 
 def is_deep(model: ModelSpec, pp: int) -> bool:
@@ -500,13 +437,13 @@ def _rows_s(
     pauses = np.where(rank == pp - 1, steps - 1, np.where(rank == 0, steps + k - 1, 2 * steps - 1))
     below_s = below_s + (pp - 1 - rank) * hop_s - k * pause_s
     first_s, last_s = below_s - (k - 1) * forward_s, below_s - (k - 1) * backward_s
-    busy_s = np.asarray(steps * (forward_s + backward_s) + pauses * pause_s + before_s + rank * hop_s)
+    busy_s = steps * (forward_s + backward_s) + pauses * pause_s + before_s + rank * hop_s
     return [busy_s + wait_s for wait_s in (0.0, first_s, last_s, np.where(steps > k, first_s + last_s, first_s))]
 
 
 def _before(node: Node, quantity: str, mode: Recompute) -> FloatArray:
     """A quantity of the model's first 0, 1 … L layers in one recompute mode."""
-    return np.asarray(layers_before(tuple(node.runs)) @ _of_kinds(node, quantity, mode))
+    return layers_before(tuple(node.runs)) @ of_kinds(node, quantity, mode)
 
 
 def _ends_s(

@@ -19,11 +19,13 @@ from planner.physics.pricing import Pricing
 from planner.physics.stage_memory import relaxed_peak_bytes
 from planner.schedule.bounds import any_order_bounds_s, trip_bounds_s
 from planner.schedule.orders import SCHEDULES
-from planner.search.chain import TINY, Chain, beside_layers, column
-from planner.search.ilp.node import Node, RecomputeChoice, node_of
+from planner.search.ilp.node import Chain, Node, RecomputeChoice, beside_layers, column, node_of
 from planner.shape import BoolArray, FloatArray, IntArray
 from planner.specs.model import LayerKind, ModelSpec
 from planner.trainers.spec import RuntimeSpec
+
+TINY = 1e-9
+"""Relative difference of sums that count as equal."""
 
 
 def chunk_lengths(num_layers: int, num_stages: int, empty_ends: bool) -> Iterator[int]:
@@ -138,13 +140,7 @@ def bounded(
 def recomputing_first(counts: tuple[int, ...], choice: RecomputeChoice, number: int, model: ModelSpec) -> Split:
     """The split with these layers of each stage, and the first `number` layers of each chunk recomputed whole."""
     plain = Split(counts, choice.base)
-    if not number:
-        return plain
-    recomputed = []
-    for first, last in plain.chunks:
-        again = model.layers[first : min(first + number, last)]
-        recomputed.append(tuple(again.count(kind) for kind in model.kinds))
-    return Split(counts, choice.base, tuple(recomputed))
+    return plain.recomputing(model, number) if number else plain
 
 
 def least_steps_s(

@@ -21,9 +21,8 @@ from planner.search.bounds import (
 )
 from planner.search.enumerate import scalar, schedules_of, schedules_tried
 from planner.search.ilp.node import RecomputeChoice, Whole, recurring
-from planner.search.module_sets import Modules
-from planner.search.priced_shapes import PricedShapes
-from planner.shape import BoolArray, FloatArray, IntArray, Shape
+from planner.search.priced_shapes import Modules, PricedShapes
+from planner.shape import BoolArray, FloatArray, IntArray, Shape, distinct
 from planner.specs.model import ModelSpec
 from planner.specs.training import Recompute, SearchLimits
 from planner.trainers.rules.recipe import Setting, takes_shapes
@@ -122,7 +121,7 @@ class Nodes:
     def rows_like(self, shape: Shape, schedule: str) -> list[int]:
         """The rows with the grid, micro-batches and chunks of a shape."""
         names = ("tp", "cp", "ep", "etp", "pp", "dp", "vpp", "micro_batch_size", "zero_stage")
-        alike = [np.asarray(getattr(self.shapes.shape, name)) == getattr(shape, name) for name in names]
+        alike = [getattr(self.shapes.shape, name) == getattr(shape, name) for name in names]
         return [row for row in np.flatnonzero(np.all(alike, axis=0)).tolist() if self.schedules[row] == schedule]
 
     def by_pipeline(self, rows: IntArray) -> Iterator[IntArray]:
@@ -161,11 +160,11 @@ class Nodes:
         """Seconds of the pipeline with layers spread as evenly as possible, and with its fill."""
         shapes, model = self.shapes, self.shapes.pricing.model
         mode = "none" if choice.whole == "any_modules" else choice.mode
-        pp, vpp = np.asarray(shapes.shape.pp), np.asarray(shapes.shape.vpp)
+        pp, vpp = shapes.shape.pp, shapes.shape.vpp
         mean_s = (shapes.work_s(mode) - shapes.ends_s) / pp
         busiest = np.ceil(np.ceil(model.num_hidden_layers / pp) / vpp) * vpp / (model.num_hidden_layers / pp)
         fill_s = (pp - 1) * (mean_s / vpp + 2 * shapes.p2p_s)
-        return np.asarray(np.asarray(shapes.shape.num_microbatches) * mean_s * busiest + fill_s)
+        return shapes.shape.num_microbatches * mean_s * busiest + fill_s
 
 
 def kinds_of(model: ModelSpec) -> Kinds:
@@ -184,7 +183,7 @@ def bound_of_shapes_s(shapes: PricedShapes, limits: SearchLimits) -> FloatArray:
         return bound_s
     tried = schedules_tried(limits, shapes.pricing.runtime)
     pipeline_s = coarse_bound_s(shapes, any(SCHEDULES[name].splits_backward for name in tried))
-    return np.asarray(pipeline_s + all_optimizers_s(shapes) / shapes.shape.pp + shapes.tail_s)
+    return pipeline_s + all_optimizers_s(shapes) / shapes.shape.pp + shapes.tail_s
 
 
 def blocks_of(order: IntArray, pps: IntArray) -> Iterator[IntArray]:
@@ -301,7 +300,7 @@ class Frontier:
         taken = [index for index in ranked.tolist() if self._stands_for_sets(index)][:most]
         place, bound_s = self._place[taken], self._bound_s[taken]
         self._keep(~np.isin(np.arange(len(self._guess_s)), taken))
-        for block in np.unique(place[:, 0]).tolist():
+        for block in distinct(place[:, 0]):
             at = place[:, 0] == block
             nodes, rows = self._nodes[block], place[at, 1]
             sets = nodes.shapes.module_sets
@@ -326,7 +325,7 @@ class Frontier:
         ranked = np.argsort(self._guess_s, kind="stable")
         taken = ranked[~(self._sharp | of_sets)[ranked]][:most]
         self._sharp[taken] = True
-        for block, choice in np.unique(self._place[taken][:, [0, 2]], axis=0).tolist():
+        for block, choice in sorted({*map(tuple, self._place[taken][:, [0, 2]].tolist())}):
             at = taken[(self._place[taken, 0] == block) & (self._place[taken, 2] == choice)]
             sharp_s = sharp_bound_s(self._nodes[block], self._place[at, 1], self._known[choice])
             self._bound_s[at] = np.maximum(self._bound_s[at], sharp_s)

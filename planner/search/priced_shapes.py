@@ -3,12 +3,19 @@
 The test for memory is a relaxation of the integer program, so no shape that could win is lost: ranks take any number
 of layers that their memory allows, they recompute as cheaply in bytes as can be, and only together must they hold the
 model.
+
+The sets of modules of a layer that are worth recomputing, among the parts that the trainer can be told.
+Recomputing a set of them saves some bytes of a micro-batch and costs some seconds. The search tries every useful set:
+no other saves as many bytes for fewer seconds, on the kernels of the job itself. First one bound is worked out for all
+sets together (`ModuleSets.together`), since for most shapes no set is fast enough; then each has its own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import combinations
 from typing import Literal
 
 import numpy as np
@@ -18,10 +25,145 @@ from planner.physics.pricing import Pricing
 from planner.physics.stage_memory import relaxed_peak_bytes, static_bytes
 from planner.schedule.orders import SCHEDULES, placement
 from planner.search.enumerate import scalar
-from planner.search.module_sets import TINY, ModuleSets, useful_sets
-from planner.shape import BoolArray, FloatArray, IntArray, Number, Shape
+from planner.shape import BoolArray, FloatArray, IntArray, Number, Shape, distinct
 from planner.specs.model import LayerKind
 from planner.specs.training import Recompute
+
+Modules = tuple[str, ...]
+
+MAX_SETS = 8
+"""Most sets that are tried; if there are more, those that lie most evenly between saving nothing and all are tried."""
+SAMPLES = (0.0, 0.5, 1.0)
+"""Kernels on which sets are compared: those that keep the least, the median and the most bytes of a micro-batch."""
+TINY = 1e-9
+"""Largest relative difference of two sums that count as equal."""
+NEGLIGIBLE = 1e-3
+"""Share of a layer's kept bytes below which a module is not worth recomputing."""
+
+
+def useful_sets(pricing: Pricing, table: CostTable) -> tuple[Modules, ...]:
+    """The sets of modules that the search tries, in the trainer's order of modules; the pricing's own set comes first.
+
+    Here the seconds and bytes of a set are taken as the sums over its modules. That decides only which sets are tried,
+    not what they cost.
+    """
+    own = pricing.selective_modules
+    if len(pricing.runtime.recomputable_modules) < 2:
+        return (own,)
+    table = table.take(_samples(pricing, table))
+    saved, seconds = [], []
+    modules = []
+    for module in pricing.runtime.recomputable_modules:
+        alone = pricing.recomputing((module,)).selective_table(table)
+        saved_bytes, again_s = _changes(pricing, alone, "selective")
+        if (saved_bytes > NEGLIGIBLE * _kept_bytes(pricing, table)).any():
+            modules.append(module)
+            saved.append(saved_bytes)
+            seconds.append(again_s)
+    sets = [chosen for size in range(1, len(modules) + 1) for chosen in combinations(range(len(modules)), size)]
+    if not sets:
+        return (own,)
+    member = np.array([[index in chosen for index in range(len(modules))] for chosen in sets], dtype=float)
+    saved_by_all, again_by_all_s = _changes(pricing, table, "full")
+    useful = _undominated(
+        np.vstack([member @ np.array(saved), saved_by_all]), np.vstack([member @ np.array(seconds), again_by_all_s])
+    )
+    names = [tuple(modules[index] for index in sets[number]) for number in useful if number < len(sets)]
+    return (own, *(chosen for chosen in _spread(names) if set(chosen) != set(own)))
+
+
+def _samples(pricing: Pricing, table: CostTable) -> IntArray:
+    """Rows of the table to compare sets on."""
+    ranked = np.argsort(_kept_bytes(pricing, table), kind="stable")
+    return np.array(sorted({int(ranked[round(share * (len(ranked) - 1))]) for share in SAMPLES}))
+
+
+def _kept_bytes(pricing: Pricing, table: CostTable) -> FloatArray:
+    """Bytes of a micro-batch that all layers keep without recomputing."""
+    return _over_layers(pricing, table, "none", "live_bytes")
+
+
+def _changes(pricing: Pricing, table: CostTable, mode: Recompute) -> tuple[FloatArray, FloatArray]:
+    """Bytes that all layers save, and seconds that they take longer, in a recompute mode of the table."""
+    saved = _over_layers(pricing, table, "none", "live_bytes") - _over_layers(pricing, table, mode, "live_bytes")
+    again = _over_layers(pricing, table, mode, "total_s") - _over_layers(pricing, table, "none", "total_s")
+    return saved, again
+
+
+def _over_layers(pricing: Pricing, table: CostTable, mode: Recompute, quantity: str) -> FloatArray:
+    parts = [(table.layers[kind, mode], count) for kind, count in pricing.kind_counts.items()]
+    return np.atleast_1d(np.asarray(sum(count * getattr(part, quantity) for part, count in parts), dtype=float))
+
+
+def _undominated(saved: FloatArray, seconds: FloatArray) -> list[int]:
+    """Rows (sets) that no other row beats in both bytes and seconds, in at least one column (kernel)."""
+    useful = []
+    for row in range(len(saved)):
+        no_worse = (saved >= saved[row]) & (seconds <= seconds[row])
+        better = (saved > saved[row] * (1 + TINY)) | (seconds < seconds[row] * (1 - TINY))
+        earlier = np.arange(len(saved))[:, None] < row  # of equal sets the smallest stays
+        if not (no_worse & (better | earlier)).any(axis=0).all():
+            useful.append(row)
+    return sorted(useful, key=lambda row: float(saved[row].sum()))
+
+
+def _spread(sets: Sequence[Modules]) -> list[Modules]:
+    """At most `MAX_SETS` of the sets, chosen evenly over their order."""
+    if len(sets) <= MAX_SETS:
+        return list(sets)
+    return [sets[round(index)] for index in np.linspace(0, len(sets) - 1, MAX_SETS)]
+
+
+@dataclass(frozen=True)
+class ModuleSets:
+    """The sets of modules that are tried, each with the prices of all kernels."""
+
+    pricings: dict[Modules, Pricing]
+    tables: dict[Modules, CostTable]
+
+    @classmethod
+    def of(cls, pricing: Pricing, table: CostTable, sets: Sequence[Modules]) -> ModuleSets:
+        """Price the sets; `table` has the kernels in all modes, the selective one for the pricing's own set."""
+        pricings = {modules: pricing.recomputing(modules) for modules in sets}
+        return cls(pricings, {modules: priced_as.selective_table(table) for modules, priced_as in pricings.items()})
+
+    @cached_property
+    def together(self) -> CostTable:
+        """A table for one lower bound of all sets: a mixture of its plain and full layers is no dearer than any set.
+
+        A layer in its full mode keeps the least bytes of any set, and each byte saved costs the fewest seconds that
+        any set takes for it. So the layers of a set cost no less than some mixture of plain layers with these. A layer
+        in its selective mode has the longest backward of any set, and hides the most of an exchange.
+        """
+        tables = list(self.tables.values())
+        layers, mtp, mtp_recomputed = dict(tables[0].layers), tables[0].mtp, tables[0].mtp_recomputed
+        for kind in dict.fromkeys(kind for kind, _ in layers):
+            plain, sets = layers[kind, "none"], [table.layers[kind, "selective"] for table in tables]
+            layers[kind, "full"], layers[kind, "selective"] = _cheapest_mixture(plain, sets), _slowest(plain, sets)
+        if mtp is not None and mtp_recomputed:
+            sets = [table.mtp_recomputed["selective"] for table in tables]
+            mtp_recomputed = {"full": _cheapest_mixture(mtp, sets), "selective": _slowest(mtp, sets)}
+        return replace(tables[0], layers=layers, mtp_recomputed=mtp_recomputed)
+
+
+def _cheapest_mixture(plain: PartCost, sets: Sequence[PartCost]) -> PartCost:
+    """A part that keeps the least bytes of any of `sets`, at the fewest seconds per byte saved of any of them."""
+    saved = np.array([np.asarray(plain.live_bytes - part.live_bytes, dtype=float) for part in sets])
+    again = np.array([np.asarray(part.total_s - plain.total_s, dtype=float) for part in sets])
+    s_per_byte = np.where(saved > 0, np.maximum(again, 0.0) / np.where(saved > 0, saved, 1.0), np.inf).min(axis=0)
+    most = np.maximum(saved.max(axis=0), 0.0)
+    return replace(
+        plain,
+        input_grad_s=plain.input_grad_s + np.where(np.isfinite(s_per_byte), s_per_byte, 0.0) * most,
+        live_bytes=plain.live_bytes - most,
+    )
+
+
+def _slowest(plain: PartCost, sets: Sequence[PartCost]) -> PartCost:
+    """A part whose backward is the longest of any of `sets`, and so hides the most of an exchange."""
+    longest_s = np.max([np.asarray(part.backward_total_s, dtype=float) for part in sets], axis=0)
+    return replace(plain, input_grad_s=plain.input_grad_s + longest_s - plain.backward_total_s)
+
 
 _PRICES = (
     "forward_total_s", "input_grad_total_s", "weight_grad_s", "reduce_s", "gather_s", "optimizer_s", "live_bytes",
@@ -121,7 +263,7 @@ class PricedShapes:
         """Seconds to reduce the gradients of a part, and to gather its weights; asked for once under each name."""
         if name not in self.exchanged_s:
             each = self.pricing.exchanges.part_s(self.counted(part), self.shape)
-            reduce_s, gather_s = (np.broadcast_to(np.asarray(seconds), self.kernel.shape) for seconds in each)
+            reduce_s, gather_s = (np.broadcast_to(seconds, self.kernel.shape) for seconds in each)
             self.exchanged_s[name] = reduce_s, gather_s
         return self.exchanged_s[name]
 
@@ -146,7 +288,7 @@ class PricedShapes:
     def tail_s(self) -> FloatArray:
         """Seconds at the end of each shape's step."""
         hidden_s = self._column(self.table.hidden_s)
-        return np.asarray(np.broadcast_to(self.pricing.tail_s(self.shape, hidden_s), self.kernel.shape))
+        return np.broadcast_to(self.pricing.tail_s(self.shape, hidden_s), self.kernel.shape)
 
     @property
     def p2p_s(self) -> FloatArray:
@@ -193,8 +335,8 @@ class PricedShapes:
 
         If stages interleave, all such stages are equal. The number is 1 if they do not interleave.
         """
-        layers, vpp = self.pricing.model.num_hidden_layers, np.asarray(self.shape.vpp)
-        return np.where(vpp > 1, np.ceil(layers / (np.asarray(self.shape.pp) * vpp)), 1.0)
+        layers, vpp = self.pricing.model.num_hidden_layers, self.shape.vpp
+        return np.where(vpp > 1, np.ceil(layers / (self.shape.pp * vpp)), 1.0)
 
     def layer_s(self, mode: Recompute, quantity: str = "total_s") -> FloatArray:
         """Seconds (or another quantity) of a layer of each kind (rows) for each shape (columns)."""
@@ -217,7 +359,7 @@ class PricedShapes:
         transient = self.part(layer, "transient_bytes")
         loss = np.max([transient, *(self.part(part, "transient_bytes") for part in last)], axis=0) - transient
         beside = loss + sum(self.static_bytes(part) + self.part(part, "live_bytes") for part in last)
-        free = np.asarray(self.pricing.usable_bytes(self.shape) - transient)[:, None]
+        free = (self.pricing.usable_bytes(self.shape) - transient)[:, None]
         free = free - self.holds_last(rank) * beside[:, None]
         return np.asarray(np.maximum(free - (rank == 0) * self.static_bytes(self.table.embedding)[:, None], 0.0))
 
@@ -228,13 +370,13 @@ def priced_shapes(pricing: Pricing, shape: Shape) -> PricedShapes:
     Without a pipeline, a micro-batch's seconds also depend on how ZeRO-2 and ZeRO-3 shard (`Pricing._plain`).
     """
     axes = ("tp", "cp", "ep", "etp", "micro_batch_size")
-    zero = np.asarray(shape.zero_stage)
-    sharded, group = (np.asarray(shape.pp) == 1) & (zero >= 2), np.asarray(shape.shard_size)
+    zero = shape.zero_stage
+    sharded, group = (shape.pp == 1) & (zero >= 2), shape.shard_size
     if pricing.runtime.fused_grad_accumulation:
         # products add to unsharded gradients: it matters only whether weights are copied out of a gathered buffer
         sharded, group = sharded & (zero == 3) & (group > 1), np.full_like(group, 2)
     sharding = [np.where(sharded, zero, 1), np.where(sharded, group, 1)]
-    columns = np.stack([*(np.asarray(getattr(shape, axis)) for axis in axes), *sharding])
+    columns = np.stack([*(getattr(shape, axis) for axis in axes), *sharding])
     base = columns.max(axis=1, initial=0) + 1
     keys = np.ravel_multi_index(tuple(columns), tuple(base))
     _, first, kernel = np.unique(keys, return_index=True, return_inverse=True)
@@ -325,7 +467,7 @@ def room_layers(shapes: PricedShapes, kind: LayerKind, schedules: Sequence[str] 
     ends = (shapes.static_bytes(table.embedding), (not folds) * shapes.static_bytes(table.head))
     room = np.zeros(len(shapes.kernel))
     pps = np.asarray(shape.pp)
-    for pp in np.unique(pps):
+    for pp in distinct(pps):
         rows = np.flatnonzero(pps == pp)
         in_flight = np.minimum(np.asarray(shape.num_microbatches)[rows, None], pp - np.arange(pp)[None, :])
         in_flight = np.ones_like(in_flight) if frugal else in_flight

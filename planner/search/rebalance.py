@@ -55,7 +55,7 @@ def level_guess_s(nodes: Nodes) -> FloatArray:
     busiest = busiest_rank_s(shapes, "none", False, nodes.orders, no_trips)
     least_s = schedule_bound_s(shapes, busiest, "none", nodes.orders) + shapes.tail_s
     interleaves = np.array([SCHEDULES[name].bound == "interleaved" for name in nodes.schedules], dtype=bool)
-    return np.asarray(np.where(interleaves, least_s, np.inf))
+    return np.where(interleaves, least_s, np.inf)
 
 
 def level_split(candidate: Candidate) -> Split:

@@ -11,7 +11,7 @@ The recipe in the answer: the switches, the worth of each, what rules refuse, an
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import chain
 
 from planner.answer import Offer, PricedLayout, RecipeGain, RecipeRefusal
@@ -81,8 +81,6 @@ class Recipes:
     """The trainer with its own switches, and those that the user pinned."""
     free: dict[str, tuple[Value, ...]]
     """The values that each switch may take that is neither pinned nor needs a consent that was not given."""
-    _known: dict[tuple[int, RuntimeSpec], tuple[Candidate, Candidate]] = field(default_factory=dict, compare=False)
-    """Candidates priced under another runtime, beside the candidate that they were priced from."""
 
     @classmethod
     def of(cls, case: Case) -> Recipes:
@@ -151,13 +149,8 @@ class Recipes:
         return self.priced(candidate, switched(candidate.pricing.runtime, recipe))
 
     def priced(self, candidate: Candidate, runtime: RuntimeSpec) -> Candidate | None:
-        """The same layout under another runtime, priced once; None if a rule refuses its recipe there."""
-        if not _takes(candidate, runtime):
-            return None
-        key = id(candidate), runtime
-        if key not in self._known:
-            self._known[key] = candidate, under(candidate, runtime)
-        return self._known[key][1]
+        """The same layout under another runtime; None if a rule refuses its recipe there."""
+        return under(candidate, runtime) if _takes(candidate, runtime) else None
 
     def module_moves(self, candidate: Candidate, fewer_alone: bool = False) -> Iterator[Candidate]:
         """The same layout with one module more recomputed selectively, or one fewer."""

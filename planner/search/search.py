@@ -28,7 +28,7 @@ from planner.search.case import Case, Deadline
 from planner.search.enumerate import check_expressible, num_rows, schedules_tried
 from planner.search.frontier import key_of
 from planner.search.layouts import FoundLayouts, News, find_layouts, first_layouts
-from planner.search.module_sets import MAX_SETS, Modules
+from planner.search.priced_shapes import MAX_SETS, Modules
 from planner.search.recipes import LEAST_GAIN, REPLAN_GAIN, Recipes, narrower, pinned, with_recipe
 from planner.search.safest import exceeds_risk, safer_first, standing, with_warning
 from planner.search.why.misses import NothingFits, refused_by_states

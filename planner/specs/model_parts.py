@@ -1,9 +1,10 @@
-"""Sections of a model's spec: experts, mixers, latent attention, rotary scaling, training as it was published."""
+"""Sections of a model's spec: experts, mixers, latent attention, rotary scaling, training as it was published.
 
-from __future__ import annotations
+Layers as lists of operators that were traced from a user's own module (`plan models trace`).
+"""
 
 import math
-from typing import Literal
+from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -37,6 +38,21 @@ class OptimizerDefaults(Spec):
     """Standard deviation of initial weights."""
     source: str = ""
     """Source of these numbers; the others are defaults."""
+
+
+class MLASpec(Spec):
+    """Multi-head latent attention (DeepSeek-V2, 2024): low-rank queries and key-values."""
+
+    q_lora_rank: PositiveInt | None = None
+    """Rank of the query down-projection; null when queries are projected directly."""
+    kv_lora_rank: PositiveInt
+    """Rank of the latents that keys and values share."""
+    qk_nope_head_dim: PositiveInt
+    """Width of a query or key head without rotary positions."""
+    qk_rope_head_dim: NonNegativeInt
+    """Width of its rotated part."""
+    v_head_dim: PositiveInt
+    """Width of a value head."""
 
 
 class LayerSizesSpec(Spec):
@@ -92,7 +108,7 @@ class MambaSpec(Spec):
     """Norms of Mamba's time steps, B and C (Jamba)."""
 
     @model_validator(mode="after")
-    def _heads_are_whole(self) -> MambaSpec:
+    def _heads_are_whole(self) -> Self:
         if self.num_heads is not None and self.intermediate_size % self.num_heads:
             raise ValueError(
                 f"intermediate_size ({self.intermediate_size}) is no multiple of num_heads ({self.num_heads})"
@@ -123,7 +139,7 @@ class LinearAttentionSpec(Spec):
     """Tokens of a chunk of the algorithm."""
 
     @model_validator(mode="after")
-    def _heads_are_whole(self) -> LinearAttentionSpec:
+    def _heads_are_whole(self) -> Self:
         if self.num_value_heads % self.num_key_heads:
             raise ValueError(
                 f"num_value_heads ({self.num_value_heads}) is no multiple of num_key_heads ({self.num_key_heads})"
@@ -247,7 +263,7 @@ class MoESpec(Spec):
     """Weight of the loss on the square of the logits' log-sum-exp (ST-MoE)."""
 
     @model_validator(mode="after")
-    def _top_k_exists(self) -> MoESpec:
+    def _top_k_exists(self) -> Self:
         if self.num_experts_per_tok > self.num_experts:
             raise ValueError(
                 f"num_experts_per_tok ({self.num_experts_per_tok}) exceeds num_experts ({self.num_experts})"
@@ -259,21 +275,6 @@ class MoESpec(Spec):
                 "and no more chosen than there are"
             )
         return self
-
-
-class MLASpec(Spec):
-    """Multi-head latent attention (DeepSeek-V2, 2024): low-rank queries and key-values."""
-
-    q_lora_rank: PositiveInt | None = None
-    """Rank of the query down-projection; null when queries are projected directly."""
-    kv_lora_rank: PositiveInt
-    """Rank of the latents that keys and values share."""
-    qk_nope_head_dim: PositiveInt
-    """Width of a query or key head without rotary positions."""
-    qk_rope_head_dim: NonNegativeInt
-    """Width of its rotated part."""
-    v_head_dim: PositiveInt
-    """Width of a value head."""
 
 
 class RopeScalingSpec(Spec):
@@ -340,3 +341,57 @@ class TrainingDefaults(Spec):
     """How its weights were learned."""
     source: str = ""
     """Source of these numbers."""
+
+
+Polynomial = tuple[float, float, float]
+"""A size of one sequence of s tokens: c₀ + c₁·s + c₂·s², as three lengths that were traced have it."""
+
+
+class TracedTensor(Spec):
+    """A tensor that is kept for the backward."""
+
+    num_bytes: Polynomial
+    """Bytes of one sequence."""
+    is_sharded: bool = False
+    """Each tensor-parallel rank keeps its share."""
+
+
+class TracedOperator(Spec):
+    """One operation of a layer on one sequence, or several element by element one after another."""
+
+    name: str = Field(max_length=200)
+    kind: Literal["gemm", "attention", "elementwise"]
+    count: Polynomial = (1.0, 0.0, 0.0)
+    m: Polynomial = (0.0, 0.0, 0.0)
+    n: Polynomial = (0.0, 0.0, 0.0)
+    k: Polynomial = (0.0, 0.0, 0.0)
+    weight: bool = False
+    """The product is by a weight."""
+    heads: NonNegativeInt = 0
+    kv_heads: NonNegativeInt = 0
+    q_len: Polynomial = (0.0, 0.0, 0.0)
+    kv_len: Polynomial = (0.0, 0.0, 0.0)
+    qk_dim: NonNegativeInt = 0
+    v_dim: NonNegativeInt = 0
+    bytes: Polynomial = (0.0, 0.0, 0.0)
+    """Bytes that element-by-element kernels move in a forward."""
+    kernels: NonNegativeInt = 0
+    parameters: NonNegativeInt = 0
+    split: Literal["", "columns", "rows", "inside"] = ""
+    """Its share on a tensor-parallel rank: columns or rows of a weight, or what lies between them; empty: all of it."""
+    kept: tuple[TracedTensor, ...] = ()
+
+
+class TracedSpec(Spec):
+    """The layers of a model that no table knows, as torch runs them, and the rest of its parameters."""
+
+    source: str = Field(max_length=2000)
+    """The module that was traced, and with which torch."""
+    layers: tuple[tuple[TracedOperator, ...], ...]
+    """The operators of each kind of layer: `traced0` first."""
+    other_parameters: NonNegativeInt = 0
+    """Parameters beside the layers, the embedding and the head."""
+    is_split: bool = False
+    """A plan of sharding was given, so that tensor parallelism can split the layers."""
+    is_looped: bool = False
+    """Some layers run more than once, one after all others: they stand on one pipeline stage."""

@@ -13,7 +13,7 @@ from pydantic_core import ErrorDetails
 
 from planner.errors import SpecError
 from planner.specs.base import LEAST_RATE, MOST_RATE, Spec
-from planner.specs.efficiency import SLOW_FAMILIES
+from planner.specs.hardware import SLOW_FAMILIES
 from planner.specs.reading import kind_of, printable
 from planner.specs.units import parse_number, parse_whole, unit_of
 

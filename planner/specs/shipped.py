@@ -57,6 +57,10 @@ _SAYS_NO_SIZE = re.compile(
     r"|rope-\d+k|(?<!deepseek)-v[12](\.0)?(?=$|-)|_iter_\d+|dynamic|nvfp4"
 )
 """Parts of names that do not change a model's sizes."""
+_IN_A_CACHE = re.compile(r"models--[\w.-]+?--([\w.-]+)")
+"""A folder of the hub's cache, `models--Qwen--Qwen3-8B/snapshots/…`."""
+_AFTER_ITS_SIZE = re.compile(r"(.*\d[bm])((?!-(?:vl|vision|omni|audio|vla)\b)[-_][a-z]+)+")
+"""A name that goes on with words after its size, as a fine-tuned or converted one does."""
 _OTHERS = {
     "gpt175b": "gpt3-175b", "gpt3175b": "gpt3-175b", "llama38b": "llama-3.1-8b", "llama370b": "llama-3.1-70b",
     "deepseekr1": "deepseek-v3", "deepseekv31": "deepseek-v3", "mistralai8x7b": "mixtral-8x7b", "bloom": "bloom-176b",
@@ -79,10 +83,14 @@ _OTHERS = {
 
 def model_called(name: str) -> str | None:
     """The shipped model that a repository of the hub, a class or a flavor names; None where there is none."""
-    own = name.rstrip("/").rpartition("/")[2].lower()
+    path = name.rstrip("/").lower()
+    cached = _IN_A_CACHE.search(path)
+    own = (cached[1] if cached else path).rpartition("/")[2].rpartition("__")[2]
     signless, short = _signless(own), _signless(_SAYS_NO_SIZE.sub("", own))
     known = _signless_names()
-    return known.get(signless) or _OTHERS.get(short) or known.get(short)
+    found = known.get(signless) or _OTHERS.get(short) or known.get(short)
+    sized = _AFTER_ITS_SIZE.fullmatch(own)
+    return found if found or sized is None else model_called(sized[1])
 
 
 @cache

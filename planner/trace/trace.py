@@ -16,8 +16,8 @@ from typing import Any
 from planner.errors import PlannerError, SpecError
 from planner.specs.base import Fields
 from planner.specs.model import ModelSpec
+from planner.specs.model_parts import Polynomial, TracedOperator, TracedTensor
 from planner.specs.problems import checked
-from planner.specs.traced import Polynomial, TracedOperator, TracedTensor
 
 LENGTHS = (256, 512, 1024)
 """Tokens of the sequences that are traced: three, since attention in plain torch grows with their square."""

@@ -3,8 +3,6 @@
 `RuntimeSpec` (spec.py) is all of them: a field stands in one group, and is read as the runtime's own.
 """
 
-from __future__ import annotations
-
 from typing import Any, Literal
 
 from pydantic import ConfigDict
@@ -155,6 +153,10 @@ class Kernels(Group):
     """Weights are cast to 8 bits in every pass, since ZeRO-3 gathers them anew; without: once a step."""
     narrow_factor: Rate = 1.0
     """Seconds of 8- and 4-bit products over those of Transformer Engine's kernels."""
+    block_factor: Rate = 1.0
+    """`narrow_factor` of MXFP8, where a product takes no other longer."""
+    narrows_by_torchao: bool = False
+    """Products of 8 bits keep their inputs in 16; those of 4 bits are recomputed with torchtitan's `op`, each."""
     checks_nan: bool = True
     """The loss and the gradients are looked at for NaN in every step."""
     fuses_experts: bool = False
@@ -201,6 +203,15 @@ class Memory(Group):
     """Share of the optimizer's states that stays in host memory, where the host updates it."""
     offloads_masters: bool = False
     """fp32 masters leave the GPU with the states (ZeRO-Offload, Megatron); without: the GPU keeps them."""
+    uneven_fraction: Fraction = 0.12
+    """Share of allocated memory that the allocator holds beside it where experts get other tokens in every layer and
+    step, so that few blocks are used again. Ten mixtures that ms-swift fine-tuned reserved 6 to 49% more than the price
+    without it, of dense models three 7 to 15%; two of Primus on AMD's GPUs took 7 and 10% less, where none is."""
+    offloads_gradients: bool = False
+    """Sharded gradients go to the host with the states (ZeRO-Offload from ZeRO-2 on, FSDP's CPUOffload)."""
+    parameter_offload: bool = False
+    """ZeRO-3's shards of weights, frozen ones too, wait on the host and are copied in for every gather
+    (`offload_param`, `fsdp_offload_params`)."""
     host_adam_bytes: Rate = 80.0
     """Bytes that the host moves through its memory to update a parameter with Adam: torch's on the CPU runs one pass
     after another: the decay (8), the two moments (32), the root, the quotient and its epsilon (24), the sum (16)."""
@@ -309,6 +320,10 @@ class FineTuning(Group):
     """Frozen weights are in 8 or 4 bits that products do not read, and are turned into 16 bits before each."""
     plain_forwards: NonNegativeInt = 0
     """Forwards without a gradient for each micro-batch, of a reference model or the trained one (`for_objective`)."""
+    critics: NonNegativeInt = 0
+    """Models of the same size that are trained beside, and hold weights and states meanwhile (`for_objective`)."""
+    frozen_copies: NonNegativeInt = 0
+    """Models of the same size beside that are not trained, in 16 bits."""
     copies_weights: bool = False
     """A reference model's weights stand beside those that are trained, frozen and sharded as these are."""
 
@@ -501,6 +516,11 @@ class Host(Group):
     """Texts are packed into a sequence; null where nobody says."""
     document_kernels: Overhead = 0.0
     """Host time of a layer's pass for each text packed into its micro-batch, counted likewise: it is rotated alone."""
+    index_kernels: Overhead = 0.0
+    """Host time of a layer's pass for fused attention to chosen keys, counted likewise: chunks of scores, their best,
+    the indexer's loss."""
+    slice_kernels: Overhead = 0.0
+    """The same for each slice of a text whose place an exchange of heads for tokens (cp_comm_type a2a) works out."""
     tensor_kernels: Overhead = 0.0
     """Host time of an optimizer step for each parameter tensor of the rank, counted likewise: hooks, copies to main
     gradients and back, zeroes. None where a CUDA graph replays the whole step."""

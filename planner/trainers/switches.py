@@ -35,7 +35,7 @@ ROWWISE = 1.45
 """Seconds of torchao's 8-bit products with a scale for each row or block, over seconds with one for a tensor.
 
 Llama 3 8B on eight H100: 6,150 tokens/s in bf16, 7,690 by tensors, 6,768 by rows (torchao's training benchmarks). 1.6
-in torchtitan's report of June 2025 (70B, TP 8: by rows no faster than bf16), 1.5 for its mxfp8 on GB200."""
+in torchtitan's report of June 2025 (70B, TP 8: by rows no faster than bf16)."""
 CAPACITY_HOST = 0.85
 """Host time of a mixture's layer that is left where experts take a fixed number of tokens: no counts are awaited."""
 SHARDED_STAGES: dict[str, tuple[int, ...]] = {"ddp": (0,), "fsdp": (2, 3), "deepspeed": (1, 2, 3)}
@@ -195,7 +195,7 @@ def read_recipe(runtime: Any, names: Iterable[str] = ()) -> dict[str, Value]:
 
 
 def changes(features: Said) -> tuple[Fields, Texts]:
-    """Said of a RuntimeSpec with the values that `features` give them, and the names, or values, that are unknown.
+    """Fields of a RuntimeSpec with the values that `features` give them, and the names, or values, that are unknown.
 
     Raises Unsupported where a feature is on that is not modelled.
     """

@@ -47,6 +47,8 @@ HELD_OUT = (
     "mbridge-card",
     "nous-torchtitan",
     "fast-llm",
+    "torchtitan-2026",
+    "bridge-cards-3",
 )
 """Families whose rows no coefficient is fitted to, neither together with other families nor alone."""
 PRODUCTION = "production"

@@ -120,19 +120,17 @@ def validate_runs(family: str | None = None) -> list[Score]:
 
 def evaluate_rows(rows: Iterable[PublishedRun]) -> list[Scored]:
     """Every row priced as `plan evaluate --runs` would."""
-    rows = list(rows)
     priced: dict[str, Scored] = {}
+    answers = []
     for row in rows:
-        if row.run_key not in priced:
-            priced[row.run_key] = _priced(row)
-    return [_of_row(priced[row.run_key], row) for row in rows]
-
-
-def _of_row(known: Scored, row: PublishedRun) -> Scored:
-    """The answer to a row whose run was priced, perhaps for another that published it too."""
-    if known.row is row or known.layout is None or known.run is None:
-        return known if known.row is row else _priced(row)
-    return Scored(row, known.layout.model_copy(update={"id": row.id}), run=replace(known.run, id=row.id))
+        known = priced.get(row.run_key)
+        if known is None or known.layout is None or known.run is None:
+            answers.append(_priced(row))
+            priced.setdefault(row.run_key, answers[-1])
+        else:  # published again
+            layout = known.layout.model_copy(update={"id": row.id})
+            answers.append(Scored(row, layout, run=replace(known.run, id=row.id)))
+    return answers
 
 
 def _priced(row: PublishedRun) -> Scored:

@@ -13,7 +13,7 @@ from reference import schemas
 import planner
 from planner import errors
 from planner.cli.app import COMMANDS, _root
-from planner.observe.gap_rows import GAP_ROWS, RECORDINGS, SEES
+from planner.observe.gap_rows import GAP_ROWS, RECORDINGS
 from planner.schedule.orders import SCHEDULES
 from planner.trainers.load import RUNTIMES, checkpoint_of, load_runtime, since_of, switches_of, versions_of
 from planner.trainers.rules.recipe import export_rules_for, recipe_rules, rules_for
@@ -171,7 +171,7 @@ def gap() -> str:
         "|---|---|---|---|---|",
     ]
     for name, row in GAP_ROWS.items():
-        seen = [_sentence(see.__doc__) for see in SEES.get(name, ())]
+        seen = [_sentence(see.__doc__) for see in row.looks]
         seen += ["The log's own arguments."] if row.switches or not seen else []
         priced = ", ".join(f"`{switch}`" for switch in row.switches)
         helps = "; ".join(filter(None, (row.helps, priced)))

@@ -13,6 +13,10 @@ from planner.decide.check import judged
 from planner.errors import SpecError
 from planner.export.import_run import read, read_configuration
 from planner.layout.runs import parse_run
+from planner.specs.model import ModelSpec
+from planner.specs.registry import load_model
+
+OFFLOADED = {"optimizer_offload": 1.0, "parameter_offload": True}
 
 
 def test_accelerate_with_fsdp() -> None:
@@ -24,7 +28,8 @@ def test_accelerate_with_fsdp() -> None:
     assert (imported.source, imported.run["runtime"], imported.run["num_gpus"]) == ("accelerate", "torch-fsdp", 16)
     layout = layout_of(imported)
     assert (layout["zero_stage"], layout["fsdp"], layout["recompute"]) == (3, 8, "full")
-    assert imported.unknown == {"fsdp_config.fsdp_offload_params": "true"}
+    assert not imported.unknown
+    assert imported.run["features"] == {"parameter_offload": "all"}
 
 
 @pytest.mark.parametrize(
@@ -133,6 +138,8 @@ _SFT = "--model_name_or_path Qwen/Qwen3-8B --per_device_train_batch_size 1 --bf1
             f"x.py {_SFT}",
             {"zero_stage": 3, "sharding": "deepspeed", "optimizer_offload": 1.0},
         ),
+        (f"swift sft {_SFT} --deepspeed zero3_offload", {"zero_stage": 3, "sharding": "deepspeed", **OFFLOADED}),
+        (f"swift sft {_SFT} --deepspeed zero2_offload", {"zero_stage": 2, "optimizer_offload": 1.0}),
         (
             f"accelerate launch --config_file configs/zero3.yaml sft.py {_SFT}",
             {"zero_stage": 3, "sharding": "deepspeed"},
@@ -172,8 +179,146 @@ def test_a_command_line_is_read_as_its_launcher_and_tool_take_it(command: str, f
 )
 def test_a_variable_of_the_surroundings_is_asked_for_by_name(command: str, variable: str) -> None:
     with pytest.raises(SpecError) as refused:
-        read_configuration(command)
+        read_configuration(command).complete(num_gpus=8)
     assert f"--set {variable}=" in refused.value.hint
+
+
+_CELLS = {
+    "a shell's command": ["!pip install trl", "!accelerate launch sft.py " + _SFT.replace(" --bf16", "\\\n--bf16")],
+    "a trainer's call": ["!pip install trl", "from trl import SFTTrainer, SFTConfig\nSFTTrainer(model='Qwen/Qwen3-8B', "
+                        "args=SFTConfig(per_device_train_batch_size=1, bf16=True, max_length=4096))"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("how", _CELLS)
+def test_a_notebook_trains_by_a_command_or_by_a_call(how: str) -> None:
+    cells = [{"cell_type": "code", "source": [source]} for source in _CELLS[how]]
+    run = read_configuration(json.dumps({"cells": cells, "nbformat": 4})).run
+    assert (run["model"], run["seq_length"], run["parallelism"]["micro_batch_size"]) == ("qwen3-8b", 4096, 1)
+
+
+def test_a_line_of_a_cell_that_goes_on_has_a_space() -> None:
+    run = read_configuration("!sudo python3 -m verl.trainer.main_ppo data.train_batch_size=64\\\n"
+                             "actor_rollout_ref.model.path=Qwen/Qwen3-8B\\\ntrainer.n_gpus_per_node=4").run  # fmt: skip
+    assert (run["model"], run["num_gpus"]) == ("qwen3-8b", 4)
+
+
+def test_a_model_named_by_the_user_stands_for_a_variable() -> None:
+    imported = read_configuration("swift sft --model ${MODEL_PATH} --max_length 2048")
+    assert imported.complete(hardware="h100", num_gpus=8, model="qwen3-8b")["model"] == "qwen3-8b"
+
+
+@pytest.mark.parametrize(
+    ("command", "blocks"),
+    [
+        ("swift sft --model Qwen/Qwen3.5-27B --max_length 2048", 0),
+        ("megatron sft --model Qwen/Qwen3.5-27B --max_length 2048 --tensor_model_parallel_size 8", 0),
+        ("megatron sft --model Qwen/Qwen3.5-27B --max_length 2048 --mtp_num_layers 1", 1),
+    ],
+)
+def test_further_tokens_are_predicted_only_where_it_is_asked_for(command: str, blocks: int) -> None:
+    model = read_configuration(command).complete(hardware="h200", num_gpus=8)["model"]
+    assert (load_model(model) if isinstance(model, str) else ModelSpec(**model)).num_nextn_predict_layers == blocks
+
+
+@pytest.mark.parametrize(
+    ("path", "name", "bits"),
+    [
+        ("/mnt/Qwen3-30B-A3B-Macore", "qwen3-30b-a3b", 16),
+        ("~/hub/someone__Qwen3-30B-A3B-Thinking-2507-GPTQ-Int4/", "qwen3-30b-a3b", 4),
+        # training unpacks them
+        ("~/hub/Qwen3-30B-A3B-Thinking-2507-AWQ/", "qwen3-30b-a3b", 16),
+        ("~/.cache/models--Qwen--Qwen3-8B/snapshots/0a1b", "qwen3-8b", 16),
+        ("unsloth/Qwen3-8B-bnb-4bit", "qwen3-8b", 4),
+        ("x/Llama-3.1-8B-Lexi-Uncensored", "llama-3.1-8b", 16),
+        ("x/Llama-3-8b-262k", None, 16),
+    ],
+)
+def test_names_that_people_give_are_of_models_that_are_known(path: str, name: str | None, bits: int) -> None:
+    run = read_configuration(f"swift sft --model {path} --max_length 2048").run
+    assert (run["model"], run["adapters"]["base_bits"]) == (name, bits)
+
+
+_VERL = (
+    "python -m verl.trainer.main_ppo actor_rollout_ref.model.path=Qwen/Qwen2.5-7B trainer.n_gpus_per_node=8 "
+    "data.max_prompt_length=512 data.max_response_length=1536 actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1 "
+    "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=16 "
+)
+_OPENRLHF = (
+    "deepspeed --module openrlhf.cli.train_ppo --pretrain Qwen/Qwen3-8B --prompt_max_len 512 --generate_max_len 1536 "
+    "--micro_rollout_batch_size 32 --train_batch_size 128 "
+)
+_NEMO_RL = (
+    "policy:\n  model_name: Qwen/Qwen3-8B\n  train_global_batch_size: 64\n  train_micro_batch_size: 1\n"
+    "  max_total_sequence_length: 4096\n  logprob_batch_size: 8\n  dtensor_cfg: {enabled: true%s}\ngrpo: {}\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "scored"),
+    [
+        (_VERL, (16384, False)),
+        (_VERL + "data.train_files=~/data/gsm8k/train.parquet", (5120, False)),
+        (_VERL + "actor_rollout_ref.model.use_remove_padding=False", (32768, False)),
+        (_VERL + "actor_rollout_ref.actor.use_dynamic_bsz=True", (16384, False)),
+        (
+            _VERL + "actor_rollout_ref.actor.use_dynamic_bsz=True actor_rollout_ref.actor.ppo_max_token_len_per_gpu="
+            "24000 actor_rollout_ref.actor.fsdp_config.optimizer_offload=True",
+            (24000, True),
+        ),
+        (_VERL + "actor_rollout_ref.actor.use_dynamic_bsz=True actor_rollout_ref.model.use_fused_kernels=True", None),
+        (_OPENRLHF, (65536, False)),
+        (_OPENRLHF + "--packing_samples", None),
+        (_NEMO_RL % "", (32768, False)),
+        (_NEMO_RL % ", context_parallel_size: 2", (16384, False)),
+        (_NEMO_RL.replace("logprob_batch_size: 8", "logprob_chunk_size: 1024") % "", None),
+    ],
+)
+def test_log_probabilities_between_updates_are_priced(text: str, scored: tuple[int, bool] | None) -> None:
+    found = read_configuration(text).run.get("objective", {})
+    assert (found.get("scored_tokens"), found.get("scored_alone", False)) == (scored or (None, False))
+
+
+@pytest.mark.parametrize(
+    ("text", "beside"),
+    [
+        (_VERL, {"rollout_fraction": 0.5, "critics": 1}),
+        (_VERL + "algorithm.adv_estimator=grpo actor_rollout_ref.actor.fsdp_config.param_offload=True", {}),
+        (_VERL + "actor_rollout_ref.rollout.gpu_memory_utilization=0.8 critic.model.fsdp_config.optimizer_offload=True",
+         {"rollout_fraction": 0.8}),
+        (_OPENRLHF, {"critics": 1, "frozen_copies": 2}),
+        (_OPENRLHF + "--ref_reward_offload", {"critics": 1}),
+        (_OPENRLHF.replace("train_ppo", "train_ppo_ray") + "--colocate_actor_ref", {"frozen_copies": 1}),
+        (_OPENRLHF.replace("train_ppo", "train_ppo_ray") + "--colocate_all_models --advantage_estimator rloo "
+         "--remote_rm_url http://x", {"frozen_copies": 1}),
+    ],
+)  # fmt: skip
+def test_models_on_the_same_gpus_are_counted(text: str, beside: dict[str, float]) -> None:
+    found = read_configuration(text).run["objective"]
+    assert {name: found.get(name, 0) for name in ("rollout_fraction", "critics", "frozen_copies")} == (
+        {"rollout_fraction": 0, "critics": 0, "frozen_copies": 0} | beside
+    )
+
+
+@pytest.mark.parametrize(
+    ("more", "length", "micro"),
+    [
+        ("", 2048, 1),
+        ("actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4", 1024, 4),
+        ("actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4 data.train_files=[/d/math/a.parquet]", 704, 4),
+        (
+            "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4 actor_rollout_ref.model.use_remove_padding=False",
+            2048,
+            4,
+        ),
+        # 32 sequences of a rank, of which 23 fit at a time
+        ("actor_rollout_ref.actor.use_dynamic_bsz=True data.train_files=x/math/y", 704, 16),
+        ("actor_rollout_ref.actor.use_dynamic_bsz=True", 2048, 8),
+    ],
+)
+def test_sequences_without_padding_are_as_long_as_in_the_mean(more: str, length: int, micro: int) -> None:
+    run = read_configuration(_VERL + more).run
+    assert (run["seq_length"], run["parallelism"]["micro_batch_size"]) == (length, micro)
 
 
 def test_one_gpu_is_refused_by_no_trainer_that_shards() -> None:

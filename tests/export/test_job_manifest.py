@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,26 @@ def test_a_manifest_is_the_script_that_it_starts(name: str) -> None:
     layout = run["parallelism"]
     found = {"tp": layout.get("tp"), "zero_stage": layout.get("zero_stage"), **run}
     assert {key: found[key] for key in row["says"]} == row["says"]
+
+
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [
+        ("SkyPilot", "num_nodes"), ("SkyPilot", "accelerators"), ("SkyPilot", "envs"), ("dstack", "nodes"),
+        ("dstack", "gpu"), ("dstack", "env"), ("Azure ML", "process_count_per_instance"),
+        ("Azure ML", "instance_count"), ("PyTorchJob", "replicas"),
+        ("PyTorchJob", "nvidia.com/gpu"), ("RayJob", "nvidia.com/gpu"),
+    ],
+)  # fmt: skip
+def test_a_key_that_is_not_read_is_named(name: str, key: str) -> None:
+    """The whole manifest has none; one that is renamed is unknown, or what it gives is asked for."""
+    assert not read_configuration(MANIFESTS[name]["text"]).unknown
+    renamed = re.sub(rf"\b{re.escape(key)}:", f"{key}_x:", MANIFESTS[name]["text"])
+    try:
+        told = [*read_configuration(renamed).unknown]
+    except SpecError as refused:
+        told = [f"{key}_x"] if "--set" in (refused.hint or "") else []
+    assert any(each.endswith(f"{key}_x") for each in told)
 
 
 def test_a_launch_reads_the_files_and_programs_that_it_names(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable
 from typing import Any
 
@@ -9,7 +10,8 @@ import pytest
 import yaml
 
 from planner.answer import Plan
-from planner.export.environment import connections
+from planner.export.import_run import read_configuration
+from planner.export.launchers import connections
 from planner.export.megatron.bridge_files import bridge_overrides
 from planner.export.megatron.megatron_files import export_megatron, megatron_arguments
 from planner.export.megatron.plan_options import precision
@@ -19,6 +21,7 @@ from planner.export.trainer_files import ShellText, argv
 from planner.layout.evaluate import evaluate
 from planner.search.search import plan as search
 from planner.specs.cluster import ClusterSpec
+from planner.specs.model import ModelSpec
 from planner.specs.registry import load_hardware, load_model
 from planner.specs.training import Parallelism, TrainingSpec
 
@@ -326,3 +329,27 @@ def test_queues_to_the_gpu_are_those_that_megatron_asks_for(
     shards, is_split = plan.parallelism.zero_stage >= 2, plan.parallelism.tp * plan.parallelism.cp > 1
     is_free = hardware == "b200" or shards or (overlaps and plan.parallelism.ep > 1)
     assert number == "1" if is_split and not is_free else number != "1"
+
+
+@pytest.mark.parametrize(
+    ("name", "program", "says"),
+    [
+        ("nemotron-3-nano", "pretrain_hybrid.py",
+         {"--hybrid-layer-pattern": "MEMEM*EMEMEM*EMEMEM*EMEMEM|*EMEMEM*EMEMEMEM*EMEMEMEME", "--mamba-num-heads": 64}),
+        ("nemotron-3-super", "pretrain_hybrid.py", {"--moe-latent-size": 1024, "--mtp-num-layers": 1}),
+        ("qwen3.5-35b-a3b", "pretrain_gpt.py",
+         {"--experimental-attention-variant": "gated_delta_net", "--linear-attention-freq": 4}),
+    ],
+)  # fmt: skip
+def test_hybrids_and_delta_nets_come_back(planned: Planned, name: str, program: str, says: dict[str, Any]) -> None:
+    plan = planned(name, 64, pp=2, ep=8)
+    arguments = megatron_arguments(plan)
+    assert says.items() <= arguments.items()
+    files = export_megatron(plan)
+    assert program in files.command.program
+    back = read_configuration(f"python {files.command.program} {shlex.join(argv(arguments))}")
+    model = ModelSpec.model_validate(back.complete(num_gpus=64, hardware="h100")["model"])
+    for field in ("layers", "mamba", "linear_attention", "num_nextn_predict_layers"):
+        assert getattr(model, field) == getattr(plan.model.spec, field), field
+    assert back.unknown == {}
+    assert getattr(model.moe, "latent_size", 0) == getattr(plan.model.spec.moe, "latent_size", 1)

@@ -116,7 +116,7 @@ def test_schedules(overrides: str, schedule: str | None, vpp: int) -> None:
 def test_models_beyond_megatrons_arguments() -> None:
     net = imported("own", DESCRIBED + "experimental_attention_variant: gated_delta_net\nlinear_attention_freq: 4\n"
                    "linear_num_value_heads: 32").run["model"]  # fmt: skip
-    assert (net["layer_types"], net["linear_attention"]["num_value_heads"]) == (["gated_delta"] * 3 + ["full"], 32)
+    assert (net["layer_types"], net["linear_attention"]["num_value_heads"]) == (("gated_delta",) * 3 + ("full",), 32)
     sinks = imported("own", DESCRIBED + "use_sink_attention: true\nsink_sliding_window: 128").run["model"]
     assert (sinks["attention_sinks"], sinks["sliding_window"], sinks["sliding_window_pattern"]) == (True, 128, 2)
     assert sinks["name"] == "own"

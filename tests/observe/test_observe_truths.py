@@ -13,7 +13,7 @@ from test_observe_table import BATCH, LINE, OLD
 from written import BEGIN_S, LLAMA_8B, arguments, clock, iteration, iterations, mllog, read
 
 from planner.errors import SpecError
-from planner.observe.case import ObservedCase
+from planner.observe.gap_rows import RunFiles
 from planner.observe.judge import shown_rows
 from planner.observe.observation import MemorySeries, Observation
 from planner.observe.record import MOST_VALUES, RunRecord
@@ -293,7 +293,7 @@ WATCHDOG = (
 def test_errors_are_read_without_a_step(tmp_path: Path, line: str, names: set[str]) -> None:
     seen = read(tmp_path, line)
     assert (seen.sources[0].format, seen.step_s) == ("errors", None)
-    assert {cause.name for cause in shown_rows(ObservedCase(seen))} == names
+    assert {cause.name for cause in shown_rows(RunFiles(seen))} == names
     for failed in seen.failed_allocations:
         assert failed.requested_bytes in (2 * GIB, GIB // 2)
         assert failed.total_bytes is not None

@@ -12,8 +12,7 @@ from planner.physics.kernels import accumulate_s, attention_s, cast_s, clip_s, g
 from planner.physics.layers import decoder_layer
 from planner.physics.operators import Operator, operators_of
 from planner.shape import Shape
-from planner.specs.efficiency import GemmEfficiency
-from planner.specs.hardware import HardwareSpec
+from planner.specs.hardware import GemmEfficiency, HardwareSpec
 from planner.specs.model import LayerKind
 from planner.specs.registry import hardware_names, load_hardware, load_model
 from planner.trainers.load import load_runtime

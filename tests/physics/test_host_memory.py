@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from planner.specs.registry import load_hardware, load_model
 from planner.specs.training import Parallelism, SearchLimits, TrainingSpec
 from planner.specs.units import GIB
 from planner.trainers.load import load_runtime
+from planner.trainers.stated import switched
 
 PARAMETERS = 8_030_261_248
 TRAINING = TrainingSpec(seq_length=4096, global_batch_size=32)
@@ -60,6 +62,24 @@ def test_activations_that_wait_grow_with_the_tokens_and_shrink_with_tensor_paral
     assert one == 32 * 4096 * 2 * (4096 + 2 * 1024 + 4096)
     assert host_bytes(told, shape(dp=8, micro_batch_size=2)) == 2 * one
     assert host_bytes(told, shape(dp=4, tp=2)) == one / 2
+
+
+@pytest.mark.parametrize(
+    ("stage", "share", "weights", "gradients"), [(3, 1, 0, 0), (3, 0, 0, 6), (2, 1, 16, 0), (1, 1, 16, 6)]
+)
+def test_weights_and_gradients_that_wait(stage: int, share: float, weights: float, gradients: float) -> None:
+    """Bytes of a parameter's shard on each of eight ranks, times eight; what is not sharded stays."""
+    runtime = switched(load_runtime("deepspeed"), {"parameter_offload": True, "optimizer_offload": share})
+    told = replace(pricing(64), runtime=runtime)
+    sizes = shape(dp=8, zero_stage=stage)
+    part = told.table(sizes).layers[told.model.layers[0], "none"]
+    found = [each / part.parameters for each in (part.weights_bytes, part.gradients_bytes, part.optimizer_bytes)]
+    assert found == pytest.approx([weights / 8, gradients * (1 if stage == 1 else 1 / 8), (1 - share) * 12 / 8])
+    assert (host_bytes(told, sizes) > HOST_STATE_BYTES * share * PARAMETERS / 8) == (stage == 3 or share == 1)
+    # a shard of 16 bits comes over PCIe before it is gathered
+    plain = replace(told, runtime=load_runtime("deepspeed")).table(sizes).layers[told.model.layers[0], "none"]
+    copied_s = 2 * part.parameters / 8 / told.cluster.hardware.host.bytes_per_s
+    assert part.gather_s - plain.gather_s == pytest.approx(copied_s * (stage == 3))
 
 
 def test_a_layout_whose_host_has_too_few_bytes_says_so() -> None:

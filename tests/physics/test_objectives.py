@@ -74,6 +74,16 @@ def test_log_probabilities_known_before_take_least_and_a_second_model_most() -> 
     assert weights[2] - weights[0] == pytest.approx(2 * 8_030_261_248)
 
 
+@pytest.mark.parametrize(("fields", "bytes_each"), [({"critics": 1}, 2 + 4), ({"frozen_copies": 2}, 2 * 2)])
+def test_models_beside_hold_weights_and_those_that_are_trained_states(fields: dict[str, int], bytes_each: int) -> None:
+    totals = []
+    for objective in (ObjectiveSpec(), ObjectiveSpec(**fields)):  # type: ignore[arg-type]
+        training = TrainingSpec(seq_length=1024, global_batch_size=8, objective=objective)
+        memory = evaluate(load_model("8b"), CLUSTER, training, Parallelism(), runtime="hf").best.stages[0].memory
+        totals.append(memory.weights_bytes + memory.optimizer_bytes)
+    assert totals[1] - totals[0] == pytest.approx(bytes_each * 8_030_261_248)
+
+
 def test_without_a_reference_a_pair_costs_as_two_sequences() -> None:
     assert _evaluated("orpo").best.step.step_s == _evaluated("lm").best.step.step_s
 

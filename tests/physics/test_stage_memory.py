@@ -17,7 +17,7 @@ from planner.errors import SpecError
 from planner.layout.candidate import Candidate, Split, activation_peaks_bytes, even_counts, peaks_of_schedule
 from planner.layout.evaluate import evaluate
 from planner.physics.kernels import product_s, stream_s
-from planner.physics.layers import decoder_layer, embedding
+from planner.physics.layers import decoder_layer, embedding, padded_vocab
 from planner.physics.memory import OFFLOADED, is_decoder_layer, offloaded_bytes, shown_s
 from planner.physics.operators import Operator
 from planner.physics.optimizers import state_bytes, state_update_s, states_of, tensors_of, update_bytes
@@ -35,7 +35,7 @@ from planner.search.recipes import pinned
 from planner.shape import Shape
 from planner.specs.cluster import ClusterSpec
 from planner.specs.registry import load_hardware, load_model
-from planner.specs.training import Parallelism, SearchLimits, TrainingSpec
+from planner.specs.training import ObjectiveSpec, Parallelism, SearchLimits, TrainingSpec
 from planner.trainers.load import RUNTIMES, has_dtype, load_runtime, switches_of
 from planner.trainers.optimizers import BLOCK, OPTIMIZERS
 from planner.trainers.spec import RuntimeSpec
@@ -95,6 +95,26 @@ def test_narrow_gradients_are_copied_for_the_optimizer() -> None:
     beside = held[2].activations_bytes + held[2].logits_bytes + held[2].workspace_bytes
     assert beside == pytest.approx(copied)
     assert held[4].activations_bytes + held[4].logits_bytes + held[4].workspace_bytes < copied
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_log_probabilities_need_their_logits_when_nothing_else_is_held(alone: bool) -> None:
+    """10 bytes of each, on the rank with the head, less what is on the host meanwhile."""
+    problem = toy_problem(toy_model(8), pp=(1,))
+    table = problem.pricing.table(Shape(dp=2, num_microbatches=4, seq_length=16, zero_stage=1, shard_size=2))
+    objective = ObjectiveSpec(scored_tokens=10**6, scored_alone=alone)
+    training = problem.pricing.training.model_copy(update={"objective": objective})
+    pricing = replace(problem.pricing, training=training)
+    layer = table.layers[problem.model.kinds[0], "none"]
+    whole, beside = layer + table.head, []
+    for part in (layer, whole):
+        held = stage_memory(pricing, table, part, 1000.0)
+        beside.append(held.activations_bytes + held.logits_bytes + held.workspace_bytes)
+    freed = float(whole.gradients_bytes) + alone * float(whole.optimizer_bytes)
+    assert beside[1] == pytest.approx(
+        10 * 10**6 * float(padded_vocab(problem.model, table.shape, pricing.runtime)) - freed
+    )
+    assert beside[0] < beside[1]
 
 
 @pytest.mark.thorough(3)

@@ -68,7 +68,9 @@ def kept_bytes(seq_length: int, cp: TensorPeers) -> int:
 
 
 @pytest.mark.skipif(torch_release() < (2, 9), reason="this torch repeats keys on the CPU where the sequence is whole")
-def test_keys_and_values_of_others_are_not_kept() -> None:
+def test_keys_and_values_of_others_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("planner.probe.model.attention.takes_flash", lambda x: True)
+    monkeypatch.setattr("planner.probe.model.attention._kernel", kernel)
     assert kept_bytes(64, EmulatedPeers(4)) == kept_bytes(64, TensorPeers())
 
 

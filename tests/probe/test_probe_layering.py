@@ -6,9 +6,9 @@ import re
 from pathlib import Path
 
 PROBE = Path(__file__).parents[2] / "planner" / "probe"
-PARTS = ("model", "rank", "launch", "verdict")
+PARTS = ("model", "rank", "launch")
 """The folders of the probe. A module imports only from its own folder and from those before it."""
-FIRST = ("run", "result", "run_price", "device_state", "torch_build", "eager", "plan_slice", "plan_runs")
+FIRST = ("run", "result", "run_price", "torch_build", "plan_slice", "plan_runs")
 """Modules of the probe's own folder that the folders import; the others (probe, worker) import these."""
 
 

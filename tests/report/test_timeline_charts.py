@@ -34,8 +34,7 @@ from planner.report.schedules import (
 from planner.report.trace import COMPUTE, InnerSlice, TraceCounter, TraceSlice, trace_events
 from planner.schedule.compare import RankSeconds, compare, find_order, straggler_cost
 from planner.schedule.orders import build_schedule
-from planner.schedule.replay import Durations, replay
-from planner.schedule.timeline import Timeline
+from planner.schedule.replay import Durations, Timeline, replay
 
 FOUR = (1.0,) * 4
 

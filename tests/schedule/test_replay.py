@@ -11,8 +11,7 @@ import pytest
 
 from planner.errors import SpecError
 from planner.schedule.orders import SCHEDULES, Action, Schedule, build_schedule
-from planner.schedule.replay import Durations, makespan_s, one_f_one_b_waves, replay
-from planner.schedule.timeline import IDLE_CAUSES, Timeline
+from planner.schedule.replay import IDLE_CAUSES, Durations, Timeline, makespan_s, one_f_one_b_waves, replay
 
 RandomShape = Callable[[str, random.Random], tuple[int, int, int]]
 

@@ -16,8 +16,14 @@ from planner.errors import SpecError
 from planner.specs import registry, shipped
 from planner.specs.base import Spec
 from planner.specs.cluster import ClusterSpec
-from planner.specs.efficiency import AttentionEfficiency, Efficiency, GemmEfficiency
-from planner.specs.hardware import HardwareSpec, LinkTier, ReservedMemory
+from planner.specs.hardware import (
+    AttentionEfficiency,
+    Efficiency,
+    GemmEfficiency,
+    HardwareSpec,
+    LinkTier,
+    ReservedMemory,
+)
 from planner.specs.model import ModelSpec
 from planner.specs.model_parts import MLASpec, MoESpec, TrainingDefaults
 from planner.specs.registry import hardware_names, load_hardware, load_model, model_names, model_of

@@ -17,8 +17,7 @@ from planner.profile.fitting import (
     with_values,
 )
 from planner.shape import FloatArray
-from planner.specs.efficiency import AttentionEfficiency, Efficiency
-from planner.specs.hardware import HardwareSpec
+from planner.specs.hardware import AttentionEfficiency, Efficiency, HardwareSpec
 from planner.specs.registry import load_hardware
 from planner.trainers.load import load_runtime
 from tools.calibrate.kernels import efficiency_block, fit_all, left_out, problems, steps_problem

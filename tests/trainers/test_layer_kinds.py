@@ -107,8 +107,8 @@ def test_a_hybrid_is_priced_warned_of_and_not_exported() -> None:
     cluster = ClusterSpec(hardware=load_hardware("h100"), num_gpus=64)
     layout = Parallelism(tp=4, pp=2, dp=8, micro_batch_size=1)
     plan = evaluate(load_model("falcon-h1-34b"), cluster, TRAINING, layout)
-    assert any("no export builds layers of full_mamba2" in warning for warning in plan.warnings)
-    with pytest.raises(SpecError, match="layer_kind: no export builds layers of full_mamba2"):
+    assert any("it builds no layers of full_mamba2" in warning for warning in plan.warnings)
+    with pytest.raises(SpecError, match="layer_kind: it builds no layers of full_mamba2"):
         bundle_of(plan, ["megatron"])
     dense = evaluate(load_model("qwen3-32b"), cluster, TRAINING, layout)
 
@@ -116,4 +116,4 @@ def test_a_hybrid_is_priced_warned_of_and_not_exported() -> None:
         low, high = found.best.step.step_s_interval
         return float(high / low)
 
-    assert spread(plan) > 1.2 * spread(dense)
+    assert spread(plan) > 1.15 * spread(dense)

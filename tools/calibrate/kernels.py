@@ -35,8 +35,7 @@ from planner.profile.fitting import (
 )
 from planner.shape import FloatArray, Shape
 from planner.specs.base import Spec
-from planner.specs.efficiency import AttentionEfficiency
-from planner.specs.hardware import HardwareSpec
+from planner.specs.hardware import AttentionEfficiency, HardwareSpec
 from planner.specs.model import ModelSpec
 from planner.specs.registry import load_hardware, load_model
 from planner.specs.units import MICRO

@@ -46,7 +46,7 @@ from planner.export.megatron.deepspeed_options import refuse_other
 from planner.export.megatron.keyed_reading import is_adapter, read_adapter
 from planner.export.megatron.option_rows import options_of
 from planner.export.named_models import Model, exported_gpus, exported_model, model_called, num_layers_of
-from planner.specs.base import Fields
+from planner.specs.base import Fields, Named
 from planner.specs.training import MLP
 
 _FULL = (None, "", "full", 0, "0", False, "false", "False", "none", "LORA")
@@ -112,10 +112,32 @@ def read_openrlhf(config: ConfigFile) -> ImportedRun:
     imported.rename(names)
     imported.source = "openrlhf"
     if is_rl:
-        imported.notes.append(
-            "one update of the actor is priced; rollouts, the critic, the reference and rewards are not"
+        critics, frozen = _models_beside(given, config.text)
+        imported.reinforce(
+            tokens=_scored_tokens(given, imported.run["seq_length"] or 0, tokens), critics=critics, frozen=frozen
         )
+        imported.notes.append("one update of the actor is priced; rollouts are not, nor models on other GPUs")
     return imported
+
+
+def _scored_tokens(given: Settings, length: int, tokens: int) -> int:
+    """Tokens of OpenRLHF's micro-batch of log-probabilities, padded unless it is packed."""
+    if is_on(given.get("train.dynamic_batch_enable")):
+        return max(tokens, number(given, "rollout.max_tokens_per_gpu") or 0)
+    is_packed = any(is_on(given.get(name)) for name in ("packing_samples", "ds.packing_samples"))
+    return 0 if is_packed else length * (number(given, "rollout.micro_batch_size", "micro_rollout_batch_size") or 1)
+
+
+def _models_beside(given: Settings, text: str) -> tuple[int, int]:
+    """Critics and frozen models on the actor's GPUs: all of them without Ray, or as the run places them."""
+    shares = "train_ppo_ray" not in text or any(
+        is_on(given.get(n)) for n in ("colocate_all_models", "train.colocate_all")
+    )
+    refers = shares or any(is_on(given.get(n)) for n in ("colocate_actor_ref", "train.colocate_actor_ref"))
+    has_critic = str(given.get("advantage_estimator", given.get("algo.advantage.estimator", "gae"))) == "gae"
+    scores = not any(given.get(name) for name in ("remote_rm_url", "reward.remote_url", "agent_func_path"))
+    kept = not is_on(given.get("ref_reward_offload"))
+    return int(shares and has_critic), kept * (int(refers) + int(shares and scores))
 
 
 def run_of_arguments(keyed: KeyedSettings, config: ConfigFile, tool: Dialect | None = None) -> ImportedRun:
@@ -136,6 +158,7 @@ def run_of_arguments(keyed: KeyedSettings, config: ConfigFile, tool: Dialect | N
             if not is_off(settings.get(key)):
                 refuse_other(what, key)
     imported = new_run("huggingface", FSDP_RUNTIME, parallelism={"zero_stage": 0})
+    imported.predicts_further = False
     tool = tool or tool_of(settings, config.text)
     unasked = {
         name: value
@@ -255,8 +278,10 @@ def _read_sharding(imported: ImportedRun, settings: Fields, config: ConfigFile) 
             layout["zero_stage"] = int(stage[1])
             imported.notes.append(f"{name} is not beside the file: ZeRO {stage[1]} by its name")
             if "offload" in str(name):
-                imported.run["features"]["optimizer_offload"] = 1.0
-                imported.unknown["deepspeed"] = f"{name}: what it offloads beside the optimizer"
+                imported.run["features"] |= {
+                    "optimizer_offload": 1.0,
+                    **({"parameter_offload": True} if stage[1] == "3" else {}),
+                }
         else:
             imported.unknown["deepspeed"] = f"{name} is not beside the file: ZeRO 0 is assumed"
     elif settings.get("fsdp") or settings.get("fsdp_config") or settings.get("fsdp_version"):
@@ -268,7 +293,7 @@ def _read_sharding(imported: ImportedRun, settings: Fields, config: ConfigFile) 
         options = options if isinstance(options, dict) else {}
         layout |= fsdp_layout({"fsdp": words}, options)
         if "offload" in str(words) or is_on(options.get("fsdp_offload_params", options.get("offload_params"))):
-            imported.unknown["fsdp"] = f"{words or ''} offload of parameters".strip()
+            imported.offload_all("fsdp", f"{words or ''} offload of parameters".strip())
 
 
 def _list_unread(imported: ImportedRun, settings: Fields) -> None:
@@ -292,25 +317,14 @@ def _model_options(settings: Fields) -> Fields:
     return {name: inner[name] for name in ("dtype", "attn_implementation") if name in inner}
 
 
-MODULES = {"q_proj": "q_proj", "k_proj": "k_proj", "v_proj": "v_proj", "o_proj": "output_proj"}
+MODULES: Named = table()["torchtune"]["modules"]
 """Attention's projections by peft's names, and by torchtune's (lora_attn_modules)."""
-OPTIMIZERS = {
-    "adamw": "torch.optim.AdamW",
-    "adamw-8bit": "bitsandbytes.optim.AdamW8bit",
-    "paged-adamw": "bitsandbytes.optim.PagedAdamW",
-    "paged-adamw-8bit": "bitsandbytes.optim.PagedAdamW8bit",
-    "sgd": "torch.optim.SGD",
-}
+OPTIMIZERS: Named = table()["torchtune"]["optimizers"]
 """Values of the switch `optimizer`, and the classes that recipes name."""
 _BUILDER = re.compile(r"torchtune\.models\.\w+\.(q?lora_|q?dora_)?(\w+)")
 
 
-_BUILDERS = {
-    "llama-2-7b": "llama2_7b", "llama-2-13b": "llama2_13b", "llama-2-70b": "llama2_70b",
-    "llama-3.1-8b": "llama3_1_8b", "llama-3.1-70b": "llama3_1_70b", "llama-3.1-405b": "llama3_1_405b",
-    "llama-3.2-1b": "llama3_2_1b", "qwen2.5-32b": "qwen2_5_32b_instruct", "qwen2.5-72b": "qwen2_5_72b_instruct",
-    "qwen3-8b": "qwen3_8b_instruct", "qwen3-32b": "qwen3_32b",
-}  # fmt: skip
+_BUILDERS: Named = table()["torchtune"]["builders"]
 """Builders in torchtune/models, of the models that ship here."""
 
 
@@ -405,9 +419,10 @@ def _read_layout(imported: ImportedRun, data: Fields) -> None:
     for name in ("tensor_parallel_dim", "context_parallel_dim"):
         if (_number(data, name) or 1) > 1:
             imported.unknown[name] = str(data[name])
-    for name in ("fsdp_cpu_offload", "optimizer_in_bwd"):
-        if data.get(name):
-            imported.unknown[name] = str(data[name])
+    if data.get("fsdp_cpu_offload"):
+        imported.offload_all("fsdp_cpu_offload")
+    if data.get("optimizer_in_bwd"):
+        imported.unknown["optimizer_in_bwd"] = str(data["optimizer_in_bwd"])
     dataset = _section(data, "dataset")
     length = imported.run["seq_length"]
     if dataset and not dataset.get("packed") and length is not None:

@@ -1,4 +1,4 @@
-"""Said of the trainers around Hugging Face's, Accelerate, axolotl, LLaMA-Factory and of adapters, as a run."""
+"""Settings of the trainers around Hugging Face's, Accelerate, axolotl, LLaMA-Factory and of adapters, as a run."""
 
 from __future__ import annotations
 
@@ -12,42 +12,42 @@ from planner.export.huggingface.deepspeed_files import DEEPSPEED_RUNTIME, apply_
 from planner.export.imported_run import ConfigFile, ImportedRun, json_of, new_run
 from planner.export.keyed_settings import (
     dialect,
+    first,
     flat,
+    is_any_on,
+    is_empty,
     is_on,
     mapping_of,
     number,
-    refuse_unset,
     refused_settings,
+    table,
+    word,
 )
 from planner.export.named_models import has_towers, model_called, num_layers_of
-from planner.specs.base import Fields, Said, Texts
+from planner.specs.base import Fields, Named, Said
 from planner.specs.model import ModelSpec
 from planner.specs.training import ATTENTION, GROUPS, LATENT, TARGETS, AdapterSpec
 from planner.trainers.load import load_runtime, switches_of
-from planner.trainers.switches import SWITCHES
 
 FSDP_RUNTIME, HF_RUNTIME = "torch-fsdp", "hf"
 """FSDP around fp32 weights, which mixed precision makes of them; and transformers' own weights as they are loaded."""
-_SHARDING = {
-    "FULL_SHARD": 3, "1": 3, "SHARD_GRAD_OP": 2, "2": 2, "NO_SHARD": 0, "3": 0, "HYBRID_SHARD": 3, "4": 3,
-    "HYBRID_SHARD_ZERO2": 2, "_HYBRID_SHARD_ZERO2": 2, "5": 2,
-}  # fmt: skip
+_SHARDING = {str(name): stage for name, stage in table()["accelerate"]["strategies"].items()}
 """FSDP's strategies, by name and by Accelerate's number, and the ZeRO stage that each is."""
 
 
 def dtype_of(settings: Said) -> str | None:
     """bf16 or fp16 as flags or as `mixed_precision` say; None for fp32."""
-    mixed = str(settings.get("mixed_precision") or "").lower()
+    mixed = word(settings, "mixed_precision")
     for dtype in ("bf16", "fp16", "fp8"):
         if is_on(settings.get(dtype)) or (settings.get(dtype) == "auto" and dtype == "bf16") or mixed == dtype:
             return dtype
-    named = str(settings.get("dtype") or settings.get("torch_dtype") or "").lower()
+    named = word(settings, "dtype", "torch_dtype")
     return {"bf16": "bf16", "bfloat16": "bf16", "fp16": "fp16", "float16": "fp16"}.get(named)
 
 
 def fsdp_layout(settings: Said, options: Said) -> Fields:
     """The layout that FSDP's options mean; `settings` are those of the trainer around it."""
-    words = str(settings.get("fsdp") or "").lower().split()
+    words = word(settings, "fsdp").split()
     strategy = str(_either(options, "fsdp_sharding_strategy", "sharding_strategy", "full_shard")).upper()
     if words:
         strategy = next((word.upper() for word in words if word.upper() in _SHARDING), strategy)
@@ -82,7 +82,6 @@ def set_model(imported: ImportedRun, name: Any) -> None:
     """The model that a setting names; a note where the planner does not know it."""
     if not isinstance(name, str) or not name:
         return
-    refuse_unset("the model", name)
     imported.run["model"] = model_called(name)
     if imported.run["model"] is None:
         imported.model_name = name
@@ -90,33 +89,14 @@ def set_model(imported: ImportedRun, name: Any) -> None:
         imported.notes.append(f"{name[:80]}: the language model alone is planned")
 
 
-OPTIMIZERS = {
-    "adamw": "adamw_torch_fused",
-    "adamw-8bit": "adamw_8bit",
-    "paged-adamw": "paged_adamw_32bit",
-    "paged-adamw-8bit": "paged_adamw_8bit",
-    "adafactor": "adafactor",
-    "sgd": "sgd",
-}
+OPTIMIZERS: Named = table()["transformers"]["optimizers"]
 """Values of the switch `optimizer`, and their names in `optim`; it has none for Muon."""
 _ADAMS = re.compile(r"adamw?(_torch|_hf|_torch_fused|_apex_fused|_torch_xla)?$")
-_OPTIMIZERS = {name: value for value, name in OPTIMIZERS.items()} | {
-    "adamw_bnb_8bit": "adamw-8bit", "paged_adamw": "paged-adamw", "adamw_torch_8bit": "adamw-8bit",
-}  # fmt: skip
+_OPTIMIZERS = {name: value for value, name in OPTIMIZERS.items()} | table()["transformers"]["older_optimizers"]
 _BF16 = ("bf16", "bfloat16")
 _FP32 = ("float32", "fp32")
 _WORDS = ("lora", "qlora")
-_OLDER = {
-    "num_generations",
-    "max_seq_length",
-    "torch_dtype",
-    "evaluation_strategy",
-    "use_liger",
-    "overwrite_output_dir",
-    "rl",
-    "stage",
-}
-"""Said that TRL no longer took when its loss came in chunks, and those of other losses."""
+_KINDS = ("finetuning_type", "tuner_type", "train_type", "sft_type")
 
 
 def beside_adapters(settings: Said, config: ConfigFile) -> Fields:
@@ -132,25 +112,23 @@ def beside_adapters(settings: Said, config: ConfigFile) -> Fields:
 
 def says_adapters(settings: Said) -> bool:
     """The settings of a trainer train adapters, by any of their words."""
-    kinds = ("adapter", "finetuning_type", "tuner_type", "train_type", "sft_type")
-    named = next((str(settings[kind]).lower() for kind in kinds if settings.get(kind)), "")
-    flags = ("use_peft", "use_lora", "use_qlora", "peft", "q_lora")
-    given = any(settings.get(name) not in (None, "", 0, "0") for name in ("lora_r", "lora_rank", "lora_dim"))
-    is_off = named == "full" or any(name in settings and not is_on(settings[name]) for name in flags[:2])
-    return named in _WORDS or any(is_on(settings.get(name)) for name in flags) or (given and not is_off)
+    named = word(settings, "adapter", *_KINDS)
+    given = word(settings, "lora_r", "lora_rank", "lora_dim") not in ("", "0")
+    is_off = named == "full" or any(name in settings and not is_on(settings[name]) for name in ("use_peft", "use_lora"))
+    is_asked = is_any_on(settings, "use_peft", "use_lora", "use_qlora", "peft", "q_lora")
+    return named in _WORDS or is_asked or (given and not is_off)
 
 
 def read_fine_tuning(imported: ImportedRun, settings: Fields) -> None:
     """Put adapters, the optimizer and kernels into a run, and choose the trainer that keeps weights as it does."""
     run = imported.run
     if says_adapters(settings) or str(settings.get("peft_type")).upper() == "LORA":
-        named = str(settings.get("adapter") or "").lower()
-        bits = 4 if named == "qlora" or is_on(settings.get("use_qlora")) or is_on(settings.get("q_lora")) else None
+        bits = 4 if word(settings, "adapter") == "qlora" or is_any_on(settings, "use_qlora", "q_lora") else None
         run["adapters"], unknown = read_adapters(settings, bits)
         imported.unknown |= unknown
     elif bits_of(settings) < 16:
         imported.unknown["quantization"] = f"weights of {bits_of(settings)} bits that are trained whole"
-    for kind in ("finetuning_type", "tuner_type", "train_type", "sft_type"):
+    for kind in _KINDS:
         if str(settings.get(kind)).lower() not in ("none", "full", *_WORDS):
             imported.unknown[kind] = f"{settings[kind]}, priced as all weights"
     _read_objective(imported, settings)
@@ -161,8 +139,7 @@ def read_fine_tuning(imported: ImportedRun, settings: Fields) -> None:
 
 def _read_objective(imported: ImportedRun, settings: Said) -> None:
     """Pairs of answers, which DPO counts its batch in; other objectives than these are not understood."""
-    named = settings.get("rl") or settings.get("stage") or settings.get("rlhf_type")
-    stage = str(named or ("grpo" if "num_generations" in settings else "")).lower()
+    stage = word(settings, "rl", "stage", "rlhf_type") or ("grpo" if "num_generations" in settings else "")
     if "precompute_ref_log_probs" not in settings and stage != "dpo":
         if stage in ("kto", "orpo", "ppo", "rm", "grpo", "simpo", "ipo"):
             imported.unknown["stage"] = f"{stage}, priced as learning the next token"
@@ -183,8 +160,12 @@ def _read_sharding(imported: ImportedRun, settings: Said) -> None:
     if not is_tuned or run["runtime"] not in (FSDP_RUNTIME, DEEPSPEED_RUNTIME):
         return
     if run["runtime"] == DEEPSPEED_RUNTIME:
-        share = run["features"].get("optimizer_offload")
-        run["features"] = {"sharding": "deepspeed", **({"optimizer_offload": share} if share else {})}
+        kept = {
+            name: run["features"][name]
+            for name in ("optimizer_offload", "parameter_offload")
+            if run["features"].get(name)
+        }
+        run["features"] = {"sharding": "deepspeed", **kept}
     else:
         run["features"]["sharding"] = "fsdp" if sharded >= 2 else "ddp"
     run["runtime"] = HF_RUNTIME
@@ -192,11 +173,11 @@ def _read_sharding(imported: ImportedRun, settings: Said) -> None:
 
 def _named_dtype(settings: Said) -> str:
     """The dtype in which the model is loaded."""
-    return str(settings.get("dtype") or settings.get("torch_dtype") or "").lower().removeprefix("torch.")
+    return word(settings, "dtype", "torch_dtype").removeprefix("torch.")
 
 
 def _read_optimizer(imported: ImportedRun, settings: Said) -> None:
-    given = str(settings.get("optim") or settings.get("optimizer") or "adamw_torch")
+    given = str(first(settings, "optim", "optimizer", default="adamw_torch"))
     value = _OPTIMIZERS.get(given)
     if _ADAMS.fullmatch(given):
         return
@@ -209,7 +190,7 @@ def _read_optimizer(imported: ImportedRun, settings: Said) -> None:
 def _read_kernels(imported: ImportedRun, settings: Said) -> None:
     """Attention, compiled and fused kernels, and activations on the host."""
     features = imported.run["features"]
-    attention = str(settings.get("attn_implementation") or settings.get("attn_impl") or "").lower()
+    attention = word(settings, "attn_implementation", "attn_impl")
     if attention == "eager":
         features["flash_attention"] = False
     elif is_on(settings.get("flash_attention")) or "fa2" in str(settings.get("flash_attn")) or "2" in attention:
@@ -218,17 +199,12 @@ def _read_kernels(imported: ImportedRun, settings: Said) -> None:
         features["attention_kernel"] = "fastest"
     if is_on(settings.get("torch_compile")):
         features["compile"] = True
-    if any(
-        is_on(settings.get(name))
-        for name in ("use_liger_kernel", "liger_kernel", "enable_liger_kernel", "liger_fused_linear_cross_entropy")
+    is_older = bool(settings.keys() & {*table()["trl"]["older"].split()})
+    if is_any_on(
+        settings, "use_liger_kernel", "liger_kernel", "enable_liger_kernel", "liger_fused_linear_cross_entropy"
     ):
-        if "liger" in SWITCHES:
-            features["liger"] = True
-        else:
-            imported.unknown["use_liger_kernel"] = "true"
-    elif (
-        settings.get("loss_type") == "chunked_nll" and not settings.keys() & _OLDER and "objective" not in imported.run
-    ):
+        features["liger"] = True
+    elif settings.get("loss_type") == "chunked_nll" and not is_older and "objective" not in imported.run:
         features["liger"] = "loss"
     if is_on(settings.get("activation_offloading")):
         layers = num_layers_of(imported.run["model"])
@@ -246,7 +222,6 @@ _READ_OF_SECTIONS = re.compile(
     r"|num_micro_batches)"
 )
 IN_FP32 = "mixed_precision: no, so that it trains in fp32: priced as bf16"
-_MEGATRON = {"tp_degree": "tp", "pp_degree": "pp"}
 
 
 def read_accelerate(config: ConfigFile) -> ImportedRun:
@@ -269,13 +244,13 @@ def note_sections(imported: ImportedRun, given: Said) -> None:
     row = dialect("accelerate")
     for path, value in given.items():
         if "." in path and _READ_OF_SECTIONS.fullmatch(path.partition(".")[2]) is None and not row.is_harmless(path):
-            (imported.ignored if value in (None, False, [], {}) else imported.unknown)[path] = str(value)
+            (imported.ignored if is_empty(value) else imported.unknown)[path] = str(value)
 
 
 def apply_accelerate(imported: ImportedRun, settings: Said, config: ConfigFile) -> None:
     """Put what Accelerate's settings say into a run."""
     run = imported.run
-    kind = str(settings.get("distributed_type") or "NO").upper()
+    kind = word(settings, "distributed_type").upper()
     if kind in ("MULTI_CPU", "MULTI_XPU", "XLA", "TPU", "MULTI_NPU", "MULTI_HPU"):
         raise SpecError(
             f"distributed_type: {kind} runs on no GPU that is planned", "MULTI_GPU, FSDP, DEEPSPEED or MEGATRON_LM"
@@ -291,7 +266,7 @@ def apply_accelerate(imported: ImportedRun, settings: Said, config: ConfigFile) 
         options = _section(settings, "fsdp_config")
         run["parallelism"] |= fsdp_layout({}, options)
         if is_on(options.get("fsdp_offload_params")):
-            imported.unknown["fsdp_config.fsdp_offload_params"] = "true"
+            imported.offload_all("fsdp_config.fsdp_offload_params")
         apply_parallelism(imported, _section(settings, "parallelism_config"))
     elif kind == "DEEPSPEED":
         _apply_deepspeed(imported, _section(settings, "deepspeed_config"), config)
@@ -337,7 +312,9 @@ def _apply_deepspeed(imported: ImportedRun, options: Fields, config: ConfigFile)
     imported.run["features"]["optimizer_offload"] = float(options.get("offload_optimizer_device") == "cpu")
     if options.get("offload_optimizer_device") == "nvme":
         imported.unknown["deepspeed_config.offload_optimizer_device"] = "nvme"
-    if options.get("offload_param_device") in ("cpu", "nvme"):
+    if options.get("offload_param_device") == "cpu" and layout["zero_stage"] == 3:
+        imported.run["features"]["parameter_offload"] = True
+    elif options.get("offload_param_device") in ("cpu", "nvme"):
         imported.unknown["deepspeed_config.offload_param_device"] = str(options["offload_param_device"])
 
 
@@ -345,11 +322,10 @@ def _apply_megatron(imported: ImportedRun, options: Fields) -> None:
     sizes = {name.removeprefix("megatron_lm_"): value for name, value in options.items()}
     layout, run = imported.run["parallelism"], imported.run
     run["runtime"] = "megatron"
-    for name, axis in _MEGATRON.items():
-        layout[axis] = number(sizes, name) or 1
+    layout["tp"], layout["pp"] = number(sizes, "tp_degree") or 1, number(sizes, "pp_degree") or 1
     layout["sequence_parallel"] = is_on(sizes.get("sequence_parallelism")) and layout["tp"] > 1
     layout["zero_stage"] = 1 if is_on(sizes.get("use_distributed_optimizer")) else 0
-    if is_on(sizes.get("recompute_activations")) or is_on(sizes.get("recompute_activation")):
+    if is_any_on(sizes, "recompute_activations", "recompute_activation"):
         layout["recompute"] = "selective"
     imported.microbatches_per_rank = number(sizes, "num_micro_batches") or 1
 
@@ -359,7 +335,6 @@ ACCELERATE_FILE = "accelerate_config.yaml"
 EVERY_LINEAR = "all-linear"
 ALPHA_OVER_RANK = 2
 """lora_alpha over r that TRL's own defaults have (32 and 16); it scales what adapters add, and costs nothing."""
-_RANK, _DROPOUT, _TARGETS = ("r", "lora_r", "lora_rank"), ("lora_dropout",), ("target_modules", "lora_target_modules")
 _EXPERTS = "experts."
 
 
@@ -406,14 +381,14 @@ def quantization_config(adapters: AdapterSpec, is_sharded: bool) -> Fields | Non
     return None
 
 
-def read_adapters(settings: Said, bits: int | None = None) -> tuple[Fields, dict[str, str]]:
+def read_adapters(settings: Said, bits: int | None = None) -> tuple[Fields, Named]:
     """Fields of AdapterSpec that settings of peft, or of a trainer around it, say; and what it cannot say.
 
     Raises SpecError for a rank or a dropout that is no number.
     """
     adapters: Fields = {"base_bits": bits or bits_of(settings)}
-    unknown: dict[str, str] = {}
-    rank, dropout = (_first(settings, names) for names in (_RANK, _DROPOUT))
+    unknown: Named = {}
+    rank, dropout = first(settings, "r", "lora_r", "lora_rank"), first(settings, "lora_dropout")
     if rank is not None:
         adapters["rank"] = int(_number("r", rank))
     if dropout is not None:
@@ -430,21 +405,21 @@ def read_adapters(settings: Said, bits: int | None = None) -> tuple[Fields, dict
     return adapters, unknown
 
 
+_IN_4_BITS = re.compile(r"(?i)[-_](gptq(?!.{0,5}int8)|bnb-4bit|int4|nf4)\b")
+
+
 def bits_of(settings: Said) -> int:
-    """Bits of the frozen weights, by the flags of bitsandbytes and of the trainers around it."""
-    named = settings.get("quantization_bit") or settings.get("load_in_bits")
-    if settings.get("load_in_4bit") in (True, "true", "True") or str(named) == "4":
+    """Bits of the frozen weights, by the flags of bitsandbytes and trainers around it, or by the name of the model."""
+    named = word(settings, "quantization_bit", "load_in_bits")
+    called = " ".join(str(settings.get(name) or "") for name in ("model", "model_name_or_path", "base_model"))
+    if is_on(settings.get("load_in_4bit")) or named == "4" or _IN_4_BITS.search(called):
         return 4
-    if settings.get("load_in_8bit") in (True, "true", "True") or str(named) == "8":
-        return 8
-    return 16
+    return 8 if is_on(settings.get("load_in_8bit")) or named == "8" else 16
 
 
 def _targets(settings: Said) -> tuple[list[str], list[str]]:
     """Targets that the planner knows, and names that it does not."""
-    given = _first(settings, _TARGETS)
-    if given is None:
-        given = settings.get("lora_target")
+    given = first(settings, "target_modules", "lora_target_modules", "lora_target")
     named = [*_listed(given), *_listed(settings.get("target_parameters"))]
     short = [name for name in map(_short, map(str, named)) if name]
     if "all" in short or EVERY_LINEAR in short or settings.get("lora_target_linear") in (True, "true"):
@@ -465,10 +440,6 @@ def _short(name: str) -> str:
     """The end of a module's path, by which peft finds it."""
     tail = name.strip(" .*\\^$").rpartition(".")[2]
     return f"{_EXPERTS}{tail}" if f"{_EXPERTS}{tail}" in name else tail
-
-
-def _first(settings: Said, names: Texts) -> Any:
-    return next((settings[name] for name in names if settings.get(name) not in (None, "")), None)
 
 
 def _number(name: str, value: Any) -> float:

@@ -4,42 +4,38 @@ from __future__ import annotations
 
 import json
 import re
-from itertools import groupby
 from typing import Any
 
 from planner.errors import SpecError
 from planner.export.followed.python_recipe import Evaluator, chosen_recipe
 from planner.export.followed.python_values import CallRecord, Unknown
-from planner.export.followed.shell_script import Script, read_script
+from planner.export.followed.shell_script import Script, launched_on, read_script
 from planner.export.imported_run import ConfigFile, ImportedRun, json_of, yaml_of
-from planner.export.keyed_settings import refused_settings
+from planner.export.keyed_settings import refused_settings, table
 from planner.export.megatron.keyed_reading import add_lora
 from planner.export.megatron.model_options import HYBRID_OPTIONS
-from planner.export.megatron.option_rows import BRIDGE, FLAGS, OF_BRIDGE, READ_FLAGS, TANH, YARN, Options, options_of
+from planner.export.megatron.option_rows import (
+    BRIDGE,
+    FLAGS,
+    OF_BRIDGE,
+    READ_FLAGS,
+    TANH,
+    YARN,
+    Options,
+    OptionWords,
+    options_of,
+)
 from planner.export.megatron.script_reading import run_of
 from planner.export.named_models import Model, model_called
-from planner.specs.base import Fields, Said
+from planner.specs.base import Fields, Named, Said
 from planner.specs.reading import kind_of
 from planner.specs.registry import load_model
-from planner.trainers.rules.facts import every_nth
 
-_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-_CAPS = {
-    "model.attn_logit_softcapping": "attn_logit_softcapping",
-    "model.final_logit_softcapping": "final_logit_softcapping",
-}
-MODEL_FIELDS = frozenset({
-    "model.activation_func", "model.layernorm_zero_centered_gamma", "model.softmax_scale",
-    "model.query_pre_attn_scalar", "model.no_rope_freq", "model.window_attn_skip_freq",
-    "model.interleaved_attn_pattern", "model.rope_scaling", "model.rope_scaling_factor",
-    "model.seq_len_interpolation_factor", "model.yarn_correction_range_round_to_int",
-    *(name for plain, latent, _ in YARN for name in (plain, latent)), *_CAPS,
-})  # fmt: skip
-"""Paths that are read here."""
+_CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
 
 
 def model_fields(fields: Said, recipe: str) -> Fields:
-    """Said of a ModelSpec, as far as the configuration says them."""
+    """Fields of a ModelSpec, as far as the configuration says them."""
     found: Fields = {}
     if "model.activation_func" in fields:
         found["activation"] = _activation(str(fields["model.activation_func"]), fields)
@@ -47,8 +43,8 @@ def model_fields(fields: Said, recipe: str) -> Fields:
         found["zero_centered_norm"] = centred
     if isinstance(scale := fields.get("model.softmax_scale"), float):
         found["attention_multiplier"] = scale
-    found |= {ours: fields[name] for name, ours in _CAPS.items() if isinstance(fields.get(name), float)}
-    return found | _layers(fields) | _scaling(fields) | _of_gemma(fields, recipe)
+    caps = {name: fields.get(f"model.{name}") for name in _CAPS}
+    return found | {name: cap for name, cap in caps.items() if isinstance(cap, float)} | _of_gemma(fields, recipe)
 
 
 def _activation(name: str, fields: Said) -> str:
@@ -57,35 +53,6 @@ def _activation(name: str, fields: Said) -> str:
     if name == "gelu":
         return "gelu_tanh" if fused else "gelu"
     return {"squared_relu": "relu2", TANH: "gelu_tanh"}.get(name, name)
-
-
-def _layers(fields: Said) -> Fields:
-    """The layers with a window, and those without rotary positions."""
-    found: Fields = {}
-    skipped, unrotated = fields.get("model.window_attn_skip_freq"), fields.get("model.no_rope_freq")
-    if isinstance(skipped, int) and fields.get("model.window_size"):
-        found["sliding_window_pattern"] = skipped
-    elif isinstance(skipped, list):
-        found |= {"layer_types": ["sliding" if slides else "full" for slides in skipped]}
-    if isinstance(unrotated, int):
-        found["no_rope_layer_interval"] = unrotated
-    elif isinstance(unrotated, list):
-        found["no_rope_layer_interval"] = every_nth([bool(flag) for flag in unrotated])
-    return found
-
-
-def _scaling(fields: Said) -> Fields:
-    """How rotary frequencies are stretched; a factor of 1 stretches nothing."""
-    is_latent = bool(fields.get("model.multi_latent_attention"))
-    yarn = {field: fields.get(latent if is_latent else plain) for plain, latent, field in YARN}
-    if yarn["factor"] not in (None, 1, 1.0):
-        rounded = fields.get("model.yarn_correction_range_round_to_int", True)
-        return {"rope_scaling": {"rope_type": "yarn", **yarn, "truncate": None if rounded else False}}
-    if fields.get("model.rope_scaling") is True:
-        return {"rope_scaling": {"rope_type": "llama3", "factor": fields.get("model.rope_scaling_factor"), **_LLAMA3}}
-    if (factor := fields.get("model.seq_len_interpolation_factor")) not in (None, 1, 1.0):
-        return {"rope_scaling": {"rope_type": "linear", "factor": factor}}
-    return {"rope_scaling": None} if is_latent else {}
 
 
 def _of_gemma(fields: Said, recipe: str) -> Fields:
@@ -111,86 +78,29 @@ def _of_gemma(fields: Said, recipe: str) -> Fields:
     return found
 
 
+_ROW = table()["bridge"]
 _PATHS = {path: option for option, path in BRIDGE.items()}
 # the check of the loss is read as that of the gradients
 _FLAGS = {flag.field: flag for flag in (*FLAGS, *READ_FLAGS) if not flag.field.startswith("rerun_state_machine.")}
 _ACTIVATIONS = {"squared_relu": "--squared-relu", "quick_gelu": "--quick-geglu"}
-_VALUED = {
-    "model.seq_length": "--seq-length",
-    "model.vocab_size": "--vocab-size",
-    "model.virtual_pipeline_model_parallel_size": "--num-virtual-stages-per-pipeline-rank",
-    "model.num_layers_in_first_pipeline_stage": "--decoder-first-pipeline-num-layers",
-    "model.num_layers_in_last_pipeline_stage": "--decoder-last-pipeline-num-layers",
-    "model.recompute_modules": "--recompute-modules",
-    **{f"model.{name.removeprefix('--').replace('-', '_')}": name for name in sorted(HYBRID_OPTIONS)},
-    "model.window_size": "--window-size",
-    "mixed_precision.fp8": "--fp8-format",
-    "mixed_precision.fp4": "--fp4-format",
+_VALUED: Named = OF_BRIDGE["valued"] | {
+    f"model.{name.removeprefix('--').replace('-', '_')}": name for name in sorted(HYBRID_OPTIONS)
 }
 READ_FIELDS = frozenset({
-    *_PATHS, *_FLAGS, *_VALUED, *MODEL_FIELDS, "model.activation_func", "dataset.seq_length", "model.moe_layer_freq",
-    "model.window_attn_skip_freq", "model.overlap_p2p_comm", "mixed_precision", "mixed_precision.fp8_recipe",
-    "mixed_precision.grad_reduce_in_fp32", *OF_BRIDGE["moment_fields"].values(),
-    "model.bias_activation_fusion",
+    *_PATHS, *_FLAGS, *_VALUED, *OF_BRIDGE["read"].split(), *(path for row in YARN for path in row[:2]),
+    *OF_BRIDGE["moment_fields"].values(),
 })  # fmt: skip
 """Paths that are read."""
-_WHOLE = """
-    logger checkpoint dataset tokenizer scheduler rng validation profiling env_vars straggler nvrx
-    rerun_state_machine dist inprocess_restart ft tensor_inspect env_vars inference log resume exp_manager
-"""
-"""Sections of the tree."""
-_HARMLESS = {
-    "train": """
-        train_ eval_ manual_gc exit empty skip rampup check_
-    """,
-    "optimizer": """
-        lr min_lr weight adam clip optimizer$ bf16 fp16 params_dtype sgd decoupled overlap_param_gather apply_wd
-    """,
-    "ddp": """
-        average align_ grad_reduce check_for data_parallel_sharding use_megatron nccl pad fp8
-    """,
-    "model": """
-        init_method layernorm_eps rotary rope pipeline_dtype params_dtype autocast calculate
-        attention_softmax should_pad use_te_rng bf16$ fp16$ perform_init batch_p2p
-        bias_dropout apply_rope cuda_graph_warmup generation hf_ yarn mtp_loss cross_entropy_fusion_impl
-        original_max beta_ mscale no_rope seq_len_interp softmax_scale query_pre persist masked_softmax
-        gradient_acc async_tensor apply_query num_moe_experts tp_comm_bootstrap disable_parameter
-        scatter_emb moe_(aux|z_loss|permute|grouped|(hybridep|deepep|flex_dispatcher)_num_sms|router_padding)
-        deallocate_pipeline
-        moe_router_(bias|load|score|pre|num|group|dtype|fusion|force)
-    """,
-    "mixed_precision": """
-        params_dtype pipeline_dtype autocast fp8_param fp4_param reuse fp8_recipe fp4_recipe num_layers_at
-        first_last fp8_wgrad loss_scale hyst initial min_loss fp8_amax fp8_margin fp8_dot fp8_multi grad_reduce
-    """,
-    "comm_overlap": """
-        tp_comm_overlap_cfg tp_comm_bootstrap overlap_p2p batch_p2p bucket defer wgrad data_parallel align
-        overlap_param_gather_with
-    """,
-}
-"""Beginnings of fields, by section."""
+IGNORED = re.compile("|".join(
+    (rf"({OF_BRIDGE['sections'].replace(' ', '|')})\b",
+     *(rf"{section}\.({'|'.join(words.split())})" for section, words in OF_BRIDGE["harmless"].items()))
+))  # fmt: skip
+"""Paths of fields that change neither seconds nor bytes of a step."""
 _OF_HYBRIDS = re.compile(
     r"model\.(mamba_|hybrid_|is_hybrid|mtp_(hybrid|use_repeated)|keep_mtp|use_mamba|use_fused_weighted|first_last)"
 )
-"""Said that describe a hybrid model of which the name is given."""
-IGNORED = re.compile(
-    "|".join(
-        (
-            rf"({'|'.join(_WHOLE.split())})\b",
-            *(rf"{section}\.({'|'.join(words.split())})" for section, words in _HARMLESS.items()),
-        )
-    )
-)
-"""Paths of fields that change neither seconds nor bytes of a step."""
+"""Fields that describe a hybrid model of which the name is given."""
 _OPTION_MOMENTS = {theirs: ours for ours, theirs in OF_BRIDGE["moments"].items()}
-_RECIPES = (
-    (r"mxfp8", {"mixed_precision.fp8": "e4m3", "mixed_precision.fp8_recipe": "mxfp8"}),
-    (r"nvfp4", {"mixed_precision.fp4": "e2m1"}),
-    (r"current_scaling|fp8_cs|fp8cs", {"mixed_precision.fp8": "hybrid", "mixed_precision.fp8_recipe": "tensorwise"}),
-    (r"subchannel|blockwise|fp8_sc", {"mixed_precision.fp8": "hybrid", "mixed_precision.fp8_recipe": "blockwise"}),
-    (r"fp8", {"mixed_precision.fp8": "hybrid", "mixed_precision.fp8_recipe": "delayed"}),
-)
-"""Dtypes that the names of precisions say beside bf16 and fp16."""
 
 
 def fields_of(record: CallRecord) -> Fields:
@@ -220,6 +130,11 @@ def _named(value: Any) -> Any:
     return value.kind.rpartition(".")[2] if isinstance(value, CallRecord) else value
 
 
+def plain(value: Any) -> Any:
+    """A value of a class's field; functions and classes by their names."""
+    return named if isinstance(named := _named(value), (int, float, str, list)) else None
+
+
 class Unread(str):
     """The text of a value that only a run knows."""
 
@@ -234,10 +149,10 @@ def precision_named(name: str) -> Fields:
     half = "fp16" in name and "bf16" not in name
     fields: Fields = dict.fromkeys(("mixed_precision.bf16", "mixed_precision.grad_reduce_in_fp32"), not half)
     fields["mixed_precision.fp16"] = half
-    return fields | next((more for pattern, more in _RECIPES if re.search(pattern, name)), {})
+    return fields | next((more for pattern, more in _ROW["precisions"].items() if re.search(pattern, name)), {})
 
 
-def options_of_fields(fields: Said) -> dict[str, list[str]]:
+def options_of_fields(fields: Said) -> OptionWords:
     """The fields as options of Megatron-LM."""
     precision = fields.get("mixed_precision")
     if isinstance(precision, dict):
@@ -245,7 +160,7 @@ def options_of_fields(fields: Said) -> dict[str, list[str]]:
         fields = {**fields, **{f"mixed_precision.{name}": value for name, value in said.items()}}
     elif isinstance(precision, str):
         fields = {**precision_named(precision), **fields}
-    options: dict[str, list[str]] = {}
+    options: OptionWords = {}
     for path, value in fields.items():
         if isinstance(value, Unread):
             continue
@@ -256,10 +171,9 @@ def options_of_fields(fields: Said) -> dict[str, list[str]]:
         elif path == "model.activation_func" and value in _ACTIVATIONS:
             options[_ACTIVATIONS[value]] = []
         elif name is not None and value is not None and value is not False and value != []:
-            items = value if isinstance(value, list) else [] if value is True else [value]
-            options[name] = [str(item) for item in items]
-    if isinstance(skipped := fields.get("model.window_attn_skip_freq"), (int, list)) and not isinstance(skipped, bool):
-        options["--window-attn-skip-freq"] = [str(skipped)]
+            # a list of numbers is a pattern of layers
+            is_words = isinstance(value, list) and not all(isinstance(item, (int, float)) for item in value)
+            options[name] = [] if value is True else [str(item) for item in (value if is_words else [value])]
     if isinstance(fields.get("dataset.seq_length"), int):
         options.setdefault("--seq-length", [str(fields["dataset.seq_length"])])
     if isinstance(layout := fields.get("model.pipeline_model_parallel_layout"), list):
@@ -278,16 +192,18 @@ def _layout_string(stages: list[Any]) -> str:
     )
 
 
-def _derived(fields: Said, options: Options) -> dict[str, list[str]]:
+def _derived(fields: Said, options: Options) -> OptionWords:
     """Options whose meaning several fields take together."""
-    derived: dict[str, list[str]] = {}
+    derived: OptionWords = {}
     if "--num-query-groups" in options:
         derived["--group-query-attention"] = []
     if fields.get("model.overlap_p2p_comm") is False and "--num-virtual-stages-per-pipeline-rank" in options:
         derived["--no-overlap-p2p-communication"] = []
-    if "--num-experts" in options and isinstance(pattern := fields.get("model.moe_layer_freq"), list):
-        runs = [f"[{has_experts}]*{len(list(run))}" for has_experts, run in groupby(pattern)]
-        derived["--moe-layer-freq"] = [f"({'+'.join(runs)})"]
+    for plain, latent, option in YARN:
+        if (number := fields.get(latent if fields.get("model.multi_latent_attention") else plain)) is not None:
+            derived[option] = [str(number)]
+    if derived.get("--rotary-scaling-factor", ["1"]) not in (["1"], ["1.0"]):
+        derived.setdefault("--position-embedding-type", ["yarn"])
     if "--fp8-format" in options:
         derived["--fp8-recipe"] = [str(fields.get("mixed_precision.fp8_recipe") or "tensorwise")]
     if "--cross-entropy-loss-fusion" in options and "--cross-entropy-fusion-impl" not in options:
@@ -303,16 +219,25 @@ def _derived(fields: Said, options: Options) -> dict[str, list[str]]:
     return derived
 
 
-def sort_fields(fields: Said, ignored: dict[str, str], unknown: dict[str, str]) -> None:
+def run_of_fields(
+    source: str, fields: Said, world: int | None, named: Model | None = None, listed: Said | None = None
+) -> ImportedRun:
+    """The run that fields of Bridge's tree describe; of those that are not read `listed` are noted, or all."""
+    imported = run_of(options_of_fields(fields), launched_on(world), source, named=named)
+    imported.run["runtime"] = "bridge"
+    imported.unknown.clear()
+    _sort_fields(fields if listed is None else listed, imported)
+    return imported
+
+
+def _sort_fields(fields: Said, imported: ImportedRun) -> None:
     """Note every field that is not read as ignored where it is known to be harmless or off, else as unknown."""
     for path, value in fields.items():
-        if isinstance(value, Unread) and not IGNORED.match(path):
-            unknown[path] = f"{value}: only a run knows it"
-            continue
-        if path in READ_FIELDS:
-            continue
         is_off = value is None or value is False or value in ([], "", "none", "float32")
-        (ignored if is_off or IGNORED.match(path) else unknown)[path] = str(value)[:200]
+        if isinstance(value, Unread) and not IGNORED.match(path):
+            imported.unknown[path] = f"{value}: only a run knows it"
+        elif path not in READ_FIELDS:
+            (imported.ignored if is_off or IGNORED.match(path) else imported.unknown)[path] = str(value)[:200]
 
 
 _LENGTHS = ("model.seq_length", "dataset.seq_length")
@@ -351,7 +276,7 @@ def _read_recipe(config: ConfigFile) -> ImportedRun:
     base = record.kind.rpartition(".")[2]
     unasked = {path: value for path, value in BASES.get(base, BASES[""]).items() if path not in fields}
     is_alone = bool(base) and base != "ConfigContainer"
-    script = Script(variables={"WORLD_SIZE": [match[1]]} if (match := re.search(r"_(\d+)gpus?_", name)) else {})
+    script = launched_on(int(match[1]) if (match := re.search(r"_(\d{1,9})gpus?_", name)) else None)
     imported = _run({**(unasked if is_alone else {}), **fields}, script, name, _hub_name(record))
     imported.assumed |= {path: str(value) for path, value in unasked.items()} if is_alone else {}
     if is_alone and base not in BASES:
@@ -369,19 +294,8 @@ def _read_recipe(config: ConfigFile) -> ImportedRun:
     return imported
 
 
-_SHARDED: Fields = {"ddp.use_distributed_optimizer": True, "mixed_precision": "bf16_mixed"}
-BASES: dict[str, Fields] = {
-    "": _SHARDED,
-    "_pretrain_common": {
-        **_SHARDED, "train.global_batch_size": 32, "train.micro_batch_size": 2, "dataset.seq_length": 4096,
-        "ddp.overlap_grad_reduce": True, "ddp.overlap_param_gather": True,
-    },
-    **{
-        name: {**_SHARDED, "train.global_batch_size": 128, "train.micro_batch_size": 1, "dataset.seq_length": 2048}
-        for name in ("_sft_common", "_peft_common")
-    },
-}  # fmt: skip
-"""Said that functions set which recipes of Megatron-Bridge begin with (recipes/common.py, August 2026)."""
+BASES: dict[str, Fields] = _ROW["bases"]
+"""Fields that functions set which recipes of Megatron-Bridge begin with (recipes/common.py, August 2026)."""
 _SECTIONS = {
     **dict.fromkeys(("micro_batch_size", "global_batch_size"), "train"),
     **dict.fromkeys(("seq_length", "sequence_length"), "dataset"),
@@ -407,11 +321,7 @@ def read_peft(imported: ImportedRun, peft: Any) -> None:
         if kind in ("default_peft_config", "", "Config"):
             kind = str(next(iter(record_of.arguments), record_of.fields.get("peft_scheme") or "lora"))
         if kind.lower() not in ("none", "null"):
-            add_lora(imported, {name: _of_kind(value) for name, value in record_of.fields.items()}, kind)
-
-
-def _of_kind(value: Any) -> Any:
-    return value if isinstance(value, (int, float, str, list)) else None
+            add_lora(imported, {name: plain(value) for name, value in record_of.fields.items()}, kind)
 
 
 def _provided(record: CallRecord) -> Fields:
@@ -443,7 +353,7 @@ def _run(fields: Said, script: Script, recipe: str, hub_name: str = "") -> Impor
     if imported.run["model"] is not None and named is None:
         imported.run["model"] |= model_fields(fields, recipe)
     imported.unknown.clear()
-    sort_fields(fields, imported.ignored, imported.unknown)
+    _sort_fields(fields, imported)
     if named is not None:
         # a model by name has these layers
         for path in [path for path in imported.unknown if _OF_HYBRIDS.match(path)]:
@@ -475,11 +385,10 @@ def _words(config: ConfigFile) -> tuple[list[str], Script, str]:
     text = config.text
     if text.lstrip().startswith("{"):
         data = json_of(text, "give the bridge.json that plan export wrote")
-        world = {"WORLD_SIZE": [str(data["world_size"])]} if data.get("world_size") else {}
         overrides = data.get("overrides", [])
         if not isinstance(overrides, list):
             raise SpecError(f"overrides: holds {kind_of(overrides)}, not a list", 'write ["train.train_iters=100", …]')
-        return [str(word) for word in overrides], Script(variables=world), str(data.get("recipe", ""))
+        return [str(word) for word in overrides], launched_on(data.get("world_size")), str(data.get("recipe", ""))
     if re.match(r"(#.*\n|\s|---)*(model|train|ddp|optimizer):\s*(#.*)?\n", text):
         data = yaml_of(text, "give the file of overrides")
         rows = _flat(data) if isinstance(data, dict) else []

@@ -12,7 +12,6 @@ from planner.export.megatron.option_rows import (
     decimal,
     given,
     layer_flags,
-    number,
     read_fields,
     sections_of,
     size,
@@ -22,11 +21,11 @@ from planner.export.named_models import vocabulary_of
 from planner.export.run_settings import ROTARY_BASE, listed, stated
 from planner.export.trainer_files import Arguments
 from planner.specs.architectures.derivations import InexpressibleError
-from planner.specs.architectures.layer_lists import block_pattern
+from planner.specs.architectures.layer_lists import block_pattern, shortest
 from planner.specs.base import Fields
 from planner.specs.model import ModelSpec
 from planner.specs.units import is_count
-from planner.trainers.rules.facts import every_nth, rotary_method
+from planner.trainers.rules.facts import every_nth, is_hybrid, rotary_method
 
 _POSITIONS = {
     "learned_absolute": "learned", "rope": "rope", "yarn": "rope", "mrope": "rope", "alibi": "alibi", "none": "none",
@@ -149,6 +148,36 @@ def _vocabulary(options: Options) -> int | None:
     return vocabulary_of(text(options, "--tokenizer-type", "GPT2BPETokenizer"), tokenizer)
 
 
+VARIANTS = ("gated_delta_net", "gdn")
+"""Core's names of gated delta nets; it knows the first since 0.16, and from 0.20 on as an older name."""
+
+
+def _write_delta(model: ModelSpec) -> Arguments:
+    nets = [kind.attention == "gated_delta" for kind in model.layers]
+    every = every_nth([not net for net in nets])
+    return {"--experimental-attention-variant": VARIANTS[0], "--linear-attention-freq": every or listed(nets)}
+
+
+def _read_delta(options: Options) -> Fields:
+    """The layers that are gated delta nets, or that choose the keys they attend to."""
+    if (variant := text(options, "--experimental-attention-variant")) == "dsa":
+        return {"layer_types": ["indexed"]}
+    if variant not in VARIANTS:
+        raise SpecError(f"--experimental-attention-variant: {variant[:60]} is not modelled", "leave it out")
+    pattern, num_layers = text(options, "--linear-attention-freq").strip(), size(options, "--num-layers")
+    if is_count(pattern) and int(pattern):
+        nets = [layer % int(pattern) != int(pattern) - 1 for layer in range(num_layers)]
+    else:
+        nets = layer_flags("--linear-attention-freq", pattern, num_layers)
+    return {"layer_types": shortest(["gated_delta" if net else "full" for net in nets])}
+
+
+def _scan_heads(options: Options) -> int:
+    """Heads of a scan: those of twice the width unless told."""
+    unasked = 2 * size(options, "--hidden-size") // given(options, "--mamba-head-dim", 64)
+    return given(options, "--mamba-num-heads", unasked)
+
+
 def _have_experts(options: Options) -> list[bool]:
     """True for each layer that has experts: every n-th from the first on, or as a list says."""
     pattern, num_layers = text(options, "--moe-layer-freq", "1").strip(), size(options, "--num-layers")
@@ -183,6 +212,7 @@ _NUMBERS = {
     # experts are as wide as a dense MLP unless told
     "width": _width,
     "vocabulary": _vocabulary,
+    "scan_heads": _scan_heads,
 }
 CODECS = {
     "windows": Codec(_write_windows, _read_windows),
@@ -191,12 +221,14 @@ CODECS = {
     "base": Codec(lambda model: round(model.rope_theta or ROTARY_BASE), _read_base),
     "scaling": Codec(None, _read_scaling),
     "unrotated": Codec(_write_unrotated, _read_unrotated),
+    "delta": Codec(_write_delta, _read_delta),
     "expert_layers": Codec(_write_expert_layers, _read_expert_layers),
 }
 READERS |= {
     "width": _width,
     "have_experts": _have_experts,
     "share": _share,
+    "scan_heads": _scan_heads,
 }
 _SECTIONS = sections_of("model", CODECS, _NUMBERS)
 MODEL_OPTIONS = frozenset[str]().union(*(section.names_read() for section in _SECTIONS.values()))
@@ -212,6 +244,8 @@ def model_arguments(model: ModelSpec, seq_length: int, vocab_divisible_by: int, 
         **said["attention"],
         **said.get("latent", {}),
         **said["heads"],
+        **said.get("delta", {}),
+        **said.get("scan", {}),
         # a table of learned positions has the model's rows
         "--max-position-embeddings": (model.max_position_embeddings or 0) if learned else seq_length,
         **said.get("rotary", {}),
@@ -228,16 +262,14 @@ def _has(model: ModelSpec, section: str) -> bool:
     """The model has the part that a section is about."""
     parts = {
         "latent": model.mla is not None, "rotary": model.position_embedding == "rope", "experts": model.moe is not None,
+        "delta": any(kind.attention == "gated_delta" for kind in model.kinds), "indexer": False,
+        "scan": is_hybrid(model),
     }  # fmt: skip
     return parts.get(section, True)
 
 
 PATTERNS = ("--hybrid-layer-pattern", "--hybrid-override-pattern")
-_SCANS = {"--mamba-state-dim": 128, "--mamba-head-dim": 64, "--mamba-num-groups": 8}
-"""Options of scans, and their values unasked (core/transformer/transformer_config.py)."""
-HYBRID_OPTIONS = frozenset({*PATTERNS, *_SCANS, "--mamba-num-heads"})
-_CHUNK_SIZE = 128
-"""Tokens of a chunk of core's scan (core/ssm/mamba_mixer.py)."""
+HYBRID_OPTIONS = frozenset(PATTERNS)
 
 
 def _pattern(options: Options) -> list[str]:
@@ -267,13 +299,6 @@ def _hybrid(options: Options, fields: Fields) -> Fields:
         found: Fields = dict(block_pattern({"hybrid_override_pattern": main}))
     except InexpressibleError as error:
         raise SpecError(str(error), "give a pattern of M, *, - and E") from None
-    state, head_dim, groups = (number(options, name, unasked) or unasked for name, unasked in _SCANS.items())
-    heads = number(options, "--mamba-num-heads") or 2 * fields["hidden_size"] // head_dim
-    if "M" in main:
-        found["mamba"] = {
-            "state_size": state, "intermediate_size": heads * head_dim, "num_heads": heads, "n_groups": groups,
-            "chunk_size": _CHUNK_SIZE,
-        }  # fmt: skip
     moe = fields.get("moe") if "E" in main else None
     found["moe"] = moe and {**moe, "moe_layer_freq": 1, "first_k_dense_replace": 0}
     return {**found, "intermediate_size": _width(options) if "-" in main else None}
@@ -285,6 +310,9 @@ def read_model(options: Options) -> Fields:
         "rotary": _POSITIONS.get(_kind_of_positions(options)) != "rope",
         "experts": "--num-experts" not in options,
         "latent": "--multi-latent-attention" not in options,
+        "delta": "--experimental-attention-variant" not in options,
+        "indexer": text(options, "--experimental-attention-variant") != "dsa",
+        "scan": "M" not in _pattern(options)[0],
     }
     fields = read_fields((section for name, section in _SECTIONS.items() if not absent.get(name)), options)
     return {"name": "imported", **fields, **_hybrid(options, fields)}

@@ -9,127 +9,50 @@ from typing import Any
 from planner.errors import SpecError
 from planner.export.followed.python_recipe import Evaluator, chosen_recipe
 from planner.export.followed.python_values import CallRecord
-from planner.export.followed.shell_script import Script, read_script
+from planner.export.followed.shell_script import read_script
 from planner.export.imported_run import ConfigFile, ImportedRun, yaml_of
-from planner.export.keyed_settings import dialect, flat
-from planner.export.megatron.bridge_reading import fields_of, options_of_fields, precision_named, read_peft, sort_fields
-from planner.export.megatron.script_reading import run_of
+from planner.export.keyed_settings import dialect, flat, is_empty, resolved, table
+from planner.export.megatron.bridge_reading import fields_of, plain, precision_named, read_peft, run_of_fields
 from planner.export.named_models import model_called, vocabulary_of
-from planner.specs.base import Fields, Said
-
-_INNERMOST = re.compile(r"\$\{([^${}]*)\}")
-_MAX_ROUNDS, _MAX_CHARACTERS = 20, 2_000
-
-
-def resolved(tree: Said) -> Fields:
-    """The tree with its references put in; a reference to nothing is null."""
-    return {name: _value(value, tree, [str(name)]) for name, value in tree.items()}
-
-
-def _value(value: Any, tree: Said, path: list[str]) -> Any:
-    if isinstance(value, Mapping):
-        return {name: _value(inner, tree, [*path, str(name)]) for name, inner in value.items()}
-    if not isinstance(value, str) or "${" not in value:
-        return value
-    text = value
-    for _ in range(_MAX_ROUNDS):
-        if not (match := _INNERMOST.search(text)) or len(text) > _MAX_CHARACTERS:
-            break
-        text = text[: match.start()] + str(_reference(match[1], tree, path)) + text[match.end() :]
-    try:
-        return None if text == "None" else yaml_of(text, "")
-    except SpecError:
-        return text
-
-
-def _reference(inner: str, tree: Said, path: list[str]) -> Any:
-    function, colon, arguments = inner.partition(":")
-    if colon:
-        numbers = [float(part) for part in arguments.split(",") if re.fullmatch(r"\s*-?[\d.]+\s*", part)]
-        if function in ("multiply", "mult") and len(numbers) == 2:
-            return _whole(numbers[0] * numbers[1])
-        if function in ("div", "int_div", "divide_ceil", "divide_floor") and len(numbers) == 2 and numbers[1]:
-            return _whole(numbers[0] / numbers[1])
-        if function in ("sum", "add"):
-            return _whole(sum(numbers))
-        return None
-    dots = len(inner) - len(inner.lstrip("."))
-    names = [*(path[:-dots] if dots else []), *inner.lstrip(".").split(".")]
-    found: Any = tree
-    for name in names:
-        found = found.get(name) if isinstance(found, Mapping) else None
-    return found
-
-
-def _whole(number: float) -> int | float:
-    return int(number) if number == int(number) else number
-
+from planner.specs.base import Fields, Named, Said
 
 _ROW = dialect("nemo")
-_NORMS = {"rmsnorm": "RMSNorm", "layernorm": "LayerNorm", "layernorm1p": "LayerNorm"}
+_PLACES: Named = table()["nemo"]["places"]
+_NORMS: Named = table()["nemo"]["norms"]
 
 
-def as_fields(tree: Said) -> tuple[Fields, int | None]:
-    """The fields of a Megatron-Bridge tree that a NeMo tree says, and the number of GPUs."""
-    model, trainer = tree["model"], tree.get("trainer") or {}
-    fields: Fields = {}
-    for name, value in model.items():
-        if not isinstance(value, Mapping):
-            fields[_ROW.renamed.get(name, f"model.{name}")] = value
+def as_fields(given: Said) -> Fields:
+    """The fields of a Megatron-Bridge tree that NeMo's settings by their paths say."""
+    model = {path.removeprefix("model."): value for path, value in given.items() if path.startswith("model.")}
+    fields: Fields = {_ROW.renamed.get(name, f"model.{name}"): v for name, v in model.items() if "." not in name}
     activation = str(model.get("activation", "gelu"))
     if "glu" in activation:
         fields["model.gated_linear_unit"] = True
-    fields["model.activation_func"] = "squared_relu" if activation in ("squared-relu", "squared_relu") else activation
+    fields["model.activation_func"] = activation.replace("-", "_") if activation == "squared-relu" else activation
     fields["model.add_bias_linear"] = bool(model.get("bias", True))
     fields["model.normalization"] = _NORMS.get(str(model.get("normalization", "layernorm")), "LayerNorm")
-    fields |= _precision(model, trainer) | _optimizer(model)
+    precision = str(given.get("trainer.precision", "bf16"))
+    fields |= {"mixed_precision.fp16": precision in ("16", "16-mixed"), "mixed_precision.bf16": "bf16" in precision}
+    if model.get("fp8"):
+        # a switch of the model; the trainer says bf16 or 16
+        fields["mixed_precision.fp8"] = "e4m3" if model.get("fp8_e4m3") else "hybrid"
+        fields["mixed_precision.fp8_recipe"] = "delayed"
+    is_sharded = "distributed" in str(model.get("optim.name", ""))
+    fields["ddp.use_distributed_optimizer"] = is_sharded
+    if is_sharded:
+        fields["ddp.overlap_grad_reduce"] = bool(model.get("optim.overlap_grad_sync", False))
+        fields["ddp.overlap_param_gather"] = bool(model.get("optim.overlap_param_sync", False))
+        if "optim.grad_sync_dtype" in model:
+            fields["mixed_precision.grad_reduce_in_fp32"] = model["optim.grad_sync_dtype"] in ("fp32", 32, "float32")
     if not fields.get("model.vocab_size"):
-        tokenizer = model.get("tokenizer") or {}
-        name = str(tokenizer.get("model") or tokenizer.get("type") or "")
-        fields["model.vocab_size"] = vocabulary_of(str(tokenizer.get("type") or ""), name)
+        kind = str(model.get("tokenizer.type") or "")
+        fields["model.vocab_size"] = vocabulary_of(kind, str(model.get("tokenizer.model") or kind))
     for name in ("model.bias", "model.activation", "model.mcore_gpt", "model.precision"):
         fields.pop(name, None)
-    nodes, devices = trainer.get("num_nodes", 1), trainer.get("devices")
-    return fields, nodes * devices if isinstance(nodes, int) and isinstance(devices, int) else None
-
-
-def _precision(model: Said, trainer: Said) -> Fields:
-    """fp8 is a switch of the model; the trainer says bf16 or 16."""
-    name = str(trainer.get("precision", "bf16"))
-    fields: Fields = {
-        "mixed_precision.fp16": name in ("16", "16-mixed"),
-        "mixed_precision.bf16": "bf16" in name,
-    }
-    if model.get("fp8"):
-        fields |= {
-            "mixed_precision.fp8": "e4m3" if model.get("fp8_e4m3") else "hybrid",
-            "mixed_precision.fp8_recipe": "delayed",
-        }
     return fields
 
 
-def _optimizer(model: Said) -> Fields:
-    """The distributed optimizer by name, its overlaps and the dtype of its gradients."""
-    optimizer = model.get("optim") or {}
-    is_sharded = (
-        "distributed" in str(optimizer.get("name", "")) or str(optimizer.get("name", "")) == "mcore_distributed_optim"
-    )
-    fields: Fields = {"ddp.use_distributed_optimizer": is_sharded}
-    if is_sharded:
-        fields["ddp.overlap_grad_reduce"] = bool(optimizer.get("overlap_grad_sync", False))
-        fields["ddp.overlap_param_gather"] = bool(optimizer.get("overlap_param_sync", False))
-        if "grad_sync_dtype" in optimizer:
-            fields["mixed_precision.grad_reduce_in_fp32"] = optimizer["grad_sync_dtype"] in ("fp32", 32, "float32")
-    return fields
-
-
-_HELPERS = {
-    "tensor_parallelism": "model.tensor_model_parallel_size", "context_parallelism": "model.context_parallel_size",
-    "pipeline_parallelism": "model.pipeline_model_parallel_size", "sequence_parallelism": "model.sequence_parallel",
-    "virtual_pipeline_parallelism": "model.virtual_pipeline_model_parallel_size",
-    "expert_parallelism": "model.expert_model_parallel_size", "global_batch_size": "train.global_batch_size",
-    "micro_batch_size": "train.micro_batch_size", "seq_length": "dataset.seq_length",
-}  # fmt: skip
+_HELPERS: Named = table()["nemo"]["keywords"]
 """Keywords of the functions that NeMo's recipes make a trainer with, where these are in no file beside the recipe."""
 _MAX_DEPTH = 60
 _BESIDE = re.compile(r"trainer\.|model\.optim\.(?!(name|overlap_(grad|param)_sync|grad_sync_dtype)$)")
@@ -165,62 +88,43 @@ def _entry(config: ConfigFile) -> str | None:
 
 def _second_version(record: CallRecord) -> ImportedRun:
     """A recipe: `trainer.strategy` is the grid, `model.config` the model, `data` the batch."""
-    fields: Fields = {}
-    unread: Fields = {}
+    fields, unread = Fields(), Fields()
     model = record.get("model.config") or record.get("model")
     for path, value in fields_of(record).items():
-        head, _, rest = path.partition(".")
-        if path.startswith("trainer.strategy.ddp."):
-            fields[f"ddp.{rest.removeprefix('strategy.ddp.')}"] = value
-        elif path.startswith("trainer.strategy."):
-            fields[f"model.{rest.removeprefix('strategy.')}"] = value
-        elif path.startswith("model.config."):
-            fields[f"model.{rest.removeprefix('config.')}"] = value
-        elif head == "data" and rest in ("global_batch_size", "micro_batch_size"):
-            fields[f"train.{rest}"] = value
-        elif path == "data.seq_length":
-            fields["dataset.seq_length"] = value
-        elif head == "optim" and rest.startswith("config."):
-            fields[f"optimizer.{rest.removeprefix('config.')}"] = value
-        elif (ours := _HELPERS.get(path.removeprefix("trainer."))) and isinstance(value, (int, bool)):
-            fields[ours] = value
+        start = next((start for start in _PLACES if path.startswith(start)), None)
+        keyword = _HELPERS.get(path.removeprefix("trainer."))
+        if start is not None:
+            fields[_PLACES[start] + path.removeprefix(start)] = value
+        elif keyword and isinstance(value, (int, bool)):
+            fields[keyword] = value
         else:
             unread[path] = value
     fields |= _plugins(record) | _callbacks(record)
     optimizer = record.get("optim")
     if isinstance(optimizer, CallRecord) and re.search(r"distributed_fused_adam|Megatron", optimizer.kind):
         fields.setdefault("optimizer.use_distributed_optimizer", True)
-    nodes = record.get("trainer.num_nodes") or record.get("num_nodes") or 1
-    devices = (
-        record.get("trainer.devices") or record.get("trainer.num_gpus_per_node") or record.get("num_gpus_per_node")
+    nodes, devices = (
+        next(filter(None, map(record.get, names)), None)
+        for names in (
+            ("trainer.num_nodes", "num_nodes"),
+            ("trainer.devices", "trainer.num_gpus_per_node", "num_gpus_per_node"),
+        )
     )
-    world = nodes * devices if isinstance(nodes, int) and isinstance(devices, int) else None
     kind = model.kind.rpartition(".")[2] if isinstance(model, CallRecord) else ""
     named = model_called(kind)
     if named is None and isinstance(model, CallRecord):
-        fields = {f"model.{name}": _plain(value) for name, value in model.defaults.items()} | fields
-    script = Script(variables={"WORLD_SIZE": [str(world)]} if world else {})
-    imported = run_of(options_of_fields(fields), script, "nemo", named=named)
-    imported.run["runtime"] = "bridge"
-    imported.unknown.clear()
+        fields = {f"model.{name}": plain(value) for name, value in model.defaults.items()} | fields
+    imported = run_of_fields("nemo", fields, _world(nodes or 1, devices), named, fields if named else {})
     if imported.run["model"] is None and kind:
         imported.model_name = kind
     imported.notes = [note for note in imported.notes if not note.startswith("neither --bf16")]
-    sort_fields(
-        {path: value for path, value in fields.items() if path in unread or named}, imported.ignored, imported.unknown
-    )
     read_peft(imported, record.fields.get("peft"))
-    for path, value in unread.items():
-        is_known = _ROW.is_harmless(path) or path.startswith("peft") or value in (None, False, [], {}, "")
-        (imported.ignored if is_known else imported.unknown)[path] = str(value)[:200]
+    _ROW.sort(imported, unread, (), lambda path, value: path.startswith("peft") or is_empty(value) or value == "")
     return imported
 
 
-def _plain(value: Any) -> Any:
-    """A value of a class's field; functions and classes by their names."""
-    if isinstance(value, CallRecord):
-        return value.kind.rpartition(".")[2]
-    return value if isinstance(value, (str, int, float, bool, list)) else None
+def _world(nodes: Any, devices: Any) -> int | None:
+    return nodes * devices if isinstance(nodes, int) and isinstance(devices, int) else None
 
 
 def _plugins(record: CallRecord) -> Fields:
@@ -293,16 +197,15 @@ def _first_version(text: str) -> ImportedRun:
             f"name: {data.get('name')}: this is {what[0].strip('_')}",
             "only decoder-only transformers in training are planned",
         )
-    tree = resolved(data)
-    given = flat(tree)
-    fields, world = as_fields(tree)
-    imported = run_of(
-        options_of_fields(fields), Script(variables={"WORLD_SIZE": [str(world)]} if world else {}), "nemo"
+    # a reference to nothing is null
+    given = {
+        path: None if isinstance(value, str) and "${" in value else value
+        for path, value in resolved(flat(data)).items()
+    }
+    imported = run_of_fields(
+        "nemo", as_fields(given), _world(given.get("trainer.num_nodes", 1), given.get("trainer.devices"))
     )
-    imported.run["runtime"] = "bridge"
-    imported.unknown.clear()
     imported.assumed |= {path: str(value) for path, value in _ROW.left_out(given).items()}
-    sort_fields(fields, imported.ignored, imported.unknown)
     imported.unknown |= {path: str(value) for path, value in given.items() if _BESIDE.match(path)}
     for path in [path for path in imported.unknown if _ROW.is_harmless(path)]:
         imported.ignored[path] = imported.unknown.pop(path)

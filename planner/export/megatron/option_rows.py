@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from planner.errors import SpecError
 from planner.export.trainer_files import Arguments, ShellText, names_of
-from planner.specs.base import Fields, Said, Texts
+from planner.specs.base import Fields, Named, Said, Texts
 from planner.specs.expressions import value_of
 from planner.specs.model import ModelSpec
 from planner.specs.reading import parse_expression, shipped_table
@@ -28,6 +28,8 @@ from planner.trainers.rules.facts import release, rotary_method
 
 Options = Mapping[str, list[str]]
 """Option (with its dashes) to the words behind it."""
+OptionWords = dict[str, list[str]]
+"""The same while it is made."""
 
 
 _TORCHRUN = ("--nproc", "--nnodes", "--node", "--master", "--rdzv", "--num_", "--ntasks")
@@ -36,7 +38,7 @@ _TORCHRUN = ("--nproc", "--nnodes", "--node", "--master", "--rdzv", "--num_", "-
 
 def options_of(words: Sequence[str]) -> Options:
     """Options and their values; of equal options the last wins. `--a=b` and torchrun's `--a_b` are read too."""
-    options: dict[str, list[str]] = {}
+    options: OptionWords = {}
     name = ""
     for word in words:
         if re.match(r"--[A-Za-z]", word):
@@ -172,7 +174,7 @@ class OptionRow(BaseModel):
     constant: Any = Field(None, alias="is")
     shell: str = ""
     write: str = ""
-    reads: dict[str, str] = {}
+    reads: Named = {}
     by: str = ""
     says: dict[str, bool] = {}
     known: bool = False
@@ -199,7 +201,8 @@ class OptionRow(BaseModel):
             return attrgetter(self.size)(source.parallelism)
         if self.amount:
             return attrgetter(self.amount)(source) or None
-        return ShellText(self.shell) if self.shell else self.constant
+        constant = tuple(self.constant) if isinstance(self.constant, list) else self.constant
+        return ShellText(self.shell) if self.shell else constant
 
     def read(self, options: Options, unasked: Mapping[str, Callable[[Options], Any]]) -> Fields:
         """The fields that the options say by this one."""
@@ -228,6 +231,7 @@ def _of_model(model: ModelSpec) -> Fields:
     method = rotary_method(model)
     return {
         "model": model, "moe": model.moe, "mla": model.mla, "scaling": model.rope_scaling, "method": method,
+        "mamba": model.mamba,
         "is_yarn": method not in (None, "llama3", "linear"),
     }  # fmt: skip
 
@@ -391,8 +395,8 @@ READ_FLAGS = [flag for row in all_rows() for flag in _flags(row.name, row.bridge
 """Fields that only recipes set."""
 OF_BRIDGE: Fields = table()["bridge"]
 """Recipes, downloads, dtypes of moments: rows that only Bridge has."""
-YARN: list[tuple[str, str, str]] = [(plain, latent, field) for plain, latent, field in OF_BRIDGE["yarn"]]
-"""A number of yarn: Bridge's field of plain attention, that of latent attention, and ours."""
+YARN: list[list[str]] = OF_BRIDGE["yarn"]
+"""A number of yarn: Bridge's field of plain attention, that of latent attention, and the option."""
 _KEYS = {row.name: row.primus for row in all_rows() if row.primus}
 NEGATED = {option: key.removeprefix("not ") for option, key in _KEYS.items() if key.startswith("not ")}
 """Options that set a key of Primus to false."""

@@ -32,8 +32,9 @@ from planner.observe.traces.events import (
     Times,
     TraceStep,
     axis_of,
-    families_of,
+    family_of,
     intersect,
+    launch_of,
     length_ns,
     merge,
     subtract,
@@ -60,47 +61,37 @@ class StepWindow:
 
 def step_windows(trace: RankTrace) -> tuple[StepWindow, ...]:
     """The steps that the trace marks, without gaps between neighbours; one of all of it where it marks none."""
-    numbers, starts, ends = _marked(trace)
-    if not numbers:
+    marks = _marked(trace)
+    if not marks:
         start, end = trace.span_ns
         return (StepWindow(None, start, end),) if end > start else ()
-    bounds = _on_gpu(trace, starts, ends)
-    windows = list(zip(numbers, bounds[:-1], bounds[1:], strict=True))
-    capturing = _captures(trace, starts, ends)
-    lengths = [end - start for _, start, end in windows]
-    slow_start = len(windows) > 2 and lengths[0] > _SLOW_START * float(np.median(lengths[1:]))
-    warm_ups = [bool(captures) for captures in capturing]
-    warm_ups[0] = warm_ups[0] or slow_start
-    if all(warm_ups):
-        warm_ups = [False] * len(windows)
+    bounds = _on_gpu(trace, [start for start, _, _ in marks], [end for _, end, _ in marks])
+    lengths = np.diff(bounds)
+    warm_ups = _captures(trace, marks)
+    warm_ups[0] = warm_ups[0] or (len(marks) > 2 and lengths[0] > _SLOW_START * float(np.median(lengths[1:])))
     return tuple(
-        StepWindow(number, int(start), int(end), warm_up)
-        for (number, start, end), warm_up in zip(windows, warm_ups, strict=True)
+        StepWindow(number, int(start), int(end), bool(warm_up) and not all(warm_ups))
+        for (_, _, number), warm_up, start, end in zip(marks, warm_ups, bounds[:-1], bounds[1:], strict=True)
         if end > start
     )
 
 
-def _marked(trace: RankTrace) -> tuple[list[int], list[int], list[int]]:
-    """Number, start and end of every step's annotation; of several with one number the longest."""
-    steps: dict[int, tuple[int, int]] = {}
+def _marked(trace: RankTrace) -> list[tuple[int, int, int]]:
+    """Start, end and number of every step's annotation, by start; of several with one number the longest."""
+    steps: dict[int, tuple[int, int, int]] = {}
     number_of = {index: int(match[1]) for index, name in enumerate(trace.names) if (match := _STEP.match(name))}
-    chosen = np.flatnonzero(np.isin(trace.marks["name"], list(number_of)))
-    for start, end, name in zip(
-        trace.marks["start"][chosen].tolist(), trace.marks["end"][chosen].tolist(),
-        trace.marks["name"][chosen].tolist(), strict=True,
-    ):  # fmt: skip
+    chosen = trace.marks[np.isin(trace.marks["name"], list(number_of))]
+    for start, end, name in zip(*(chosen[field].tolist() for field in ("start", "end", "name")), strict=True):
         number = number_of[name]
-        old = steps.get(number)
-        if old is None or end - start > old[1] - old[0]:
-            steps[number] = (start, end)
-    ordered = sorted((start, end, number) for number, (start, end) in steps.items())
-    return [n for _, _, n in ordered], [s for s, _, _ in ordered], [e for _, e, _ in ordered]
+        if number not in steps or end - start > steps[number][1] - steps[number][0]:
+            steps[number] = (start, end, number)
+    return sorted(steps.values())
 
 
 def _on_gpu(trace: RankTrace, starts: list[int], ends: list[int]) -> list[int]:
     """Boundaries of steps: where the GPU starts what each launched, if all launched something, else the host's."""
     on_host = [*starts, ends[-1]]
-    launch = trace.launch()
+    launch = launch_of(trace.gpu, trace.launches)
     known = launch >= 0
     if trace.on_host or not known.any():
         return on_host
@@ -122,11 +113,11 @@ def _on_gpu(trace: RankTrace, starts: list[int], ends: list[int]) -> list[int]:
     return bounds if bounds == sorted(set(bounds)) else on_host
 
 
-def _captures(trace: RankTrace, starts: list[int], ends: list[int]) -> list[bool]:
+def _captures(trace: RankTrace, marks: list[tuple[int, int, int]]) -> list[bool]:
     """True for each step in which the host captures or instantiates a graph."""
     names = [index for index, name in enumerate(trace.names) if _CAPTURE.search(name)]
     at = trace.launches["start"][np.isin(trace.launches["name"], names)]
-    return [bool(((at >= start) & (at < end)).any()) for start, end in zip(starts, ends, strict=True)]
+    return [bool(((at >= start) & (at < end)).any()) for start, end, _ in marks]
 
 
 NS = 1e-9
@@ -155,7 +146,7 @@ class Sorted:
     @classmethod
     def of(cls, trace: RankTrace, grid: Mapping[str, int] | None = None) -> Sorted:
         """Sort a trace's events; `grid` names the axes of groups that the trace leaves undescribed."""
-        family = families_of(trace.names)[trace.gpu["name"]] if len(trace.gpu) else np.zeros(0, np.int64)
+        family = np.array([family_of(name) for name in trace.names], np.int64)[trace.gpu["name"]]
         label_of_call = [
             axis_of(trace.groups[call.group], grid) if call.group in trace.groups else UNKNOWN for call in trace.calls
         ]
@@ -167,7 +158,7 @@ class Sorted:
         group = np.where(said, by_call[np.where(said, trace.gpu["call"], 0)], by_name[trace.gpu["name"]])
         communicates = ((family == COMMUNICATION) | said) & (trace.gpu["copy"] == 0)
         family = np.where(communicates, COMMUNICATION, family)
-        launch = trace.launch()
+        launch = launch_of(trace.gpu, trace.launches)
         reach = np.maximum.accumulate(trace.gpu["end"]) if len(trace.gpu) else trace.gpu["end"]
         group = np.where(communicates, group, -1)
         return cls(trace, family, group, labels, launch, _waits_of(trace), reach)

@@ -17,9 +17,10 @@ from typing import Any
 import numpy as np
 
 from planner.errors import SpecError
+from planner.observe.observation import Saved
 from planner.observe.traces.events import TABLES, ranks_of
-from planner.observe.traces.source import Progress, TraceFile, load_plain
-from planner.specs.base import Fields, Ints, Spec, Texts
+from planner.observe.traces.source import Progress, load_plain, trace_file
+from planner.specs.base import Fields, Ints, Texts
 from planner.specs.reading import DUMP, label, parse_json, printable
 
 UNATTRIBUTED = "unattributed"
@@ -74,7 +75,7 @@ class LiveAllocation:
     died: int = _NEVER
 
 
-class MemoryPart(Spec):
+class MemoryPart(Saved):
     """One category of the peak."""
 
     category: str
@@ -82,7 +83,7 @@ class MemoryPart(Spec):
     num_allocations: int
 
 
-class SnapshotOutOfMemory(Spec):
+class SnapshotOutOfMemory(Saved):
     """The allocator gave up."""
 
     requested_bytes: int
@@ -94,7 +95,7 @@ class SnapshotOutOfMemory(Spec):
     """True if what is reserved and unused would have held the request, and no block of it did."""
 
 
-class SnapshotReport(Spec):
+class SnapshotReport(Saved):
     """Memory of one device; parts at the peak add up to `peak_bytes` exactly."""
 
     file: str
@@ -300,7 +301,7 @@ class FlightDump:
     members: dict[str, Ints]
 
 
-class Outstanding(Spec):
+class Outstanding(Saved):
     """A collective that at least one rank began and has not ended."""
 
     sequence: int
@@ -313,7 +314,7 @@ class Outstanding(Spec):
     """File, line and function of the first waiting rank's call."""
 
 
-class Mismatch(Spec):
+class Mismatch(Saved):
     """One collective that ranks called in different ways."""
 
     sequence: int
@@ -323,7 +324,7 @@ class Mismatch(Spec):
     """The value of each rank."""
 
 
-class FlightGroup(Spec):
+class FlightGroup(Saved):
     """One process group in all dumps."""
 
     name: str
@@ -336,7 +337,7 @@ class FlightGroup(Spec):
     mismatches: tuple[Mismatch, ...]
 
 
-class FlightReport(Spec):
+class FlightReport(Saved):
     """Groups in the dumps of some ranks, and the likely cause of a hang."""
 
     ranks: Ints
@@ -362,12 +363,12 @@ def read_flight_recorder(paths: Sequence[str | Path]) -> FlightReport:
 def _dump(path: str | Path, number: int, num_files: int) -> FlightDump:
     """The dump of one rank, which the dump or the file's name says."""
     where = label(path)
-    with TraceFile(path) as source:
+    with trace_file(path) as source:
         is_pickle = source.read(1) == b"\x80"
     if is_pickle:
         data, size_bytes = load_plain(path)
     else:
-        with TraceFile(path) as source:
+        with trace_file(path) as source:
             text = source.read_all(DUMP.num_bytes)
         data = parse_json(text, where, _HINT, DUMP, keeps_last=True)
         size_bytes = len(text)

@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.specs.base import Fields, Ints, Spec, Texts
+from planner.observe.observation import Saved
+from planner.specs.base import Fields, Ints, Texts
 from planner.specs.reading import shipped_table
 
 TABLES: Fields = shipped_table("observe/traces/names.yaml")
@@ -30,11 +31,6 @@ COMMUNICATION = 0
 def family_of(name: str) -> int:
     """The index in NAMES of a kernel's name."""
     return next(index for index, pattern in enumerate(_PATTERNS) if pattern.search(name))
-
-
-def families_of(names: Sequence[str]) -> NDArray[np.int64]:
-    """`family_of` of each name."""
-    return np.array([family_of(name) for name in names], np.int64)
 
 
 _AXIS_PATTERNS = [(axis, re.compile(pattern)) for axis, pattern in TABLES["axes"]]
@@ -105,14 +101,10 @@ def ranks_of(text: object) -> Ints:
     return tuple(entries) if good else ()  # type: ignore[arg-type]
 
 
-def ranks_by_stride(start: object, stride: object, size: object) -> Ints:
+def ranks_by_stride(*said: object) -> Ints:
     """The ranks of `Global rank start`, `Global rank stride` and `Group size`."""
-    if not all(isinstance(number, int) and 0 <= number < 10**7 for number in (start, stride, size)):
-        return ()
-    assert isinstance(start, int)
-    assert isinstance(stride, int)
-    assert isinstance(size, int)
-    return tuple(start + stride * index for index in range(min(size, 10**6))) if stride > 0 else ()
+    start, stride, size = (number if isinstance(number, int) and 0 <= number < 10**7 else -1 for number in said)
+    return tuple(start + stride * index for index in range(min(size, 10**6))) if start >= 0 < stride else ()
 
 
 Times = NDArray[np.int64]
@@ -237,10 +229,6 @@ class RankTrace:
             return (0, 0)
         return min(int(t["start"][0]) for t in tables), max(int(t["end"].max()) for t in tables)
 
-    def launch(self) -> NDArray[np.int64]:
-        """The index in `launches` of the call that launched each of `gpu`, or −1."""
-        return launch_of(self.gpu, self.launches)
-
 
 def launch_of(gpu: Events, launches: Events) -> NDArray[np.int64]:
     """The index in `launches` of the call that launched each of `gpu`, or −1."""
@@ -258,7 +246,7 @@ HOST = "host"
 """The device of a trace without a GPU's events."""
 
 
-class FamilyTime(Spec):
+class FamilyTime(Saved):
     """Time that kernels of one family alone account for; families above it in the table take what they share."""
 
     family: str
@@ -270,7 +258,7 @@ class FamilyTime(Spec):
     """Names of the longest kernels, for the family `other`."""
 
 
-class GroupTime(Spec):
+class GroupTime(Saved):
     """One group's communication on one rank in one step.
 
     busy_s = hidden_s + exposed_s + the time when another group's exposed communication, earlier in the list, ran too.
@@ -285,7 +273,7 @@ class GroupTime(Spec):
     """The part while it computed nothing and no group above communicated: these add up over groups."""
 
 
-class TraceStep(Spec):
+class TraceStep(Saved):
     """One step of one rank: computing, exposed communication, copies and idle time add up to `wall_s` exactly."""
 
     number: int | None
@@ -313,7 +301,7 @@ class TraceStep(Spec):
     """(what the host did while nothing ran, seconds), the longest first."""
 
 
-class CollectiveTime(Spec):
+class CollectiveTime(Saved):
     """One kind of exchange in one group on one rank."""
 
     group: str
@@ -333,7 +321,7 @@ class CollectiveTime(Spec):
     at_least: bool = True
 
 
-class RankReport(Spec):
+class RankReport(Saved):
     """Steps and exchanges of one rank's trace."""
 
     file: str
@@ -346,7 +334,7 @@ class RankReport(Spec):
     warnings: Texts = ()
 
 
-class TraceReport(Spec):
+class TraceReport(Saved):
     """Traces of one run, one entry a rank, and what they cannot show."""
 
     ranks: tuple[RankReport, ...]

@@ -13,16 +13,16 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
 from planner.errors import SpecError
-from planner.observe.observation import JobFacts, Observation, Observed, ObservedMemory, SourceFile
+from planner.observe.observation import JobFacts, Observation, Observed, ObservedMemory, Saved, SourceFile
 from planner.observe.traces.breakdown import NS, Sorted, break_down, step_windows
 from planner.observe.traces.dumps import FlightReport, SnapshotReport, read_flight_recorder, read_snapshot
 from planner.observe.traces.events import (
@@ -30,6 +30,7 @@ from planner.observe.traces.events import (
     OPTIMIZER,
     PLANNED,
     TABLES,
+    Call,
     CollectiveTime,
     RankReport,
     RankTrace,
@@ -37,8 +38,8 @@ from planner.observe.traces.events import (
     TraceStep,
     axis_of_description,
 )
-from planner.observe.traces.source import Progress, TraceFile, read_kineto
-from planner.specs.base import Spec, Texts
+from planner.observe.traces.source import Progress, read_kineto, trace_file
+from planner.specs.base import Texts
 from planner.specs.reading import STDIN
 
 _COLLECTIVE_PATTERNS = [(kind, re.compile(text, re.IGNORECASE)) for kind, text in TABLES["collectives"].items()]
@@ -64,67 +65,50 @@ def element_bytes(dtype: str) -> int | None:
 
 
 def collective_times(
-    events: Sorted, transfer_ns: Mapping[int, int] | None = None, wait_ns: Mapping[int, int] | None = None
+    events: Sorted, transfer_ns: Mapping[int, int], wait_ns: Mapping[int, int]
 ) -> tuple[CollectiveTime, ...]:
     """Every kind of exchange of one rank, the longest in total first.
 
     `transfer_ns` and `wait_ns`, of an event's index, are what peers' traces separate.
     """
-    transfers = transfer_ns or {}
-    waits = wait_ns or {}
     trace = events.trace
     indices = defaultdict(list)
     for index in np.flatnonzero(events.group >= 0).tolist():
-        indices[_form(events, index)].append(index)
+        call = _call(trace, index)
+        width = None if call is None else element_bytes(call.dtype)
+        group = None if call is None else trace.groups.get(call.group)
+        num_bytes = call.num_elements * width if call and width and call.num_elements else None
+        form = events.labels[events.group[index]], _kind(trace, index), num_bytes, group.size if group else None
+        indices[form].append(index)
     lengths: NDArray[np.int64] = trace.gpu["end"] - trace.gpu["start"]
     times = []
     for (label, kind, num_bytes, size), chosen in indices.items():
-        waited = [waits[index] for index in chosen if index in waits]
-        separated = [transfers[index] for index in chosen if index in transfers]
+        waited, separated = ([told[index] for index in chosen if index in told] for told in (wait_ns, transfer_ns))
         median_s = float(np.median(lengths[chosen])) * NS
         transfer_s = float(np.median(separated)) * NS if separated else None
         seconds = transfer_s or median_s
-        rate = (
-            num_bytes * bus_factor(kind, size) / seconds / 1e9 if num_bytes and size and size > 1 and seconds else None
-        )
+        moved = num_bytes * bus_factor(kind, size) if num_bytes and size and size > 1 else 0.0
         times.append(
             CollectiveTime(
-                group=label,
-                collective=kind,
-                num_bytes=num_bytes,
-                group_size=size,
-                count=len(chosen),
-                median_s=median_s,
-                transfer_s=transfer_s,
-                wait_s=float(np.mean(waited)) * NS if waited else None,
-                bus_gb_per_s=rate,
-                at_least=transfer_s is None,
+                group=label, collective=kind, num_bytes=num_bytes, group_size=size, count=len(chosen),
+                median_s=median_s, transfer_s=transfer_s, wait_s=float(np.mean(waited)) * NS if waited else None,
+                bus_gb_per_s=moved / seconds / 1e9 if moved and seconds else None, at_least=transfer_s is None,
             )
-        )
+        )  # fmt: skip
     return tuple(sorted(times, key=lambda row: -row.median_s * row.count))
 
 
-def _form(events: Sorted, index: int) -> tuple[str, str, int | None, int | None]:
-    """(group, kind, bytes, ranks) of one exchange, as far as the trace says them."""
-    trace = events.trace
-    label, name, call = (
-        events.labels[events.group[index]],
-        trace.names[trace.gpu["name"][index]],
-        trace.gpu["call"][index],
-    )
-    if call < 0:
-        return label, collective_of(name), None, None
-    said = trace.calls[call]
-    width = element_bytes(said.dtype)
-    group = trace.groups.get(said.group)
-    kind = collective_of(said.collective)
-    kind = kind if kind != OTHER_KIND else collective_of(name)
-    return (
-        label,
-        kind,
-        said.num_elements * width if width and said.num_elements else None,
-        group.size if group else None,
-    )
+def _call(trace: RankTrace, index: int) -> Call | None:
+    """What an event says of its exchange; None for a kernel that says nothing but its name."""
+    call = int(trace.gpu["call"][index])
+    return trace.calls[call] if call >= 0 else None
+
+
+def _kind(trace: RankTrace, index: int) -> str:
+    """The kind of collective that an event says, else that of its kernel's name."""
+    call = _call(trace, index)
+    kind = OTHER_KIND if call is None else collective_of(call.collective)
+    return kind if kind != OTHER_KIND else collective_of(trace.names[trace.gpu["name"][index]])
 
 
 _ENDS_TOGETHER = {"all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier"}
@@ -132,34 +116,28 @@ _ENDS_TOGETHER = {"all_reduce", "all_gather", "reduce_scatter", "all_to_all", "b
 SharedKey = tuple[object, ...]
 
 
-@dataclass(slots=True)
-class PeerTimes:
+class PeerTimes(NamedTuple):
     """Waits and transfers that traces tell of each other, by the rank's place in the list and the event's index."""
 
     transfer_ns: list[dict[int, int]]
     wait_ns: list[dict[int, int]]
-    clock_error_s: float | None = None
-    num_matched: int = 0
+    clock_error_s: float | None
+    num_matched: int
 
-    @classmethod
-    def of(cls, ranks: Sequence[Sorted]) -> PeerTimes:
-        """Match the collectives of all ranks and cut each into wait and transfer."""
-        peers = cls([{} for _ in ranks], [{} for _ in ranks])
-        shared = [entries for entries in _matched(ranks) if len(entries) > 1]
-        offsets, peers.clock_error_s = _clocks(ranks, shared)
-        for entries in shared:
-            peers._cut(ranks, entries, offsets)
-        return peers
 
-    def _cut(self, ranks: Sequence[Sorted], entries: list[tuple[int, int]], offsets: list[int]) -> None:
+def peer_times(ranks: Sequence[Sorted]) -> PeerTimes:
+    """Match the collectives of all ranks and cut each into wait and transfer."""
+    shared = [entries for entries in _matched(ranks) if len(entries) > 1]
+    offsets, error_s = _clocks(ranks, shared)
+    transfers, waits = ([dict[int, int]() for _ in ranks] for _ in range(2))
+    for entries in shared:
         starts = [int(ranks[rank].trace.gpu["start"][index]) + offsets[rank] for rank, index in entries]
-        latest = max(starts)
         for (rank, index), start in zip(entries, starts, strict=True):
             gpu = ranks[rank].trace.gpu
             length = int(gpu["end"][index] - gpu["start"][index])
-            wait = min(latest - start, length)
-            self.wait_ns[rank][index], self.transfer_ns[rank][index] = wait, length - wait
-        self.num_matched += 1
+            waits[rank][index] = min(max(starts) - start, length)
+            transfers[rank][index] = length - waits[rank][index]
+    return PeerTimes(transfers, waits, error_s, len(shared))
 
 
 def _matched(ranks: Sequence[Sorted]) -> Iterable[list[tuple[int, int]]]:
@@ -181,13 +159,12 @@ def _matched(ranks: Sequence[Sorted]) -> Iterable[list[tuple[int, int]]]:
 def _shared_key(events: Sorted, index: int) -> SharedKey | None:
     """The key that ranks share of one exchange; None where the trace does not say its ranks."""
     trace = events.trace
-    if trace.gpu["call"][index] < 0:
-        return ("world", collective_of(trace.names[trace.gpu["name"][index]])) if _all_in_one(trace) else None
-    call = trace.calls[trace.gpu["call"][index]]
+    call, kind = _call(trace, index), _kind(trace, index)
+    if call is None:
+        return ("world", kind) if _all_in_one(trace) else None
     group = trace.groups.get(call.group)
     if group is None or len(group.ranks) < 2:
         return None
-    kind = collective_of(call.collective)
     if call.peers is not None:
         return (group.ranks, group.description, "send_recv", call.peers)
     if kind == "send_recv" and len(group.ranks) > 2:
@@ -242,11 +219,6 @@ def _align(ends: Mapping[tuple[int, int], list[int]], offsets: list[int], known:
             known |= {a, b}
 
 
-def _kind(trace: RankTrace, index: int) -> str:
-    call = int(trace.gpu["call"][index])
-    return collective_of(trace.calls[call].collective if call >= 0 else trace.names[trace.gpu["name"][index]])
-
-
 def stage_of(events: Sorted, grid: Mapping[str, int] | None = None) -> int | None:
     """The pipeline stage of a rank: its place in its pipeline group, or in `grid`; None where neither is known.
 
@@ -280,7 +252,7 @@ class FileKind(StrEnum):
 
 def file_kind_of(path: str | Path) -> FileKind | None:
     """The kind of a file, or None if it is none of these, such as a text log. Nothing in it is trusted yet."""
-    with TraceFile(path) as source:
+    with trace_file(path) as source:
         start = source.read(_START_BYTES)
     if start[:1] == b"\x80" and start[1:2] in b"\x02\x03\x04\x05":  # a pickle's protocol
         flight = any(word in start for word in (b"pg_config", b"pg_status", b"comm_lib_version", b"collective_seq_id"))
@@ -305,7 +277,7 @@ def read_traces(
     ranks = [events for events, _ in read]
     steps = [cut for _, cut in read]
     _refuse_twins([events.trace for events in ranks])
-    peers = PeerTimes.of(ranks)
+    peers = peer_times(ranks)
     reports = tuple(
         RankReport(
             file=events.trace.where, rank=events.trace.rank, stage=stage_of(events, grid),
@@ -362,7 +334,7 @@ _TERMS = {
 OTHER_COMMUNICATION, UNATTRIBUTED = "other_comm_s", "unattributed_s"
 
 
-class Recorded(Spec):
+class Recorded(Saved):
     """Files that profilers, the allocator and the flight recorder left of a run."""
 
     traces: TraceReport | None = None

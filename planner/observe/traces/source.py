@@ -22,12 +22,14 @@ import zlib
 from array import array
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
 
 from planner.errors import SpecError
+from planner.observe.lines import opened
 from planner.observe.traces.events import (
     EVENT,
     HOST,
@@ -47,7 +49,6 @@ from planner.specs.reading import label, printable
 Progress = Callable[[], None]
 """Called once for each MiB that has been read and inflated."""
 
-GZIP = b"\x1f\x8b"
 CHUNK_BYTES = 2**20
 MAX_INFLATION = 200
 """The most bytes that a byte of gzip may become: traces reach 30, and a bomb 1,000."""
@@ -55,56 +56,30 @@ INFLATION_SLACK_BYTES = 2**24
 """Small files may inflate by more, to this size."""
 
 
+@dataclass(slots=True)
 class TraceFile:
     """The bytes of one file, inflated where they are gzipped."""
 
-    def __init__(self, path: str | Path, progress: Progress | None = None) -> None:
-        self.where = label(path)
-        self._progress = progress
-        self._num_inflated = 0
-        self._size_bytes = 0
-        try:
-            self._raw: IO[bytes] = open(path, "rb")  # noqa: SIM115 - closed by `close`
-            self._size_bytes = os.fstat(self._raw.fileno()).st_size
-            zipped = self._raw.read(2) == GZIP
-            self._raw.seek(0)
-        except FileNotFoundError:
-            raise SpecError(f"{self.where}: no such file", "check the path") from None
-        except IsADirectoryError:
-            raise SpecError(f"{self.where}: is a directory", "name the files in it") from None
-        except PermissionError:
-            raise SpecError(f"{self.where}: no permission to read it", "make it readable for this user") from None
-        except (OSError, ValueError) as error:  # a pipe, a NUL in the name, a loop of links
-            reason = getattr(error, "strerror", None) or error
-            raise SpecError(f"{self.where}: cannot be read: {reason}", "name a file") from None
-        self._stream: IO[bytes] = gzip.GzipFile(fileobj=self._raw) if zipped else self._raw  # type: ignore[assignment]
-
-    def __enter__(self) -> TraceFile:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Close the file; a second call does nothing."""
-        self._raw.close()
+    where: str
+    stream: IO[bytes] | gzip.GzipFile
+    size_bytes: int
+    progress: Progress | None = None
+    num_inflated: int = 0
 
     def read(self, num_bytes: int = CHUNK_BYTES) -> bytes:
         """At most `num_bytes` more bytes; none at the end. SpecError where they cannot be inflated."""
         try:
-            data = self._stream.read(num_bytes)
+            data = self.stream.read(num_bytes)
         except (OSError, EOFError, zlib.error) as error:
             reason = "ends in the middle" if isinstance(error, EOFError) else f"cannot be inflated: {error}"
             raise self.broken(f"gzip {reason}", "copy the file again") from None
-        before = self._num_inflated
-        self._num_inflated = self._num_inflated + len(data)
-        if self._stream is not self._raw:
-            most = max(MAX_INFLATION * self._size_bytes, INFLATION_SLACK_BYTES)
-            if self._num_inflated > most:
-                raise self.broken(f"its {self._size_bytes:,} bytes inflate to more than {most:,}, as no trace does")
-        if self._progress:
-            for _ in range(self._num_inflated // 2**20 - before // 2**20):
-                self._progress()
+        before = self.num_inflated // 2**20
+        self.num_inflated += len(data)
+        most = max(MAX_INFLATION * self.size_bytes, INFLATION_SLACK_BYTES)
+        if isinstance(self.stream, gzip.GzipFile) and self.num_inflated > most:
+            raise self.broken(f"its {self.size_bytes:,} bytes inflate to more than {most:,}, as no trace does")
+        for _ in range(self.num_inflated // 2**20 - before if self.progress else 0):
+            self.progress()  # type: ignore[misc]
         return data
 
     def read_all(self, max_bytes: int) -> bytes:
@@ -121,6 +96,13 @@ class TraceFile:
     def broken(self, problem: str, hint: str = "name another file, or write this one again") -> SpecError:
         """The error that this file causes."""
         return SpecError(f"{self.where}: {printable(problem)}", hint)
+
+
+@contextmanager
+def trace_file(path: str | Path, progress: Progress | None = None) -> Iterator[TraceFile]:
+    """A file to read. Raises SpecError where it cannot be opened."""
+    with opened(str(path)) as stream:
+        yield TraceFile(label(path), stream, os.path.getsize(path), progress)
 
 
 MAX_PICKLE_BYTES = 300 * 10**6
@@ -146,7 +128,7 @@ class _PlainUnpickler(pickle.Unpickler):
 
 def load_plain(path: str | Path, progress: Progress | None = None) -> tuple[Any, int]:
     """The data of a pickle and the file's bytes; SpecError for anything that is more than plain data."""
-    with TraceFile(path, progress) as source:
+    with trace_file(path, progress) as source:
         data = source.read_all(MAX_PICKLE_BYTES)
     hint = "name a file that torch wrote; pickles that run code are not read"
     try:
@@ -310,7 +292,7 @@ _MAX_CALLS = 10**6
 
 def read_kineto(path: str | Path, progress: Progress | None = None) -> tuple[RankTrace, ...]:
     """The trace of each GPU in one file, mostly one. SpecError for whatever is none."""
-    with TraceFile(path, progress) as source:
+    with trace_file(path, progress) as source:
         scanner = EventScanner(source)
         reader = _Reader(scanner)
         for event in scanner.events():

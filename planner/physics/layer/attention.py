@@ -188,7 +188,16 @@ def _qkv(model: ModelSpec, shape: Shape, runtime: RuntimeSpec) -> Iterator[Item]
     if model.qk_norm:
         rows, row = shape.tokens * (heads + own_keys), model.head_dim
         # eager: its input is a view of the buffer, and rotation, which reads its output, keeps nothing
-        normed = norm("qk norm", row, rows, model, runtime, saves_output=False, saves_input=not keeps_buffer)
+        normed = norm(
+            "qk norm",
+            row,
+            rows,
+            model,
+            runtime,
+            saves_output=False,
+            saves_input=not keeps_buffer,
+            input_modules=("op",),
+        )
         over = {"head_dim": 2 - model.shares_keys, "plain": 0}
         weights = over.get(model.qk_norm_over, heads + own_keys)
         if model.qk_norm_over == "hidden":

@@ -130,6 +130,7 @@ def local_copies(
 def norm(
     name: str, width: Number, tokens: Number, model: ModelSpec, runtime: RuntimeSpec,
     saves_output: bool = True, saves_input: bool = True, output_is_cast: bool = True, module: str = "",
+    input_modules: tuple[str, ...] = (),
 ) -> Operator:  # fmt: skip
     """RMSNorm or LayerNorm over `width` features of `tokens` rows; keeps its input, its statistics and its output.
 
@@ -137,7 +138,7 @@ def norm(
     (eager torch reads both again for the weight's gradient). An unfused norm is six kernels, and makes nine such
     passes. `module` is the module that Megatron-LM recomputes together with the norm: where the norm is part of the
     product behind it, that product's module; where the norm stands by itself, `layernorm`; where it is empty, only
-    torchtitan's `op` recomputes the norm.
+    torchtitan's `op` recomputes the norm. `input_modules` are those that recompute what it reads.
     """
     modules = (module, "op") if module else ("op",)
     num_bytes = BF16 * tokens * width
@@ -150,7 +151,7 @@ def norm(
         rows = Saved("normalized", (tokens, width), for_weight=True, dtype="fp32" if wide else "bf16")
         saved += [Saved("input", (tokens, width), dtype="fp32"), rows]
     elif saves_input:
-        saved.append(Saved("input", (tokens, width)))
+        saved.append(Saved("input", (tokens, width), input_modules))
     if saves_output:
         saved.append(Saved("output", (tokens, width), modules, gemm_input=output_is_cast))
     return Operator(
@@ -183,6 +184,8 @@ def enter_half(
         yield norm(
             f"{name} norm", model.hidden_size, shape.shard_tokens, model, runtime,
             output_is_cast=output_is_cast, module=module, saves_input=saves_input,
+            # experts read a sum whose last term `op` computes again
+            input_modules=() if output_is_cast else ("op",),
         )  # fmt: skip
         return
     kept = Saved("input", (shape.shard_tokens, model.hidden_size), gemm_input=output_is_cast)

@@ -13,6 +13,10 @@ from planner.specs.model import ModelSpec
 from planner.specs.model_parts import MoESpec
 from planner.trainers.spec import RuntimeSpec
 
+MODULES = ("moe", "op")
+"""Modules whose recomputing runs an operator of a mixture again: torchtitan's `op` keeps what exchanges give, and no
+product of experts, which torch's list of operators that are dear to repeat lacks."""
+
 
 def mixture(model: ModelSpec, moe: MoESpec, shape: Shape, runtime: RuntimeSpec, imbalance: Number) -> Iterator[Item]:
     """Router, permute, dispatch over ep (and etp), grouped GEMMs, combine, un-permute; shared expert beside them.
@@ -29,23 +33,23 @@ def mixture(model: ModelSpec, moe: MoESpec, shape: Shape, runtime: RuntimeSpec, 
     pair_bytes = BF16 * pairs * sent
     has_bias = moe.router_bias and (model.has_mlp_bias or not runtime.balances_in_buffers)
     casts = model.balances_by_bias if moe.router_in_fp32 is None else moe.router_in_fp32
-    copied = (Saved("input in fp32", (tokens, hidden), ("moe",), dtype="fp32"),) * (casts and runtime.runs_transformers)
+    copied = (Saved("input in fp32", (tokens, hidden), MODULES, dtype="fp32"),) * (casts and runtime.runs_transformers)
     yield Operator(
         name="router",
         kind="gemm",
         wide=True,
-        modules=("moe",),
+        modules=MODULES,
         m=tokens,
         n=scored,
         k=hidden,
         parameters=scored * (hidden + (1 if has_bias else 0)),
-        saved=(Saved("scores", (2 if runtime.fused_permute else 1, tokens, scored), ("moe",), dtype="fp32"), *copied),
+        saved=(Saved("scores", (2 if runtime.fused_permute else 1, tokens, scored), MODULES, dtype="fp32"), *copied),
     )
     yield Operator(
         name="route",
         kind="elementwise",
         family="router",
-        modules=("moe",),
+        modules=MODULES,
         forward_bytes=4 * FP32 * tokens * scored,
         backward_bytes=3 * FP32 * tokens * scored,
         forward_kernels=8,
@@ -73,8 +77,15 @@ def mixture(model: ModelSpec, moe: MoESpec, shape: Shape, runtime: RuntimeSpec, 
     if runtime.weights_expert_outputs and not runtime.fused_permute:
         yield _row_weights(pairs, sent, moe.num_experts / shape.ep, 0, runtime, "expert outputs")
     unpermute = _move("unpermute", moved_bytes)
-    is_kept = runtime.weights_expert_outputs and runtime.fused_permute
-    yield replace(unpermute, saved=(Saved("expert outputs", (pairs, sent), ("moe",)),) if is_kept else ())
+    if runtime.weights_expert_outputs and runtime.fused_permute:
+        # of what combining gives, summed up where tokens are sent once, recomputing by operators keeps what was sent
+        combined = (tokens if runtime.sends_tokens_once else pairs) * (shape.ep > 1)
+        summed, sums = (
+            Saved("expert outputs", (pairs - combined, sent), MODULES),
+            Saved("sums", (combined, sent), ("moe",)),
+        )
+        unpermute = replace(unpermute, saved=(summed, sums))
+    yield unpermute
     if moe.latent_size is not None:
         if moe.latent_norm:
             yield norm("latent norm", sent, tokens, model, runtime, saves_output=False)
@@ -129,16 +140,20 @@ def _experts(model: ModelSpec, moe: MoESpec, shape: Shape, runtime: RuntimeSpec,
     """Grouped GEMMs of the num_experts / ep experts that a rank holds, for `rows` token-expert pairs in all."""
     local = moe.num_experts / shape.ep
     width, hidden = moe.moe_intermediate_size / shape.etp, moe.latent_size or model.hidden_size
-    factor, modules = 2 if model.gated_mlp else 1, ("moe",)
+    factor, modules = 2 if model.gated_mlp else 1, MODULES
     bias = 1 if model.has_mlp_bias else 0
     gathered = BF16 * rows * hidden
     for name, kind, backward in _ETP_EXCHANGES:
-        recomputed = () if backward else modules
+        recomputed = () if backward else modules[:1]
         yield Collective(name=name, kind=kind, group="etp", num_bytes=gathered, backward=backward, modules=recomputed)
     # with several local experts, received rows are sorted by expert before the GEMMs and back after them, unless the
     # dispatcher that sends tokens once has laid them out so
     laid_out = runtime.sends_tokens_once & (shape.ep * shape.etp > 1)
     several = 1.0 * ((local > 1) & (laid_out == 0))
+    received = rows * (shape.ep * shape.etp > 1)
+    if runtime.sends_tokens_once:  # a rank gets a token once, however many of its experts visit it
+        visits = moe.num_experts_per_tok
+        received = received * (1 - (1 - 1 / shape.ep) ** visits) * shape.ep / visits
     yield _move("sort rows", 2 * gathered * several)
     yield Operator(
         name="experts up",
@@ -151,7 +166,8 @@ def _experts(model: ModelSpec, moe: MoESpec, shape: Shape, runtime: RuntimeSpec,
         parameters=local * factor * width * (hidden + bias),
         expert=True,
         saved=(
-            Saved("rows", (rows, hidden), modules, gemm_input=True),
+            Saved("rows", (rows - received, hidden), modules, gemm_input=True),
+            Saved("received rows", (received, hidden), modules[:1], gemm_input=True),
             Saved("up", (rows, factor * width), modules),
         ),
         takes_cast_gradient=runtime.fuses_experts,
@@ -203,7 +219,7 @@ def _row_biases(elements: Number) -> Operator:
         name="row biases",
         kind="elementwise",
         family="activation",
-        modules=("moe",),
+        modules=MODULES,
         forward_bytes=(FP32 + (BF16 + 2 * FP32) + 2 * FP32 + (FP32 + BF16)) * elements,
         backward_bytes=((BF16 + FP32) + (FP32 + BF16) + 2 * 3 * FP32) * elements,
         forward_kernels=4,
@@ -224,7 +240,7 @@ def _routing(tokens: Number, pairs: Number, runtime: RuntimeSpec) -> tuple[Saved
     Eager torch keeps for each pair its expert, its token, its place among the rows and the way back, all in int64, and
     the top-k scores and their sum in fp32.
     """
-    modules = ("moe",)
+    modules = MODULES
     if runtime.fused_permute:
         names = (("routing map", "int32"), ("probabilities", "fp32"))
         return tuple(Saved(name, (pairs,), modules, dtype) for name, dtype in names)
@@ -290,7 +306,7 @@ def _move(name: str, num_bytes: Number) -> Operator:
         name=name,
         kind="elementwise",
         family="permute",
-        modules=("moe",),
+        modules=MODULES,
         forward_bytes=num_bytes,
         backward_bytes=num_bytes,
         forward_kernels=1,

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from planner.errors import PlannerError, ProbeError
-from planner.files import write_text
+from planner.files import sweep_one, write_text
 from planner.probe.launch.process import (
     CONSEQUENCES,
     DISK_HINT,
@@ -97,10 +97,9 @@ def write_run(folder: Path, run: ProbeRun) -> None:
 
 def sweep() -> None:
     """Remove folders of this user's runs that were killed: those whose lock nobody holds."""
-    with suppress(OSError):
-        for lock_file in Path(tempfile.gettempdir()).glob(f"{PREFIX}*/{LOCK_FILE}"):
-            if _is_abandoned(lock_file):
-                shutil.rmtree(lock_file.parent, ignore_errors=True)
+    for lock_file in Path(tempfile.gettempdir()).glob(f"{PREFIX}*/{LOCK_FILE}"):
+        with suppress(OSError):
+            sweep_one(lock_file, lock_file.parent)
 
 
 def _lock(folder: Path) -> int:
@@ -113,44 +112,31 @@ def _lock(folder: Path) -> int:
     return lock
 
 
-def _is_abandoned(lock_file: Path) -> bool:
-    try:
-        if lock_file.stat().st_uid != os.geteuid():
-            return False
-        lock = os.open(lock_file, os.O_RDWR)
-    except OSError:
-        return False
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return False
-    finally:
-        os.close(lock)
-    return True
-
-
 @contextmanager
-def signals_end_as_ctrl_c() -> Iterator[None]:
-    """Treat SIGTERM and SIGHUP (a closed terminal) as Ctrl-C; otherwise they would end the launcher before it cleans
-    up."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    handled = _unhandled()
-    for number in handled:
-        signal.signal(number, signal.default_int_handler)
+def handled(handler: Any, *numbers: signal.Signals) -> Iterator[None]:
+    """Handle signals within, in the main thread, which alone can."""
+    usual = [(number, signal.signal(number, handler)) for number in numbers] if in_main_thread() else []
     try:
         yield
     finally:
-        for number in handled:
-            signal.signal(number, signal.SIG_DFL)
+        for number, before in usual:
+            signal.signal(number, before)
+
+
+def in_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()
+
+
+def unhandled() -> list[signal.Signals]:
+    """Those of SIGTERM and SIGHUP (a closed terminal) that would end this process before it cleans up."""
+    return [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) == signal.SIG_DFL]
 
 
 @contextmanager
 def removed_when_ended(folder: Path) -> Iterator[None]:
     """Remove `folder` when torchrun or srun ends this process (SIGTERM), also while it is in a call that does not
     return to Python, such as a collective: a thread hears of the signal through a pipe."""
-    if threading.current_thread() is not threading.main_thread():
+    if not in_main_thread():
         yield
         return
     reader, writer = os.pipe()
@@ -164,42 +150,26 @@ def removed_when_ended(folder: Path) -> Iterator[None]:
             os._exit(128 + number[0])
 
     threading.Thread(target=end, daemon=True).start()
-    handled = _unhandled()
-    for heard in handled:
-        signal.signal(heard, lambda *_: None)
     usual = signal.set_wakeup_fd(writer)
     try:
-        yield
+        with handled(lambda *_: None, *unhandled()):
+            yield
     finally:
         signal.set_wakeup_fd(usual)
-        for heard in handled:
-            signal.signal(heard, signal.SIG_DFL)
         os.close(writer)
-
-
-def _unhandled() -> list[signal.Signals]:
-    return [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) == signal.SIG_DFL]
 
 
 def start_process_server() -> None:
     """Start the server that forks the ranks, with Ctrl-C ignored. A terminal sends Ctrl-C to the server too, and while
     it imports torch it would answer with a traceback. Ranks inherit this, and end with the launcher."""
-    if threading.current_thread() is not threading.main_thread():
-        return
-    usual = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
+    with handled(signal.SIG_IGN, signal.SIGINT):
         forkserver.ensure_running()
-    finally:
-        signal.signal(signal.SIGINT, usual)
     atexit.register(_keep_for_its_remover, util.get_temp_dir())
 
 
 @contextmanager
 def process_server_answers() -> Iterator[None]:
     """Raise ProbeError where the process server does not fork a rank in time: it is stopped."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
 
     def give_up(*_: object) -> None:
         server = cast(Any, forkserver)._forkserver._forkserver_pid
@@ -209,13 +179,12 @@ def process_server_answers() -> Iterator[None]:
             f"a signal (SIGSTOP) or a debugger stops process {server}: start again",
         )
 
-    usual = signal.signal(signal.SIGALRM, give_up)
-    signal.setitimer(signal.ITIMER_REAL, START_TIMEOUT_S)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, usual)
+    with handled(give_up, signal.SIGALRM):
+        signal.setitimer(signal.ITIMER_REAL, START_TIMEOUT_S if in_main_thread() else 0)
+        try:
+            yield
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
 
 
 def _keep_for_its_remover(folder: str) -> None:
@@ -241,7 +210,8 @@ def launch(run: ProbeRun, child: Child = rank_process, ranks: Sequence[int] = ()
     The ranks' folder is removed at the end, except after a failure: there the stacks and logs of all ranks are kept.
     Raises ProbeError naming rank, stage and phase. All processes are gone when this returns or raises.
     """
-    with signals_end_as_ctrl_c(), run_folder(keeps_after_error=True) as folder:
+    # a signal that ends the launcher does as Ctrl-C
+    with handled(signal.default_int_handler, *unhandled()), run_folder(keeps_after_error=True) as folder:
         write_run(folder, run)
         return _StartedRanks(run, folder, child, ranks or range(run.world_size)).watch()
 
@@ -256,44 +226,42 @@ def process_context() -> ForkServerContext:
 
 class _StartedRanks:
     def __init__(self, run: ProbeRun, folder: Path, child: Child, ranks: Sequence[int]) -> None:
-        self.run = run
-        self.folder = folder
-        self.ranks = ranks
+        self.run, self.folder, self.ranks = run, folder, ranks
         context = process_context()
-        self.processes: list[BaseProcess] = [
-            context.Process(target=child, args=(folder, rank, number), daemon=True) for number, rank in enumerate(ranks)
-        ]
+        self.processes: dict[int, BaseProcess] = {
+            rank: context.Process(target=child, args=(folder, rank, number), daemon=True)
+            for number, rank in enumerate(ranks)
+        }
 
     def watch(self) -> MeasuredRun:
         """Start the ranks and wait for them. None of them runs any more afterwards, whatever happens."""
         self.started_s = time.monotonic()
         try:
             with process_server_answers():
-                for started in self.processes:
+                for started in self.processes.values():
                     started.start()
-            while any(started.exitcode is None for started in self.processes) and not self._is_over():
-                if any(started.exitcode for started in self.processes):
-                    break
+            while not self._is_over():
                 self._check_progress()
                 time.sleep(POLL_S)
-            if any(started.exitcode for started in self.processes):
-                return self._out_of_memory_or_raise()
-            return self._collect()
+            return self._out_of_memory_or_raise() if any(self._codes().values()) else self._collect()
         finally:
             self._stop()
 
+    def _codes(self) -> dict[int, int | None]:
+        """The exit code of each rank's process; None where it still runs."""
+        return {rank: started.exitcode for rank, started in self.processes.items()}
+
     def _is_over(self) -> bool:
-        """True if all ranks have left their results and the processes that still run do not end by themselves."""
-        progress_of_ranks = map(self._progress, self.ranks)
-        return all(progress.phase == "done" and progress.still_s > STOPPED_S for progress in progress_of_ranks)
+        """True once a rank has failed, all have ended, or all have left their results and do not end by themselves."""
+        codes = self._codes().values()
+        told = map(self._progress, self.ranks)
+        return any(codes) or None not in codes or all(one.phase == "done" and one.still_s > STOPPED_S for one in told)
 
     def _collect(self) -> MeasuredRun:
         self._require_folder()
-        ranks = []
-        for rank in self.ranks:
-            path = self.folder / RESULT_FILE.format(rank)
-            ranks.append(RankResult.model_validate_json(path.read_text()))
-        return MeasuredRun(run=self.run, ranks=tuple(ranks))
+        paths = (self.folder / RESULT_FILE.format(rank) for rank in self.ranks)
+        ranks = tuple(RankResult.model_validate_json(path.read_text()) for path in paths)
+        return MeasuredRun(run=self.run, ranks=ranks)
 
     def _check_progress(self) -> None:
         self._require_folder()
@@ -322,10 +290,10 @@ class _StartedRanks:
 
     def _dump_stacks(self) -> None:
         """Have all ranks write their stacks, and wait until they have; a stopped process writes none."""
-        running = [rank for rank, started in zip(self.ranks, self.processes, strict=True) if started.exitcode is None]
-        for started in self.processes:
-            if started.exitcode is None and started.pid is not None:
-                os.kill(started.pid, signal.SIGUSR1)
+        running = [rank for rank, code in self._codes().items() if code is None]
+        for rank in running:
+            if (pid := self.processes[rank].pid) is not None:
+                os.kill(pid, signal.SIGUSR1)
         deadline = time.monotonic() + GRACE_S
         sizes = [0] * len(running)
         while time.monotonic() < deadline:
@@ -339,7 +307,7 @@ class _StartedRanks:
         """Find the rank that failed first: one that was killed, or one whose error is more than the loss of another
         rank."""
         deadline = time.monotonic() + GRACE_S
-        while time.monotonic() < deadline and any(started.exitcode is None for started in self.processes):
+        while time.monotonic() < deadline and None in self._codes().values():
             time.sleep(POLL_S)
         self._require_folder()
         failures = self._failures()
@@ -347,49 +315,40 @@ class _StartedRanks:
         if out_of_memory is not None:
             return out_of_memory_result(self.run, out_of_memory)
         hint = f"stacks and logs of all ranks are in {self.folder}"
-        killed = [(rank, signal.Signals(-code)) for rank, code in self._exit_codes() if code < 0]
-        killed.sort(key=lambda item: item[1] == signal.SIGABRT)
+        codes = {rank: code for rank, code in self._codes().items() if code}
+        are_consequences = all(failure.kind in CONSEQUENCES for failure in failures)
+        killed = sorted((-code == signal.SIGABRT, rank) for rank, code in codes.items() if code < 0)
         # NCCL's watchdog aborts a rank whose peer is gone
-        is_consequence = any(failure.kind not in CONSEQUENCES for failure in failures)
-        if killed and not (is_consequence and killed[0][1] == signal.SIGABRT):
-            rank, signal_sent = killed[0]
-            raise ProbeError(f"{self._name(rank)} was killed by {signal_sent.name} in {self._progress(rank)}", hint)
-        ranks_with_record = {failure.rank for failure in failures}
-        silent = [(rank, code) for rank, code in self._exit_codes() if code and rank not in ranks_with_record]
-        if silent and all(failure.kind in CONSEQUENCES for failure in failures):
-            rank, code = silent[0]
-            progress = self._progress(rank)
-            if code == EXIT_FAILED:  # and had no space to say why, but in its status
+        if killed and (are_consequences or not killed[0][0]):
+            rank = killed[0][1]
+            sent = signal.Signals(-codes[rank]).name
+            raise ProbeError(f"{self._name(rank)} was killed by {sent} in {self._progress(rank)}", hint)
+        silent = next((rank for rank in codes if rank not in {failure.rank for failure in failures}), None)
+        if silent is not None and are_consequences:
+            progress = self._progress(silent)
+            if codes[silent] == EXIT_FAILED:  # and had no space to say why, but in its status
                 hint = f"{DISK_HINT}; {hint}"
-                raise ProbeError(f"{self._name(rank)} failed in {progress.phase}: {progress.detail}", hint)
-            raise ProbeError(f"{self._name(rank)} ended with code {code} in {progress}", hint)
+                raise ProbeError(f"{self._name(silent)} failed in {progress.phase}: {progress.detail}", hint)
+            raise ProbeError(f"{self._name(silent)} ended with code {codes[silent]} in {progress}", hint)
         first = failures[0]
         hint = "; ".join(filter(None, (hint_of(first), hint)))
         raise ProbeError(first.in_words(self.run.place(first.rank)), hint)
 
-    def _exit_codes(self) -> list[tuple[int, int]]:
-        """Pairs of a rank and the exit code of its process; 0 where the process still runs."""
-        return [(rank, started.exitcode or 0) for rank, started in zip(self.ranks, self.processes, strict=True)]
-
     def _failures(self) -> list[RankFailure]:
         """The records of failed ranks, causes before consequences."""
-        failures = []
-        for rank in self.ranks:
-            path = self.folder / FAILURE_FILE.format(rank)
-            if path.exists():
-                failures.append(RankFailure.model_validate_json(path.read_text()))
+        paths = (self.folder / FAILURE_FILE.format(rank) for rank in self.ranks)
+        failures = (RankFailure.model_validate_json(path.read_text()) for path in paths if path.exists())
         return sorted(failures, key=lambda failure: (_consequence(failure), failure.time_s))
 
     def _name(self, rank: int) -> str:
         return failed_rank(self.run, rank)
 
     def _stop(self) -> None:
-        for started in self.processes:
-            if started.pid is not None and started.exitcode is None:
-                started.kill()
-        for started in self.processes:
-            if started.pid is not None:
-                started.join(STOPPED_S)
+        begun = [started for started in self.processes.values() if started.pid is not None]
+        for started in begun:
+            started.kill()
+        for started in begun:
+            started.join(STOPPED_S)
 
 
 def _consequence(failure: RankFailure) -> int:

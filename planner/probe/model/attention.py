@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from planner.errors import ProbeError
 from planner.probe.model.layers import Linear, Norm
 from planner.probe.model.peers import (
+    Exchange,
     Surroundings,
     TensorPeers,
     apply,
@@ -89,9 +91,10 @@ def flash_backward(
     """Gradients of q, k, v and sinks by the flash kernel's own backward. It is right with sinks too, because it starts
     from the output and the log-sum-exp that it is given."""
     lse, state, unused = saved
-    dsinks = (
-        None if rules.sinks is None else _sinks_grad(rules.sinks, lse, to_fp32(grad * out).sum(-1).permute(1, 2, 0))
-    )
+    dsinks = None
+    if rules.sinks is not None:  # each took its share of rowsum(dO ∘ O) [batch, heads, queries]
+        shares = (to_fp32(rules.sinks).view(-1, 1) - lse).exp()
+        dsinks = -(shares * to_fp32(grad * out).sum(-1).permute(1, 2, 0)).sum((0, 2)).to(rules.sinks.dtype)
     grad, out, padded = (_widened(x, q) for x in (grad, out, v))
     grads = _kernel_backward(
         *(x.transpose(0, 1) for x in (grad, q, k, padded, out)), lse, None, None, q.shape[0], k.shape[0], 0.0, True,
@@ -109,12 +112,6 @@ def _kernel_backward(*arguments: Any, **options: Any) -> Any:
     return torch.ops.aten._flash_attention_backward(*arguments, **options)
 
 
-def _sinks_grad(sinks: Tensor, lse: Tensor, row_sums: Tensor) -> Tensor:
-    """Gradient of the sinks' logits: each sink took its share of rowsum(dO ∘ O) [batch, heads, queries]."""
-    shares = (to_fp32(sinks).view(-1, 1) - lse).exp()
-    return -(shares * row_sums).sum((0, 2)).to(sinks.dtype)
-
-
 def _widened(x: Tensor, q: Tensor) -> Tensor:
     """x padded with zeros to the head dimension of q; x itself where it is as wide (padding by nothing would copy)."""
     missing = q.shape[-1] - x.shape[-1]
@@ -125,32 +122,13 @@ def _window(rules: Visibility) -> dict[str, int]:
     return {"window_size_left": rules.window - 1, "window_size_right": 0} if rules.window else {}
 
 
-def plain_forward(q: Tensor, k: Tensor, v: Tensor, rules: Visibility) -> tuple[Tensor, ...]:
-    """Output and log-sum-exp [batch, heads, queries], written out in torch operations."""
+def plain_attention(q: Tensor, k: Tensor, v: Tensor, rules: Visibility) -> Tensor:
+    """The same written out in torch operations, whose gradients are torch's own."""
     scores = _scores(q, k, rules)
-    sums = scores
     if rules.sinks is not None:
-        sums = torch.cat((scores, rules.sinks.view(-1, 1, 1).expand(*scores.shape[:3], 1)), dim=-1)
-    lse = sums.logsumexp(dim=-1)
-    probabilities = (scores - lse.unsqueeze(-1)).exp().to(q.dtype)
-    return torch.einsum("bhqk,kbhd->qbhd", probabilities, _per_head(v, q)), lse
-
-
-def plain_backward(
-    grad: Tensor, q: Tensor, out: Tensor, k: Tensor, v: Tensor, rules: Visibility, saved: list[Tensor]
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Gradients of q, k, v and sinks (FlashAttention, arXiv:2205.14135 appendix B.4): P ∘ (dO·Vᵀ − rowsum(dO ∘ O))."""
-    (lse,) = saved
-    probabilities = (_scores(q, k, rules) - lse.unsqueeze(-1)).exp()
-    row_sums = to_fp32(grad * out).sum(-1).permute(1, 2, 0)
-    inner = torch.einsum("qbhd,kbhd->bhqk", to_fp32(grad), to_fp32(_per_head(v, q)))
-    scores_grad = (probabilities * (inner - row_sums.unsqueeze(-1)) / math.sqrt(q.shape[-1])).to(q.dtype)
-    dq = torch.einsum("bhqk,kbhd->qbhd", scores_grad, _per_head(k, q))
-    dk = torch.einsum("bhqk,qbhd->kbhd", scores_grad, q)
-    dv = torch.einsum("bhqk,qbhd->kbhd", probabilities.to(q.dtype), grad)
-    dsinks = None if rules.sinks is None else _sinks_grad(rules.sinks, lse, row_sums)
-    per_group = (*k.shape[:3], -1)
-    return dq, dk.view(*per_group, k.shape[3]).sum(3), dv.view(*per_group, v.shape[3]).sum(3), dsinks
+        scores = torch.cat((scores, rules.sinks.view(-1, 1, 1).expand(*scores.shape[:3], 1)), dim=-1)
+    probabilities = scores.softmax(dim=-1)[..., : k.shape[0]].to(q.dtype)
+    return torch.einsum("bhqk,kbhd->qbhd", probabilities, _per_head(v, q))
 
 
 def _scores(q: Tensor, k: Tensor, rules: Visibility) -> Tensor:
@@ -262,7 +240,8 @@ def rotate(x: Tensor, tables: AttentionTables) -> Tensor:
 
 
 class ContextAttention(torch.autograd.Function):
-    """Causal attention of this rank's queries [seq/cp, batch, heads, dim] over the keys and values of all ranks.
+    """Causal attention of this rank's queries [seq/cp, batch, heads, dim] over the keys and values of all ranks, by the
+    flash kernel.
 
     Keys and values come as this rank's, and are kept as such: the others' are gathered again in backward. Returns
     [seq/cp, batch, heads, v dim].
@@ -270,27 +249,13 @@ class ContextAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        mask: Tensor | None,
-        window: int,
-        sinks: Tensor | None,
-        cp: TensorPeers,
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, window: int, sinks: Tensor | None, cp: TensorPeers
     ) -> Tensor:
-        ctx.mask = mask
-        ctx.window = window
-        ctx.cp = cp
-        ctx.flash = takes_flash(q) and mask is None
-        keys = gather(k, cp)
-        values = gather(v, cp)
-        rules = Visibility(mask, window, sinks)
-        outs = []
-        saved = []
+        ctx.window, ctx.cp = window, cp
+        keys, values = gather(k, cp), gather(v, cp)
+        outs, saved = list[Tensor](), list[Tensor]()
         for part, end in zip(q.chunk(2), chunk_ends(q, cp), strict=True):
-            attend = flash_forward if ctx.flash else plain_forward
-            out, *kernel_state = attend(part, keys[:end], values[:end], rules)
+            out, *kernel_state = flash_forward(part, keys[:end], values[:end], Visibility(None, window, sinks))
             outs.append(out)
             saved += kernel_state
         output = torch.cat(outs)
@@ -300,27 +265,34 @@ class ContextAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, sinks, out, *saved = ctx.saved_tensors
-        keys = gather(k, ctx.cp)
-        values = gather(v, ctx.cp)
-        rules = Visibility(ctx.mask, ctx.window, sinks)
-        keys_grad = torch.zeros_like(keys)
-        values_grad = torch.zeros_like(values)
+        keys, values = gather(k, ctx.cp), gather(v, ctx.cp)
+        rules = Visibility(None, ctx.window, sinks)
+        keys_grad, values_grad = torch.zeros_like(keys), torch.zeros_like(values)
         sinks_grad = None if sinks is None else torch.zeros_like(sinks)
         q_grads = []
         half = len(saved) // 2
-        backward = flash_backward if ctx.flash else plain_backward
         for number, end in enumerate(chunk_ends(q, ctx.cp)):
             dout, part, part_out = (x.chunk(2)[number] for x in (grad.contiguous(), q, out))
             kernel_state = saved[number * half : (number + 1) * half]
-            dq, dk, dv, dsinks = backward(dout, part, part_out, keys[:end], values[:end], rules, kernel_state)
+            dq, dk, dv, dsinks = flash_backward(dout, part, part_out, keys[:end], values[:end], rules, kernel_state)
             q_grads.append(dq)
             keys_grad[:end].add_(dk)  # with += Python would copy the sum onto itself
             values_grad[:end].add_(dv)
             if sinks_grad is not None and dsinks is not None:
                 sinks_grad += dsinks
-        k_grad = scatter(keys_grad, ctx.cp)
-        v_grad = scatter(values_grad, ctx.cp)
-        return torch.cat(q_grads), k_grad, v_grad, None, None, sinks_grad, None
+        return torch.cat(q_grads), scatter(keys_grad, ctx.cp), scatter(values_grad, ctx.cp), None, sinks_grad, None
+
+
+def over_ranks(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, window: int, sinks: Tensor | None, cp: TensorPeers
+) -> Tensor:
+    """Causal attention of this rank's queries over the keys and values of all ranks, on a GPU or written out."""
+    if takes_flash(q) and mask is None:
+        return apply(ContextAttention, q, k, v, window, sinks, cp)
+    keys, values = (apply(Exchange, x, partial(gather, cp=cp), partial(scatter, cp=cp)) for x in (k, v))
+    rules = Visibility(mask, window, sinks)
+    parts = zip(q.chunk(2), chunk_ends(q, cp), strict=True)
+    return torch.cat([plain_attention(part, keys[:end], values[:end], rules) for part, end in parts])
 
 
 class FlashAttention(torch.autograd.Function):
@@ -354,7 +326,7 @@ def core_attention(
     sequences are split, the keys and values of all context-parallel ranks are gathered.
     """
     if cp.size > 1:
-        return apply(ContextAttention, q, k, v, mask, window, sinks, cp).flatten(2)
+        return over_ranks(q, k, v, mask, window, sinks, cp).flatten(2)
     pads = this_build().pads_values and v.shape[-1] < q.shape[-1]
     if mask is None and takes_flash(q) and (calls_flash(window, sinks is not None, cp.size) or pads):
         return apply(FlashAttention, q, k, v, window, sinks).flatten(2)

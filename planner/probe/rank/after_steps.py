@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from math import ceil
 from statistics import median
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -29,13 +29,6 @@ FEWEST_ROUNDS = 5
 """The smallest number of rounds of an exchange."""
 ROUND_S, MOST_IN_ROUND = 0.02, 1000
 """On a GPU, a round is as many calls as take about so long."""
-
-
-class Seconds(NamedTuple):
-    """Seconds of one call, and the standard error of this median as a share of it."""
-
-    median_s: float
-    spread: float | None
 
 
 def barrier(device: str, group: Any = None) -> None:
@@ -89,7 +82,7 @@ def _keys(trainer: RankTrainer) -> Iterator[Tensor]:
                 yield torch.zeros(shape, dtype=trainer.dtype, device=trainer.device)
 
 
-def _seconds(trainer: RankTrainer, group: Any, call: Callable[[], object]) -> Seconds:
+def _seconds(trainer: RankTrainer, group: Any, call: Callable[[], object]) -> tuple[float, float | None]:
     run = trainer.run
     device = trainer.device
     repeats = Repeats(FEWEST_ROUNDS, run.steady_s, min(2 * run.steady_s, run.most_s))
@@ -105,8 +98,9 @@ def timed_together(
     meet: Callable[[], None],
     slowest: Callable[[float], float],
     round_s: float,
-) -> Seconds:
-    """Seconds of an exchange that ranks make together, round after round until they suffice.
+) -> tuple[float, float | None]:
+    """Seconds of an exchange that ranks make together, round after round until they suffice, and the standard error of
+    this median as a share of it.
 
     A round begins when all ranks `meet` and is as many calls, one behind the other, as take `round_s`: the host and the
     first launch have little part in it. It counts as on the `slowest` rank, which all ranks know, so that all go on or
@@ -118,7 +112,7 @@ def timed_together(
     num_calls = max(1, min(MOST_IN_ROUND, int(round_s / max(guess_s, 1e-9))))
     while not repeats.suffice(len(seconds), num_calls * sum(seconds), partial(spread_fraction, seconds)):
         seconds.append(_round_s(clock, call, num_calls, meet, slowest))
-    return Seconds(median(seconds), spread_fraction(seconds))
+    return median(seconds), spread_fraction(seconds)
 
 
 def _round_s(
@@ -143,12 +137,12 @@ def slowest_s(seconds: float, device: str, group: Any = None) -> float:
     return float(largest)
 
 
-def _exchange(name: str, size: int, num_bytes: int, timed: Seconds, passes: int) -> ProbedExchange:
+def _exchange(name: str, size: int, num_bytes: int, timed: tuple[float, float | None], passes: int) -> ProbedExchange:
     """Bus bandwidth: passes · (n − 1)/n · bytes / seconds, as nccl-tests print it."""
-    moved = passes * (size - 1) / size * num_bytes
+    moved, (median_s, spread) = passes * (size - 1) / size * num_bytes, timed
     return ProbedExchange(
-        name=name, size=size, num_bytes=num_bytes, seconds=timed.median_s, bus_gb_per_s=moved / timed.median_s / GB,
-        spread_fraction=timed.spread,
+        name=name, size=size, num_bytes=num_bytes, seconds=median_s, bus_gb_per_s=moved / median_s / GB,
+        spread_fraction=spread,
     )  # fmt: skip
 
 

@@ -27,15 +27,13 @@ from planner.probe.model.peers import ExpertGroup, ExpertPeers, GroupPeers, Surr
 from planner.probe.rank.gradients import Sharding
 from planner.probe.run import (
     ProbeRun,
-    context_ranks,
-    data_ranks,
     expert_data_ranks,
     expert_ranks,
     group_keys,
     holders,
     pipeline_ranks,
+    ranks_over,
     replica_sets,
-    tensor_ranks,
     traffic,
     wire_key,
 )
@@ -175,13 +173,6 @@ def read_status(path: Path) -> Progress | None:
 _KEY, _VERDICT = "progress {}", "stands still"
 
 
-class Heard(NamedTuple):
-    """The last that a rank told, and when that and its sign of life last changed (seconds of this machine's clock)."""
-
-    told: Texts
-    progress: Progress
-
-
 class SharedProgress:
     """The words of all ranks in a store. The clocks of their machines differ: what counts is when the words changed."""
 
@@ -189,7 +180,8 @@ class SharedProgress:
         self.store = store
         self.rank = rank
         self.world_size = world_size
-        self.heard: dict[int, Heard] = {}
+        self.heard: dict[int, tuple[Texts, Progress]] = {}
+        """The last that each rank told, and when that and its sign of life last changed, by this machine's clock."""
         self.start_s = time.monotonic()
 
     def tell(self, progress: Progress) -> None:
@@ -204,16 +196,14 @@ class SharedProgress:
     def _hear(self, rank: int) -> Progress:
         now_s = time.monotonic()
         key = _KEY.format(rank)
-        before = self.heard.get(rank)
-        if before is None and not self.store.check([key]):
+        if rank not in self.heard and not self.store.check([key]):
             return Progress("start", "", self.start_s, self.start_s)
         told = tuple(self.store.get(key).decode().split("|"))
-        is_same = before is not None and before.told[:3] == told[:3]
-        is_silent = before is not None and before.told == told
-        since_s = before.progress.since_s if before is not None and is_same else now_s
-        beat_s = before.progress.beat_s if before is not None and is_silent else now_s
-        self.heard[rank] = Heard(told, Progress(told[0], told[1], since_s, beat_s))
-        return self.heard[rank].progress
+        before, last = self.heard.get(rank, ((), Progress("", "", now_s, now_s)))
+        since_s = last.since_s if before[:3] == told[:3] else now_s
+        heard = Progress(told[0], told[1], since_s, last.beat_s if before == told else now_s)
+        self.heard[rank] = told, heard
+        return heard
 
     def verdict(self, said: tuple[str, str] | None = None) -> tuple[str, str] | None:
         """The words of rank 0 about a rank that stands still, and a hint: `said` on rank 0, which tells the others."""
@@ -347,13 +337,13 @@ class RankGroups:
         groups = {key: dist.new_group(list(key[1]), timeout=timeout) for key in group_keys(run)}
         self.mine = {key: group for key, group in groups.items() if rank in key[1]}
         self.around = Surroundings(
-            tp=self._tensor_peers(),
+            tp=self._peers("tp", run.sequence_parallel),
             ep=self._expert_peers(),
-            cp=self._context_peers(),
+            cp=self._peers("cp"),
             balanced_routing=run.balanced_routing,
             recomputed=frozenset(run.recompute_modules),
         )
-        self.dense = self._sharding("dp", data_ranks(run, self.place))
+        self.dense = self._sharding("dp", ranks_over(run, self.place, "dp", "cp"))
         self.expert = self._sharding("expert_dp", expert_data_ranks(run, self.place))
         self.wires = {
             pair: self.mine[wire_key(run, self.place, pair)] for pair in traffic(run.order) if self.place.pp in pair
@@ -372,17 +362,11 @@ class RankGroups:
         """Pipeline ranks that hold the parameter `name` of virtual stage `stage`, sorted."""
         return holders(self.run, name, stage)
 
-    def _tensor_peers(self) -> TensorPeers:
-        run = self.run
-        ranks = tensor_ranks(self.run, self.place)
-        if run.tp == 1:
+    def _peers(self, axis: str, sequence_parallel: bool = False) -> TensorPeers:
+        ranks = ranks_over(self.run, self.place, axis)
+        if len(ranks) == 1:
             return TensorPeers()
-        return GroupPeers(run.tp, self.place.tp, run.sequence_parallel, self.mine["tp", ranks])
-
-    def _context_peers(self) -> TensorPeers:
-        run = self.run
-        ranks = context_ranks(self.run, self.place)
-        return TensorPeers() if run.cp == 1 else GroupPeers(run.cp, self.place.cp, group=self.mine["cp", ranks])
+        return GroupPeers(len(ranks), ranks.index(self.rank), sequence_parallel, self.mine[axis, ranks])
 
     def _expert_peers(self) -> ExpertPeers:
         run = self.run

@@ -5,7 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import lru_cache
 from typing import Literal, NamedTuple
+
+import numpy as np
 
 from planner.layout.candidate import Split, even_counts, held_parts
 from planner.layout.seconds import each_time_overlap_fraction, reduce_overlap_fraction, sharded_each_time
@@ -22,7 +25,7 @@ from planner.schedule.orders import (
     passes_behind,
     placement,
 )
-from planner.shape import Number
+from planner.shape import FloatArray, IntArray, Number
 from planner.specs.model import LayerKind
 from planner.specs.training import Recompute
 
@@ -129,6 +132,78 @@ class Node:
     def slowness(self, rank: int, quantity: str) -> float:
         """The factor on a rank's quantity for the slowness of the rank; 1 for all quantities but those in `_SLOWED`."""
         return self.rank_factors[rank] if self.rank_factors and quantity in _SLOWED else 1.0
+
+
+@lru_cache(maxsize=32)
+def layers_before(runs: Runs) -> IntArray:
+    """The number of layers of each kind (columns) among the model's first 0, 1 … L layers (rows)."""
+    kinds = list(dict.fromkeys(kind for kind, _ in runs))
+    layers = np.repeat([kinds.index(kind) for kind, _ in runs], [length for _, length in runs])
+    return np.concatenate([np.zeros((1, len(kinds)), int), np.cumsum(layers[:, None] == np.arange(len(kinds)), axis=0)])
+
+
+@dataclass(frozen=True, slots=True)
+class Chain:
+    """Sums of a node's layers: a stage holds the layers first … last − 1, and recomputes the first so many whole."""
+
+    node: Node
+    plain: IntArray
+    """Layers of each kind (last axis) that are in the node's first recompute mode, on each stage."""
+    whole: IntArray | None
+    """Layers that are recomputed whole beside those; None where there are none."""
+
+    @classmethod
+    def of(cls, node: Node, first: IntArray, last: IntArray, recomputed: IntArray | int = 0) -> Chain:
+        before = layers_before(tuple(node.runs))
+        if node.whole in ("none", "all") or not np.any(recomputed):
+            return cls(node, before[last] - before[first], None)
+        until = np.minimum(first + recomputed, last)
+        return cls(node, before[last] - before[until], before[until] - before[first])
+
+    def total(self, quantity: str) -> FloatArray:
+        """A quantity of each stage's layers, behind an axis of shapes where the node is of several."""
+        total = np.tensordot(of_kinds(self.node, quantity, self.node.modes[0]), self.plain, (-1, -1))
+        if self.whole is None:
+            return total
+        return total + np.tensordot(of_kinds(self.node, quantity, FULL), self.whole, (-1, -1))
+
+    def transient_bytes(self) -> FloatArray:
+        """The largest transient bytes of any kind of layer on each stage, in whichever mode needs the least."""
+        least = np.min([of_kinds(self.node, "transient_bytes", mode) for mode in self.node.modes], axis=0)
+        held = self.plain if self.whole is None else self.plain + self.whole
+        largest = np.zeros((*least.shape[:-1], *held.shape[:-1]))
+        for kind in range(least.shape[-1]):
+            of_kind = least[..., kind].reshape(*least.shape[:-1], *[1] * (held.ndim - 1))
+            largest = np.maximum(largest, np.where(held[..., kind] > 0, of_kind, 0.0))
+        return largest
+
+
+def beside_layers(node: Node) -> tuple[FloatArray, FloatArray, FloatArray]:
+    """Static, kept and transient bytes of each rank (last axis) beside its layers: embedding, head, what it sent."""
+    rank = np.arange(node.pp)
+    first, last = rank == 0, rank == node.placement[-1]
+    held = np.array(node.chunk_in_flight or [[each] * node.vpp for each in node.in_flight], dtype=float)
+    static, live = (
+        [column(getattr(part, name)) for part in (node.embedding, node.head)] for name in ("static_bytes", "live_bytes")
+    )
+    short = np.array(node.short_bytes or [0.0] * node.pp)
+    sent = (held.sum(axis=1) - last * held[:, -1]) * column(node.sent_bytes)
+    return (
+        short + first * static[0] + last * static[1],
+        sent + first * held[:, 0] * live[0] + last * live[1],
+        last * column(node.head.transient_bytes),
+    )
+
+
+def column(value: Number) -> FloatArray:
+    """A number, or one of each shape, that broadcasts against splits."""
+    return np.asarray(value, dtype=float)[..., None]
+
+
+def of_kinds(node: Node, quantity: str, mode: Recompute) -> FloatArray:
+    """A quantity of a layer of each kind (last axis) in one recompute mode."""
+    parts = [node.layers[kind, mode] for kind in node.kinds]
+    return np.stack(np.broadcast_arrays(*(getattr(part, quantity) for part in parts)), axis=-1)
 
 
 @dataclass(frozen=True, slots=True)

@@ -350,7 +350,7 @@ def _of_bytes(case: Case, runtime: RuntimeSpec) -> Pricing:
 
 def count_misfits(case: Case, shapes: PricedShapes, may_fit: Sequence[int] | IntArray, rejections: Rejections) -> None:
     """Count the shapes whose ranks together lack memory for the layers; the example is the shape that lacks most."""
-    misfits = np.setdiff1d(np.arange(len(shapes.kernel)), may_fit)
+    misfits = np.delete(np.arange(len(shapes.kernel)), may_fit)
     if not len(misfits):
         return
     worst = misfits[[np.argmax(_estimate_bytes(shapes.take(misfits), modes_allowed(case)))]]
@@ -370,8 +370,8 @@ def _estimate_bytes(shapes: PricedShapes, modes: Sequence[Recompute]) -> FloatAr
 
     It only sorts the shapes; no user sees this number.
     """
-    pp = np.asarray(shapes.shape.pp)
-    in_flight = np.minimum(np.asarray(shapes.shape.num_microbatches), pp)[:, None].astype(float)
+    pp = shapes.shape.pp
+    in_flight = np.minimum(shapes.shape.num_microbatches, pp)[:, None].astype(float)
     layers_bytes = np.min([layer_bytes(shapes, mode, in_flight) for mode in modes], axis=0)[:, :, 0]
     counts = np.array(list(shapes.pricing.kind_counts.values()))
     # the fullest rank has a whole number of layers

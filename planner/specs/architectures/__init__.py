@@ -323,7 +323,9 @@ def from_config(config: Config, where: str) -> ModelSpec:
         for name, spellings in row.keys.items()
     }
     given |= {name: given[keys[name]] for name in _CANONICAL if name in keys and keys[name] in given}
-    fields: Derived = {name: given[key] for name, key in keys.items() if key in given}
+    fields: Derived = {
+        name: given[key] for name, key in keys.items() if key in given and not _is_unsaid(name, given[key])
+    }
     try:
         check_switches(config)
         for read in (norm_eps, soft_caps, rotary, router):
@@ -388,6 +390,12 @@ def _kind_of_model(config: Config) -> str:
         if kind in ARCHITECTURES or kind in SAME_AS or kind in WRAPPERS or kind in REFUSED:
             return kind
     return stated
+
+
+def _is_unsaid(name: str, value: Any) -> bool:
+    """True for a null under the key of a field that has a value of its own where none is given."""
+    field = ModelSpec.model_fields.get(name)
+    return value is None and field is not None and not field.is_required()
 
 
 def _rotary_base(config: Config) -> Config:

@@ -5,13 +5,12 @@ Each function takes the config of one `model_type` and returns fields of a Model
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from math import prod
 from types import MappingProxyType
 from typing import Any
 
+from planner.specs.expressions import names_in, value_of
 from planner.specs.reading import kind_of
 
 Config = Mapping[str, Any]
@@ -26,7 +25,6 @@ _SWITCHES = (
     "attention_bias", "attention_out_bias", "do_layer_norm_before", "enable_bias", "mlp_bias", "qk_layernorm",
     "qkv_bias", "tie_word_embeddings", "use_bias", "use_qk_norm", "use_qkv_bias", "use_sliding_window",
 )  # fmt: skip
-_KEY = re.compile(r"[A-Za-z]\w*")
 MAX_LAYERS = 10_000
 """The most layers that ModelSpec allows; keeps a nonsense count from becoming a list of that length here."""
 
@@ -56,23 +54,23 @@ def whole(config: Config, key: str, default: int | None = None) -> int:
 
 
 def sum_of(text: str | int, size: Callable[[str], int]) -> int:
-    """A sum of products, and of quotients rounded down, of numbers and sizes, such as `4*hidden_size + inner/16`."""
+    """An expression of numbers and sizes, such as `4*hidden_size + inner/16`, whose quotients are rounded down."""
+    whole_text = str(text).replace("/", "//")
+    names = {name: size(name) for name in names_in(whole_text) - _CALLED}
+    try:
+        return int(value_of(whole_text, names))
+    except ZeroDivisionError:
+        return 0
 
-    def number(factor: str) -> int:
-        return int(factor) if factor.isdigit() else size(factor)
 
-    total = 0
-    for term in str(text).replace(" ", "").split("+"):
-        above, _, below = term.partition("/")
-        product = prod(map(number, above.split("*")))
-        total += product // max(number(below), 1) if below else product
-    return total
+_CALLED = {"max", "min"}
+"""Functions that sums of sizes call."""
 
 
 def size_of(config: Config, texts: str | list[str], needed: bool = False) -> int | None:
     """The first of these sums whose sizes are all given, where `auto` is none; the last where one is needed."""
     sums = [texts] if isinstance(texts, str) else texts
-    given = [text for text in sums if not any(config.get(key) in (None, "auto") for key in _KEY.findall(text))]
+    given = [text for text in sums if not any(config.get(key) in (None, "auto") for key in names_in(text) - _CALLED)]
     return sum_of((given or sums[-1:])[0], partial(whole, config)) if given or needed else None
 
 
@@ -144,12 +142,6 @@ def opt_sizes(config: Config) -> Derived:
     positions = config.get("max_position_embeddings")
     rows = positions + 2 if isinstance(positions, int) else positions
     return {"max_position_embeddings": rows}
-
-
-def stablelm_norms(config: Config) -> Derived:
-    if config.get("qk_layernorm"):
-        raise InexpressibleError("qk_layernorm: a norm of its own for each head")
-    return {"attention_bias": "qkv" if config.get("use_qkv_bias") else "none"}
 
 
 def falcon(config: Config) -> Derived:

@@ -21,7 +21,10 @@ from planner.specs.reading import kind_of
 
 IsOne = Callable[[Config, int], bool]
 
-ATTENTIONS = {"full_attention": "full", "sliding_attention": "sliding", "chunked_attention": "chunked"}
+ATTENTIONS = {
+    "full_attention": "full", "sliding_attention": "sliding", "chunked_attention": "chunked", "hybrid": "full",
+    "hybrid_sliding": "sliding",
+}  # fmt: skip
 """Names of transformers for the ways to attend."""
 STATE_NAMES = ("linear_attention", "mamba", "mamba2", "M", "recurrent")
 """Names of layers with a state, by which transformers 5 and configs before it call them."""
@@ -59,7 +62,7 @@ def window(is_full: IsOne, key: str = "sliding_window") -> Callable[[Config], De
     narrow = "sliding" if key == "sliding_window" else "chunked"
 
     def derive(config: Config) -> Derived:
-        span, types = config.get(key), listed(config, ATTENTIONS)
+        span, types = config.get(key) or config.get(f"{key}_size"), listed(config, ATTENTIONS)
         if not span:
             return {}
         if types is None:
@@ -297,6 +300,12 @@ def full_unrotated(config: Config) -> Derived:
     """Layers that do not slide, every n-th, have no rotary positions (Command R7B, EXAONE 4, Trinity)."""
     found = window(every("sliding_window_pattern", 4))(config)
     return {"no_rope_layer_interval": found.get("sliding_window_pattern")}
+
+
+def windows_but(config: Config, layer: int) -> bool:
+    """Layers that are not listed under local_layer_ids, every sixth where none are listed (Inkling)."""
+    stated = config.get("local_layer_ids")
+    return layer not in stated if isinstance(stated, list) else (layer + 1) % 6 == 0
 
 
 def rotated_layers(config: Config) -> Derived:

@@ -25,22 +25,29 @@ def kimi_delta(config: Config) -> Derived:
 
 
 def ling_delta(config: Config) -> Derived:
-    """Ling 3's Kimi delta attention, whose gates have full projections unless `no_kda_lora` is off."""
-    if config.get("group_norm_size") and not config.get("short_conv_kernel_size"):
-        raise InexpressibleError(
-            f"group_norm_size: {config['group_norm_size']!r:.60}: lightning beside latent attention"
-        )
-    section = kimi_delta({"linear_head_dim": config.get("head_dim"), **config})
-    kernel = whole(config, "short_conv_kernel_size", whole(config, "linear_conv_kernel_dim", 4))
-    own: Derived = section["linear_attention"] | {"conv_kernel": kernel}
-    heads = whole(config, "num_attention_heads")
-    own |= {"num_key_heads": heads, "num_value_heads": heads}
-    return {"linear_attention": own | ({"gate_rank": None} if config.get("no_kda_lora", True) else {})}
+    """Ling 3's Kimi delta attention, its gates full projections unless `no_kda_lora` is off; Ling 2.5's lightning."""
+    heads, width = whole(config, "num_attention_heads"), whole(config, "head_dim", 128)
+    if _is_lightning(config):
+        sizes = {"key_head_dim": width, "value_head_dim": width, "chunk_size": 256}
+    else:
+        section = kimi_delta({**config, "linear_head_dim": width})["linear_attention"]
+        kernel = whole(config, "short_conv_kernel_size", whole(config, "linear_conv_kernel_dim", 4))
+        sizes = section | {"conv_kernel": kernel} | ({"gate_rank": None} if config.get("no_kda_lora", True) else {})
+    return {
+        "linear_attention": sizes | {"num_key_heads": heads, "num_value_heads": heads},
+        "attn_head_gate": not _is_lightning(config),
+    }
+
+
+def _is_lightning(config: Config) -> bool:
+    """Ling's linear layers are lightning attention: without latent attention, or where they have no convolution."""
+    grouped = config.get("group_norm_size") and not config.get("short_conv_kernel_size")
+    return bool(grouped or not config.get("kv_lora_rank"))
 
 
 def ling_layers(config: Config) -> Derived:
     """Ling's groups of layers, the last of each with full attention, as are those that fill no group."""
-    linear = "kimi_delta" if config.get("kv_lora_rank") else "lightning"
+    linear = "lightning" if _is_lightning(config) else "kimi_delta"
     types = lists.listed(config, {"full_attention": "full", "linear_attention": linear})
     size, layers = max(whole(config, "layer_group_size"), 1), num_layers(config)
     rest = layers // size * size
@@ -71,9 +78,20 @@ def dots3(config: Config) -> Derived:
     slide = [layer for layer, kind in enumerate(kinds) if kind == "sliding" and isinstance(stated.get(layer), dict)]
     own: Derived = stated[slide[0]] if slide else {}
     sizes = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-    latent = {name: whole({**config, **own}, name) for name in sizes}
-    heads = {name: own[name] for name in ("num_attention_heads", "num_key_value_heads") if name in own}
-    return {"layer_types": lists.shortest(kinds), "sliding_heads": {**heads, "mla": latent}}
+    latent = {name: whole(own, name, whole(config, f"swa_{name}")) for name in sizes}
+    heads = whole(own, "num_attention_heads", whole(config, "swa_num_attention_heads"))
+    return {
+        "layer_types": lists.shortest(kinds),
+        "sliding_heads": {"num_attention_heads": heads, "num_key_value_heads": heads, "mla": latent},
+    }
+
+
+def lara(config: Config) -> Derived:
+    """Lara Mini: gated delta net on two of five layers, windows on two, full attention on one."""
+    if config.get("layer_types") is not None:
+        return {}
+    turns = ("gated_delta", "sliding", "gated_delta", "full", "sliding")
+    return {"layer_types": lists.shortest([turns[layer % 5] for layer in range(num_layers(config))])}
 
 
 _COMPRESSED = {
@@ -164,6 +182,44 @@ def gemma4_heads(config: Config) -> Derived:
             "shared_expert_intermediate_size": config.get("intermediate_size"),
         }  # fmt: skip
     return fields
+
+
+def gemma3n(config: Config) -> Derived:
+    """Gemma 3n: widths listed by layer, and last layers that take the keys of others."""
+    listed, layers = config.get("intermediate_size"), num_layers(config)
+    widths = listed if isinstance(listed, list) and listed else [listed]
+    first = layers - whole(config, "num_kv_shared_layers", 15)
+    own = [{"intermediate_size": widths[layer % len(widths)]} | ({"shares_keys": True} if layer >= first else {})
+           for layer in range(layers)]  # fmt: skip
+    return {"intermediate_size": widths[0], "layer_sizes": tuple(own)}
+
+
+def mistral_large4(config: Config) -> Derived:
+    """Mistral Large 4: every fourth layer has keys without positions, which are as wide."""
+    names = ("kv_lora_rank", "v_head_dim", "qk_nope_head_dim", "qk_rope_head_dim")
+    latent = {name: whole(config, name) for name in names}
+    latent["qk_nope_head_dim"] += latent.pop("qk_rope_head_dim")
+    plain = {"mla": latent | {"qk_rope_head_dim": 0}}
+    stated, every = config.get("no_rope_layers"), max(whole(config, "no_rope_layer_interval", 4), 1)
+    turns = stated if isinstance(stated, list) and stated else [i % every for i in range(1, every + 1)]
+    return {"layer_sizes": tuple({} if turns[i % len(turns)] else plain for i in range(num_layers(config)))}
+
+
+def xlstm(config: Config) -> Derived:
+    """xLSTM's matrix memory as linear attention, with gates of a number a head, which count as vectors."""
+    hidden, heads = whole(config, "hidden_size"), max(whole(config, "num_heads"), 1)
+    factors = [config.get(key) for key in ("qk_dim_factor", "v_dim_factor", "ffn_proj_factor")]
+    if not all(isinstance(one, int | float) and 0 < one < 1000 for one in factors):
+        raise InexpressibleError(f"qk_dim_factor, v_dim_factor, ffn_proj_factor: {factors!r:.60}, expected numbers")
+    keys, values, wide = (int(one * hidden) for one in factors)  # type: ignore[operator]
+    block = max(whole(config, "ffn_round_up_to_multiple_of"), 1)
+    return {
+        "num_attention_heads": heads, "head_dim": values // heads, "intermediate_size": -(-wide // block) * block,
+        "linear_attention": {
+            "num_key_heads": heads, "num_value_heads": heads, "key_head_dim": keys // heads,
+            "value_head_dim": values // heads, "chunk_size": whole(config, "chunk_size"),
+        },
+    }  # fmt: skip
 
 
 def nas_blocks(config: Config) -> Derived:

@@ -77,18 +77,17 @@ def vision_of(config: Config, text_hidden: int) -> Derived | None:
         return None
     kind, inner = str(config.get("model_type")), str(vision.get("model_type") or "")
     kind = kind.removesuffix("_thinker")
-    encoders, same = _table()["encoders"], _table()["same_as"]
-    inner = next((name for name in (same.get(inner, inner), same.get(kind, kind)) if name in encoders), "")
-    between = "llava" if kind.startswith("llava") else kind
-    row, behind = _row("encoders", inner) if inner else {}, _row("between", between)
-    if not row or ("projector" not in row and "projector" not in behind):
+    same, between = _table()["same_as"], _table()["between_same_as"].get(kind, kind)
+    behind, rows = _row("between", between), [_row("encoders", same.get(name, name)) for name in (inner, kind)]
+    row = next((one for one in rows if "patch" in one and ("projector" in one or "projector" in behind)), None)
+    if row is None:
         return None
     sizes = _Sizes(vision, config, {**row, "defaults": row["defaults"] | behind["defaults"]}, text_hidden)
     projector = [*row.get("projector", ()), *behind.get("projector", ())]
     again = sizes[row["again"]] if "again" in row else 0
     tokens = behind.get("tokens", row.get("tokens"))
     image_tokens = 1024 if tokens is None else max(sizes.sum_of(tokens), 1)
-    merged = sizes["n"] // image_tokens if between in ("gemma3", "llava") else sizes["m"] ** 2
+    merged = sizes["m"] ** 2 if "m" in sizes.row["defaults"] else sizes["n"] // image_tokens
     return {
         "encoder": _encoder(sizes, vision, row),
         "patch_values": sizes.sum_of(row["patch"]),
@@ -108,6 +107,8 @@ def _encoder(sizes: _Sizes, vision: Config, row: Mapping[str, Any]) -> Derived:
         "position_embedding": "none", **row["fields"],
     }  # fmt: skip
     fields |= {key: vision[key] for key in ("head_dim", "num_key_value_heads") if vision.get(key) is not None}
+    if vision.get("qkv_hidden_size"):
+        fields["head_dim"] = sizes["qkv_hidden_size"] // sizes["a"]
     if isinstance(act := vision.get("hidden_act"), str) and act in ACTIVATIONS:
         fields["activation"] = ACTIVATIONS[act]
     if isinstance(kind := vision.get("norm_type"), str) and kind in _NORMS:

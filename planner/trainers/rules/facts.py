@@ -10,14 +10,14 @@ from typing import Any, Final, Literal
 import numpy as np
 
 from planner.shape import RANK_ORDERS, Number, maximum, where
-from planner.specs.base import Said, Texts
+from planner.specs.base import Named, Said, Texts
 from planner.specs.model import ModelSpec
 from planner.specs.model_parts import SPARSE, MoESpec
 from planner.specs.training import GROUPS, TrainingSpec, tokens_split
 from planner.trainers.spec import RuntimeSpec
 from planner.trainers.switches import SHARDED_STAGES
 
-TORCH_CLASSES: dict[str, str] = {
+TORCH_CLASSES: Named = {
     "gpipe": "GPipe",
     "1f1b": "1F1B",
     "interleaved-1f1b": "Interleaved1F1B",
@@ -190,6 +190,27 @@ def unplain_kinds(model: ModelSpec) -> str:
     return listed(kinds) or ("a mixer or an MLP alone" if any("none" in kind for kind in model.kinds) else "")
 
 
+HYBRID_LETTERS = {
+    ("mamba2", "none"): "M", ("full", "none"): "*", ("none", "dense"): "-", ("none", "moe"): "E",
+}  # fmt: skip
+"""Megatron core's letter of a hybrid's layer, by its mixer and its MLP, one of which is none."""
+
+
+def is_hybrid(model: ModelSpec) -> bool:
+    """Megatron core builds it as a hybrid: each layer is a mixer or an MLP alone."""
+    return all((kind.attention, kind.mlp) in HYBRID_LETTERS for kind in model.kinds)
+
+
+def uncore_kinds(model: ModelSpec) -> str:
+    """Kinds of layers that Megatron core does not build: gated delta nets beside attention, and hybrids, it does."""
+    if is_hybrid(model):
+        scan = model.mamba
+        is_core = scan is None or (scan.conv_kernel, scan.chunk_size, scan.gated_norm) == (4, 128, True)
+        return "" if is_core else "mamba2 with another convolution, chunk or gate"
+    nets = {"gated_delta"} if {kind.attention for kind in model.kinds} <= {"gated_delta", "full"} else set()
+    return ", ".join(kind for kind in unplain_kinds(model).split(", ") if kind not in nets)
+
+
 def core_yarn_scale(model: ModelSpec) -> float:
     """Yarn's scale of rotated queries and keys as Megatron core computes it: of weights that are not told 1 and 0."""
     scaling = model.rope_scaling
@@ -340,7 +361,8 @@ FACTS: Final[Said] = {
     for fact in (
         listed, isclose, isin, where, maximum, tokens_split, has_groups, has_usual_scale, has_local_base, rotary_method,
         has_dense_layers, expert_width, shared_expert_width, kv_heads, instances, splits_states, unsplit_state,
-        has_sparse_kinds, reads_before, unplain_kinds, core_yarn_scale, other_llama3, other_yarn, norms_queries_twice,
+        has_sparse_kinds, reads_before, unplain_kinds, uncore_kinds, is_hybrid,
+        core_yarn_scale, other_llama3, other_yarn, norms_queries_twice,
         megatron_activations, family_of, is_gemma, is_of_no_recipe, is_gpt_oss, fsdp_ranks, shards_experts,
         is_tuning, has_more_experts, is_recomputable,
     )

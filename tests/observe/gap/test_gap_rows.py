@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from planner.observe.accounts import STEP_TERMS, WALL_TERMS, GroupExchanges
-from planner.observe.case import ObservedCase
-from planner.observe.gap_rows import GAP_ROWS, SEES, GapRow, RunFiles, uneven_experts
+from planner.observe.gap_rows import GAP_ROWS, GapRow, RunFiles, uneven_experts
 from planner.observe.judge import judged_alone, judged_beside, shown_rows
 from planner.observe.observation import (
     FailedAllocation,
@@ -71,7 +70,7 @@ def observed(**more: Any) -> Observation:
 
 
 def named(recorded: Recorded | None = None, **more: Any) -> tuple[GapCause, ...]:
-    return shown_rows(ObservedCase(observed(**more), recorded))
+    return shown_rows(RunFiles(observed(**more), recorded))
 
 
 HEALTHY = tuple(report(rank) for rank in range(4))
@@ -179,7 +178,7 @@ def test_timers_of_gradients_beyond_what_was_planned_to_show(
         tokens_per_s=1.0, mfu=0.4, peak_memory_bytes=GIB, breakdown={"exposed_dp_s": planned_s},
     )  # fmt: skip
     timers = (Timer(name="all-grads-sync", min_s=timed_s, max_s=2 * timed_s, num_values=9),)
-    causes = shown_rows(ObservedCase(observed(timers=timers), None, expected), "slow")
+    causes = shown_rows(RunFiles(observed(timers=timers), None, expected), "slow")
     assert [(one.name, one.seconds) for one in causes] == [(name, pytest.approx(timed_s - planned_s)) for name in names]
 
 
@@ -189,7 +188,7 @@ def test_experts_are_uneven_where_every_rank_waits(late_s: tuple[float, ...], se
         def exchanges(self, group: str) -> list[tuple[GroupExchanges, GroupExchanges]]:
             return [(GroupExchanges(0.4, 0.0, late), GroupExchanges(0.3, 0.1, 0.0)) for late in late_s]
 
-    found = uneven_experts(Exchanged(ObservedCase(observed())))
+    found = uneven_experts(Exchanged(RunFiles(observed())))
     assert (None if found is None else found.seconds) == seconds
 
 
@@ -247,7 +246,7 @@ def test_a_row_says_what_it_is_what_shows_it_and_what_helps(row: GapRow) -> None
     assert set(row.switches) <= SWITCHES.keys()
     assert row.says
     assert row.record
-    assert SEES.get(row.name) or row.switches or row.name == "recipe"
+    assert row.sees or row.switches or row.name == "recipe"
     assert row.helps or row.name == "recipe"
 
 

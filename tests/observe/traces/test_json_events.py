@@ -12,11 +12,11 @@ from made_traces import training_trace
 
 from planner.errors import SpecError
 from planner.observe.traces import source
-from planner.observe.traces.source import EventScanner, TraceFile, read_kineto
+from planner.observe.traces.source import EventScanner, read_kineto, trace_file
 
 
 def scanned(path: Path) -> tuple[list[dict[str, object]], dict[str, object]]:
-    with TraceFile(path) as source:
+    with trace_file(path) as source:
         scanner = EventScanner(source)
         return list(scanner.events()), scanner.header
 
