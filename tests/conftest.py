@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from remembered import Prices, Searches
 
 from planner.answer import (
@@ -32,6 +33,7 @@ from planner.specs.training import TrainingSpec
 from planner.specs.units import GIB
 from planner.trainers.load import load_runtime
 
+yaml.SafeLoader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # tables of tests are read by libyaml
 gc.set_threshold(50_000)  # what is collected and imported stays: looking through it is two seconds of each worker
 # a shell ignores Ctrl-C in what it starts in the background, and nohup the terminal's end; so would every process that
 # a test interrupts

@@ -68,7 +68,7 @@ def test_the_wheel_holds_the_package_its_data_and_nothing_else(wheel: zipfile.Zi
     }
     assert set(wheel.namelist()) - own == info
     assert {Path(name).suffix for name in wheel.namelist()} <= {
-        "", ".py", ".typed", ".yaml", ".json", ".jsonl", ".csv", ".gz", ".j2", ".js", ".css", ".txt",
+        "", ".py", ".typed", ".yaml", ".json", ".jsonl", ".csv", ".gz", ".j2", ".js", ".css", ".svg", ".txt",
     }  # fmt: skip
 
 

@@ -113,6 +113,12 @@ def test_schedules(overrides: str, schedule: str | None, vpp: int) -> None:
     assert (layout.get("schedule"), layout["vpp"]) == (schedule, vpp)
 
 
+def test_presets_with_keys_of_their_own_are_published_models() -> None:
+    run = imported("${PRIMUS_MODEL:deepseek_v4_flash}.yaml", "swiglu_limit: 10.0\nexpert_model_parallel_size: 8")
+    assert (run.run["model"], run.run["parallelism"]["ep"], run.unknown) == ("deepseek-v4-flash", 8, {})
+    assert imported("kimi_k3.yaml").run["model"] == "kimi-k3"
+
+
 def test_models_beyond_megatrons_arguments() -> None:
     net = imported("own", DESCRIBED + "experimental_attention_variant: gated_delta_net\nlinear_attention_freq: 4\n"
                    "linear_num_value_heads: 32").run["model"]  # fmt: skip
@@ -188,7 +194,7 @@ def test_presets_of_the_checkout_around_the_file(tmp_path: Path) -> None:
         (experiment("", ""), "no preset's name"),
         (experiment("llama3.1_8B.yaml", "", framework="maxtext"), "MaxText's, in JAX"),
         (experiment("zebra_llama_1B.yaml", ""), "Mamba, a state-space model"),
-        (experiment("deepseek_v4_flash.yaml", ""), "DeepSeek-V4"),
+        (experiment("deepseek_v4_base.yaml", ""), "DeepSeek-V4"),
         (experiment("llama3_8B.yaml", "lora:\n  enabled: true\n  dim: x"), "peft.dim"),
         (experiment("llama3_8B.yaml", "turbo_sync_free_moe_stage: 9"), "is no stage"),
         (experiment("llama3_8B.yaml", "recompute_granularity: full\nrecompute_layer_ids: a"), "is no list of layers"),

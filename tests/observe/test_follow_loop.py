@@ -62,21 +62,24 @@ def test_a_run_that_becomes_slow_rings_after_so_many_steps() -> None:
     assert 320 <= at <= 325
 
 
-def test_a_run_that_is_slow_from_its_begin_has_a_warm_up() -> None:
-    assert watched([10.5] * 100)[1] == 44
-    assert watched([30.0, 20.0, *[9.5] * 50, *[10.5] * 22])[1] == 74
+SHORT = {"band": Band(0.45, 0.5, "plan.json")}
 
 
-def test_one_in_ten_slow_steps_is_no_alarm() -> None:
-    assert watched(([9.5] * 9 + [19.0]) * 40)[1] is None
-    assert watched(([9.5] * 5 + [12.0] * 15) * 20)[1] is None
-
-
-def test_short_steps_have_to_be_out_for_two_minutes_unless_far() -> None:
-    band = Band(0.45, 0.5, "plan.json")
-    assert watched([0.47] * 30 + [0.53] * 100, band=band)[1] is None
-    assert watched([0.47] * 30 + [0.53] * 300, band=band)[1] == 30 + 2 + 227
-    assert watched([0.47] * 30 + [0.7] * 100, band=band)[1] == 52
+@pytest.mark.parametrize(
+    ("seconds", "more", "at"),
+    [
+        ([10.5] * 100, {}, 44), ([30.0, 20.0, *[9.5] * 50, *[10.5] * 22], {}, 74),  # slow from its begin: a warm-up
+        (([9.5] * 9 + [19.0]) * 40, {}, None), (([9.5] * 5 + [12.0] * 15) * 20, {}, None),  # one in ten is slow
+        # short steps have to be out for two minutes unless far
+        ([0.47] * 30 + [0.53] * 100, SHORT, None), ([0.47] * 30 + [0.53] * 300, SHORT, 30 + 2 + 227),
+        ([0.47] * 30 + [0.7] * 100, SHORT, 52),
+        # lines that are means need three, and digits that are not printed ring nothing
+        ([9.5] * 10 + [12.0] * 10, {"covers": 10}, 150), ([9.5] * 10 + [12.0] * 2 + [9.5] * 10, {"covers": 10}, None),
+        ([10.04] * 100, {"precision_fraction": 0.005}, None), ([10.2] * 100, {"precision_fraction": 0.005}, 44),
+    ],
+)  # fmt: skip
+def test_the_step_of_the_alarm(seconds: list[float], more: dict[str, Any], at: int | None) -> None:
+    assert watched(seconds, **more)[1] == at
 
 
 def test_below_the_band_rings_unless_only_slow_ones_do() -> None:
@@ -90,16 +93,6 @@ def test_steps_that_the_log_explains_are_not_counted() -> None:
     for number in range(200):
         watch.take(9.5 if number % 2 else 15.0, 1, number % 2 == 0)
     assert (watch.place, watch.out_steps) == ("in band", 0)
-
-
-def test_lines_that_are_means_need_three() -> None:
-    assert watched([9.5] * 10 + [12.0] * 10, covers=10)[1] == 150
-    assert watched([9.5] * 10 + [12.0] * 2 + [9.5] * 10, covers=10)[1] is None
-
-
-def test_digits_that_are_not_printed_are_no_alarm() -> None:
-    assert watched([10.04] * 100, precision_fraction=0.005)[1] is None
-    assert watched([10.2] * 100, precision_fraction=0.005)[1] is not None
 
 
 def test_a_start_begins_anew() -> None:

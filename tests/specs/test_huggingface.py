@@ -15,7 +15,7 @@ import yaml
 
 from planner.errors import SpecError
 from planner.physics.layers import model_totals
-from planner.specs.architectures import ARCHITECTURES, from_config
+from planner.specs.architectures import from_config
 from planner.specs.model import LayerKind, ModelSpec
 from planner.specs.registry import load_model, model_names
 from planner.trainers.load import load_runtime
@@ -227,12 +227,17 @@ def test_a_key_reaches_its_field(name: str, changes: dict[str, Any], field: str,
     assert found == value
 
 
-def test_an_unknown_architecture_lists_the_known_ones() -> None:
+def test_an_unknown_architecture_is_traced() -> None:
     error = failure({"model_type": "hyena"})
     assert "unknown architecture 'hyena'" in error.message
-    assert all(name in error.hint for name in (*ARCHITECTURES, "qwen3_vl", "kimi_k2"))
-    assert "write the model as YAML (`plan models llama-3.1-8b` shows one)" in error.hint
+    assert "plan models trace hf-code:" in error.hint
     assert "did you mean llama" in failure({"model_type": "lama"}).hint
+
+
+def test_latent_attention_may_be_switched_off() -> None:
+    sizes = {"use_mla": False, "n_routed_experts": 64, "num_experts_per_tok": 6, "v_head_dim": 0, "kv_lora_rank": None}
+    model = from_config({"model_type": "deepseek_v2", **sizes}, "config.json")
+    assert (model.mla, model.head_dim) == (None, 128)
 
 
 @pytest.mark.parametrize("kind", [None, 3, [], {"a": 1}, "x" * 10_000])

@@ -78,7 +78,7 @@ def read_shell(text: str, files: Files = lambda name: None) -> Script:
 
 
 _BEHIND_OPTION = re.compile(
-    r"(?:(--[A-Za-z][\w-]*)[ =]+|([a-z_]\w*(?:\.\w+)+)=|^[ \t]+)"
+    r"(?:(--[A-Za-z][\w-]*)[ =]+|(?<![\w.])([A-Za-z_]\w*(?:\.\w+)+)=|^[ \t]+)"
     r"[\"']?\$\{?([A-Za-z_]\w*)(?:\[[@*]\])?\}?[\"']?(?=\s|$)",
     re.MULTILINE,
 )
