@@ -162,11 +162,6 @@ def load_runtime(name_or_path: str | Path) -> RuntimeSpec:
     return _of_version(runtime, _file(path), version) if version else runtime
 
 
-def sources_of(name_or_path: str | Path) -> Named:
-    """The source of each number of a trainer, by field; other numbers are the defaults of RuntimeSpec."""
-    return _file(_path(str(name_or_path))).sources
-
-
 def switches_of(runtime: RuntimeSpec) -> Switches:
     """The switches that a trainer has, with the values that a search may choose; none for a trainer of one's own."""
     names = [name for name in (runtime.name, runtime.family) if name in RUNTIMES]

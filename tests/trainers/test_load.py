@@ -26,7 +26,7 @@ from planner.specs.training import Parallelism
 from planner.trainers import load
 from planner.trainers.calibration import shipped_fits
 from planner.trainers.generations import runtime_of_its_day
-from planner.trainers.load import RUNTIMES, load_runtime, since_of, sources_of, switches_of, versions_of
+from planner.trainers.load import RUNTIMES, load_runtime, since_of, switches_of, versions_of
 from planner.trainers.rules.recipe import export_rules_for, rules_for
 from planner.trainers.shipped import calibration_date
 from planner.trainers.spec import RuntimeSpec
@@ -42,6 +42,11 @@ def written(folder: Path, text: str) -> Path:
     path = folder / "my-trainer.yaml"
     path.write_text(text)
     return path
+
+
+def sources_of(name: str | Path) -> Any:
+    """The source of each number of a trainer, by field."""
+    return load._file(load._path(str(name))).sources
 
 
 @pytest.mark.parametrize("name", RUNTIMES)

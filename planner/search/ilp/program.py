@@ -9,7 +9,7 @@ exchanges included), M micro-batches, c seconds of a transfer.
     recomputed[r,κ] ∈ ℕ  layers of kind κ on rank r that are recomputed whole
     T, gradients, parameters, optimizer ≥ 0
 
-    minimise T + gradients + parameters + optimizer
+    minimise T + gradients + parameters + optimizer     the objective: seconds of a step
     1. layers     filled grows with r and reaches each run's length; the last run also fills the later chunks
                   → formulation.add_layers
     2. order      run i + 1 starts on or after the stage that finishes run i (binary finished[r,i])
