@@ -50,6 +50,11 @@ def minimum(first: Number, second: Number) -> Number:
     return first if first <= second else second
 
 
+def distinct(values: npt.NDArray[Any]) -> list[Any]:
+    """The values of an array in order, each once; numpy's loads its masked arrays, which takes as long as a start."""
+    return sorted({*values.ravel().tolist()})
+
+
 def clip(value: Number, least: Number, most: Number) -> Number:
     return minimum(maximum(value, least), most)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import signal
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from remembered import Prices, Searches
 
 from planner.answer import (
@@ -31,6 +33,8 @@ from planner.specs.training import TrainingSpec
 from planner.specs.units import GIB
 from planner.trainers.load import load_runtime
 
+yaml.SafeLoader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # tables of tests are read by libyaml
+gc.set_threshold(50_000)  # what is collected and imported stays: looking through it is two seconds of each worker
 # a shell ignores Ctrl-C in what it starts in the background, and nohup the terminal's end; so would every process that
 # a test interrupts
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -177,7 +181,6 @@ def ranks_share_what_torch_imports_late() -> Iterator[None]:
 
 _PRICES = Prices()
 
-
 FIRST = ("tests/validate/test_published.py", "tests/test_public_api.py", "tests/export/test_torch_write.py")
 """Files of the longest tests. Two workers that end together take least time, and one of these last is half a minute."""
 
@@ -202,11 +205,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(scope="session", autouse=True)
 def kept_searches(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Iterator[Searches]:
-    """What tests search for again, in any worker, is not searched again."""
+    """What tests search for or price again, in any worker, is not searched or priced again."""
     mine = tmp_path_factory.getbasetemp()
     folder = (mine if worker_id == "master" else mine.parent) / "searches"
     folder.mkdir(exist_ok=True)
-    searches = Searches(folder)
+    searches, _PRICES.folder = Searches(folder), folder
     with pytest.MonkeyPatch.context() as patch:
         for module in ("planner.search.search",):
             patch.setattr(f"{module}.search_within_risk", searches)

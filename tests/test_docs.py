@@ -22,7 +22,7 @@ PYTHON = re.findall(r"```python\n(.*?)```", GUIDE, re.DOTALL)
 SMALL = ["--model", "llama-3.2-1b", "--gpus", "8"]
 LINES = list(dict.fromkeys(line for line in SHELL.splitlines() if line.startswith("plan ")))
 ENDLESS = ("plan serve", "plan mcp --folder runs")
-"""Commands that end when they are interrupted; tests/cli/test_serve_command.py does so."""
+"""Commands that end when they are interrupted; tests/cli/test_help.py does so."""
 SHOWN = set(re.findall(r"<!-- \$ (plan .*?)(?: \| .*?)?(?: # long)? -->", GUIDE))
 """The commands whose outputs are shown; tests/test_guide.py runs them."""
 

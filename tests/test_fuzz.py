@@ -1,6 +1,6 @@
 """Seeded mutants for every reader: 1,000 each, fewer where pricing makes one dear. `scripts/fuzz` makes any number.
 
-All readers together take two minutes of a processor, which is a minute on the two that CI has.
+All readers together take a minute and a quarter of a processor.
 """
 
 from __future__ import annotations

@@ -54,11 +54,11 @@ ALLOWED = {
         "export.import_run", "export.spelling",
     },
     # the answer of `explain` is a type of its own, and rendered as the plan is; a recipe's variables are the export's;
-    # a saved plan is replayed to draw its pipeline and its memory over time
+    # a saved plan is replayed to draw its pipeline and its memory over time; what probes, machines and published runs
+    # measured is shown as plans are
     "report": {
         "errors", "files", "specs", "trainers", "schedule", "answer", "search.why.explanation", "search.why.recipe",
-        "layout.price", "export.environment", "decide", "observe.observation",
-        "observe.traces", "observe.gap_rows", "observe.accounts", "observe.follower",
+        "search.rebalance", "layout.price", "export.launchers", "decide", "observe", "probe", "profile", "validate",
         # a trace draws what runs inside and beside a candidate's passes, and its memory
         "layout.candidate", "layout.memory_curve", "layout.step",
     },

@@ -3,8 +3,6 @@
 Times are in seconds and memory is in bytes.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Annotated, Any, Literal
 

@@ -3,8 +3,6 @@
 `plan memory --json` prints them. Sizes are in bytes, times in seconds from the start of the step.
 """
 
-from __future__ import annotations
-
 from typing import Literal
 
 from pydantic import AliasChoices, ConfigDict, Field

@@ -1,7 +1,5 @@
 """The whole answer: a plan, with its inputs, the best layout, alternatives, the search, and what a run costs."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from html import escape
@@ -201,7 +199,7 @@ class Plan(Spec):
     run_cost: RunCost | None = None
     goodput: Goodput | None = None
     """The share of a long run's time that trains, if the run's tokens are given."""
-    planned_as: Plan | None = Field(default=None, exclude=True, repr=False)
+    planned_as: "Plan | None" = Field(default=None, exclude=True, repr=False)
     """The plan that was made, if this one is its price under another trainer; no file has it."""
     assumptions: tuple[str, ...] = ()
     """Defaults that move the step of the best layout, with nothing planned again, and how to set them."""
@@ -215,7 +213,7 @@ class Plan(Spec):
     """The changes of a small job with their bytes and seconds, what helps most first."""
 
     @property
-    def as_planned(self) -> Plan:
+    def as_planned(self) -> "Plan":
         """The plan as it was made, for the trainer that it was made for."""
         return self.planned_as or self
 
@@ -272,7 +270,7 @@ class Plan(Spec):
         return with_digest({**self.model_dump(mode="json", exclude=left_out), "inputs_sha256": self.inputs_sha256})
 
     @classmethod
-    def from_json(cls, data: dict[str, Any]) -> Plan:
+    def from_json(cls, data: dict[str, Any]) -> "Plan":
         """Read what `to_json` wrote. Raises pydantic's ValidationError if the data do not fit; `load` also refuses what
         was edited."""
         return cls.model_validate({key: value for key, value in data.items() if key not in ("inputs_sha256", KEY)})
@@ -293,7 +291,7 @@ class Plan(Spec):
 
     # users ask the plan itself for what rooms above it know: the package's own file loads these when they are named
     @staticmethod
-    def load(path: str | Path) -> Plan:
+    def load(path: str | Path) -> "Plan":
         """The plan in a file that `save` wrote; `-` is stdin. Raises SpecError if it holds no plan of this version."""
         return planner.read_plan(str(path))
 

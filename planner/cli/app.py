@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 import os
 from dataclasses import fields
@@ -239,7 +238,6 @@ def run(arguments: list[str]) -> int:
 
 def _start_lightly(words: list[str]) -> None:
     """Leave out what libraries do when they are imported, and no command has a use for."""
-    gc.set_threshold(50_000)  # what imports make stays, and looking through it again and again is a tenth of a start
     os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "1")  # it would look through all that is installed
     if not {"probe", "profile"} & set(words):  # numpy starts a thread for each core; torch may read the variable too
         os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
@@ -255,11 +253,11 @@ def _run(words: list[str]) -> Any:
     if name in _SETTINGS["help_option_names"] and rest and rest[0] in COMMANDS:
         name, rest = rest[0], [*rest[1:], "-h"]
     if name in COMMANDS:
-        command = _named(name)
+        command = _named(name, rest)
         if len(rest) == 2 and rest[0] in _SETTINGS["help_option_names"] and rest[1] == ALL:
             command.topic, rest = ALL, rest[:1]
         return command.main(args=rest, prog_name=f"plan {name}", standalone_mode=False)
-    return _root().main(args=words, prog_name="plan", standalone_mode=False)
+    return _root(words).main(args=words, prog_name="plan", standalone_mode=False)
 
 
 def _help(topic: str) -> Any:
@@ -274,22 +272,22 @@ def _help(topic: str) -> Any:
     return root.main(args=["-h"], prog_name="plan", standalone_mode=False)
 
 
-def _root() -> Any:
+def _root(words: list[str] | None = None) -> Any:
     app = typer.Typer(
         cls=Commands, invoke_without_command=True, subcommand_metavar="[COMMAND]", context_settings=_SETTINGS,
         rich_markup_mode=None,
     )  # fmt: skip
-    app.callback()(_function("plan", "planner.cli.plan_command", "plan_command"))
+    app.callback()(_function("plan", "planner.cli.plan_command", "plan_command", words))
     root = typer.main.get_command(app)
     root.params += [*_parameters(_everywhere), *_parameters(_at_the_top)]
     return root
 
 
-def _named(name: str) -> Any:
-    """The command of a row, whose module is loaded."""
+def _named(name: str, words: list[str] | None = None) -> Any:
+    """The command of a row, whose module is loaded; for some words the options that they name."""
     row = COMMANDS[name]
     app = typer.Typer(context_settings=_SETTINGS, add_completion=False, rich_markup_mode=None)
-    function = _function(name, row.module, row.function)
+    function = _function(name, row.module, row.function, words)
     app.command(name, cls=Subcommand)(function)
     command: Any = typer.main.get_command(app)
     command.is_of_a_job = getattr(function, "is_of_a_job", False)
@@ -297,9 +295,9 @@ def _named(name: str) -> Any:
     return command
 
 
-def _function(name: str, module: str, function: str) -> Any:
+def _function(name: str, module: str, function: str, words: list[str] | None) -> Any:
     """A command with the parameters that typer shall see."""
-    return declared(getattr(import_module(module), function), name)
+    return declared(getattr(import_module(module), function), name, words)
 
 
 def _parameters(function: Any) -> list[Any]:

@@ -5,16 +5,21 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Sequence
+from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
 from planner.cli import options as o
 from planner.cli.options import Word
-from planner.errors import printable
+from planner.cli.output import show, tell
+from planner.errors import SpecError, printable
+from planner.files import write_text
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
 
+    from planner.physics.layers import ModelTotals
     from planner.specs.hardware import HardwareSpec
+    from planner.specs.model import ModelSpec
 
 _log = logging.getLogger(__name__)
 HEADS = ("name", "short", "GiB", "TFLOP/s", "GB/s", "next", "$/h")
@@ -57,54 +62,48 @@ def models_command(
     if name == "trace":
         _trace(source, shard, output, force)
         return
-    from planner.physics.layers import ModelTotals, model_totals
-    from planner.report.format import large
-    from planner.specs.model import ModelSpec
     from planner.specs.registry import load_model, model_names
+
+    models = [load_model(known) for known in ([name] if name is not None else model_names())]
+    if json:
+        data = [
+            _plain(model) | {key: getattr(_totals(model), key) for key in ("num_parameters", "num_active_parameters")}
+            for model in models
+        ]
+        tell(data if name is None else data[0])
+    elif name is not None:
+        counts = _totals(models[0])
+        more = counts.num_predicting_parameters
+        predicts = f"; {more:,} more predict further tokens" if more else ""
+        sys.stdout.write(f"# {counts.num_parameters:,} parameters, {counts.num_active_parameters:,} active{predicts}\n")
+        _show_yaml(_plain(models[0]))
+    else:
+        rows = map(_model, sorted(models, key=lambda model: _totals(model).num_parameters))
+        _show_table(("name", "aliases", "parameters", "active", "sequence", "batch"), [*rows])
+
+
+def _totals(model: ModelSpec) -> ModelTotals:
+    from planner.physics.layers import model_totals
     from planner.trainers.load import load_runtime
 
-    def totals(model: ModelSpec) -> ModelTotals:
-        return model_totals(model, load_runtime(o.DEFAULT_RUNTIME), model.training.seq_length if model.training else 1)
+    return model_totals(model, load_runtime(o.DEFAULT_RUNTIME), model.training.seq_length if model.training else 1)
 
-    def described(model: ModelSpec) -> dict[str, Any]:
-        return {
-            **_plain(model),
-            **{key: getattr(totals(model), key) for key in ("num_parameters", "num_active_parameters")},
-        }
 
-    if name is not None:
-        model = load_model(name)
-        if json:
-            _print(described(model))
-        else:
-            counts = totals(model)
-            more = counts.num_predicting_parameters
-            predicts = f"; {more:,} more predict further tokens" if more else ""
-            line = f"# {counts.num_parameters:,} parameters, {counts.num_active_parameters:,} active{predicts}"
-            sys.stdout.write(f"{line}\n")
-            _show_yaml(_plain(model))
-        return
-    models = [load_model(known) for known in model_names()]
-    if json:
-        _print([described(model) for model in models])
-        return
-    rows = []
-    for model in sorted(models, key=lambda model: totals(model).num_parameters):
-        counts, training = totals(model), model.training
-        active = large(counts.num_active_parameters) if counts.num_active_parameters < counts.num_parameters else ""
-        batch = (f"{training.seq_length:,}", large(training.tokens_per_step)) if training else ("", "")
-        rows.append((model.name, ", ".join(model.aliases), large(counts.num_parameters), active, *batch))
-    _show_table(("name", "aliases", "parameters", "active", "sequence", "batch"), rows)
+def _model(model: ModelSpec) -> tuple[str, ...]:
+    """One line of the list of models."""
+    from planner.report.format import large
+
+    counts, training = _totals(model), model.training
+    active = large(counts.num_active_parameters) if counts.num_active_parameters < counts.num_parameters else ""
+    batch = (f"{training.seq_length:,}", large(training.tokens_per_step)) if training else ("", "")
+    return model.name, ", ".join(model.aliases), large(counts.num_parameters), active, *batch
 
 
 def _trace(source: str | None, shard: str | None, output: str | None, force: bool) -> None:
     """Write the model file of a traced module, and say what it is."""
-    from pathlib import PurePath
 
     import yaml
 
-    from planner.errors import SpecError
-    from planner.files import write_text
     from planner.physics.layers import model_totals
     from planner.specs.reading import load_yaml
     from planner.trace.trace import trace
@@ -139,12 +138,13 @@ def hardware_command(name: Word = None, json: bool = False) -> None:
     """
     from planner.specs.registry import hardware_names, load_hardware
 
-    if name is not None:
-        (_print if json else _show_yaml)(_plain(load_hardware(name)))
-        return
-    profiles = [load_hardware(known) for known in hardware_names()]
+    profiles = [load_hardware(known) for known in ([name] if name is not None else hardware_names())]
     if json:
-        _print([_plain(profile) for profile in profiles])
+        data = [_plain(profile) for profile in profiles]
+        tell(data if name is None else data[0])
+        return
+    if name is not None:
+        _show_yaml(_plain(profiles[0]))
         return
     rows = [(_section(profile), _columns(profile)) for profile in profiles]
     widths = [max(len(head), *(len(row[column]) for _, row in rows)) for column, head in enumerate(HEADS)]
@@ -185,12 +185,6 @@ def _plain(spec: BaseModel) -> dict[str, Any]:
     return spec.model_dump(mode="json", exclude_none=True)
 
 
-def _print(data: Any) -> None:
-    from planner.cli.output import dumps
-
-    sys.stdout.write(dumps(data))
-
-
 def _show_yaml(data: dict[str, Any]) -> None:
     """Print YAML that `--model` or `--hardware` can read. PyYAML breaks a line one word after `width`."""
     import yaml
@@ -203,10 +197,9 @@ def _show_yaml(data: dict[str, Any]) -> None:
 
 def _show_table(heads: tuple[str, ...], rows: Sequence[tuple[str, ...]], widths: Sequence[int] = ()) -> None:
     """Names and aliases on the left, numbers on the right; columns are at least as wide as `widths` say."""
-    from planner.cli.output import show
     from planner.report.pieces import headed
 
-    table = headed(heads, "lw" + "r" * (len(heads) - 2), rows, style="bold")
+    table = headed(heads, "lw" + "r" * (len(heads) - 2), rows)
     for column, width in zip(table.columns, widths, strict=False):
         column.min_width = width
     show(table)

@@ -1,20 +1,28 @@
-"""`plan import` and `plan check`: a trainer's configuration as a run, its price, and whether it starts and fits."""
+"""`plan export`, and `plan import` and `plan check`: a plan as a trainer's files, and these as a run with its price."""
 
 from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
 
 from planner.cli.options import Whole, Word
+from planner.cli.output import dumps, tell, waiting
+from planner.distribution import __version__
+from planner.errors import Infeasible, PlannerError, SpecError, printable
+from planner.files import write_text
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from planner.answer import Plan
+    from planner.decide.check import Check
+    from planner.export.export import Bundle
     from planner.export.imported_run import ImportedRun
     from planner.layout.runs import Run
 
@@ -43,7 +51,6 @@ class ReadOptions:
 
     def variables(self) -> dict[str, str]:
         """The variables of `--set NAME=VALUE`. Raises SpecError for what is none."""
-        from planner.errors import SpecError
 
         found = {}
         for text in self.set_ or []:
@@ -82,10 +89,8 @@ def import_command(
       plan import config_registry.py --recipe llama3_405b --gpus 512
       plan import ds_config.json --model llama-2-13b --gpus 64 --seq-length 4096
     """
-    from planner.cli.output import dumps, show, waiting
     from planner.decide.check import completed, judged
     from planner.export.import_run import read
-    from planner.files import write_text
     from planner.layout.runs import parse_run
 
     imported = read(file, asked.from_, asked.recipe, asked.variables())
@@ -116,14 +121,13 @@ def import_command(
             "own": None if own is None else own.best.model_dump(mode="json"),
             "why": why,
         }
-        sys.stdout.write(dumps(answer))
+        tell(answer)
         return
-    show(*_report(imported, evaluated, refused, others, own, why))
+    tell(_report(imported, evaluated, refused, others, own, why))
 
 
 def _otherwise(imported: ImportedRun, run: dict[str, Any], file: str) -> list[dict[str, Any]]:
     """The step and the memory if a setting that is not understood says what it could."""
-    from planner.errors import PlannerError
     from planner.layout.runs import parse_run
 
     found = []
@@ -140,7 +144,6 @@ def _otherwise(imported: ImportedRun, run: dict[str, Any], file: str) -> list[di
 def _own(run: Run, evaluated: Plan) -> tuple[Plan | None, str]:
     """The best plan for the same job and trainer, and why it is better; None and the reason where nothing fits."""
     from planner.decide.check import own_choice
-    from planner.errors import Infeasible
     from planner.report.causes import largest_cause, says_slower
     from planner.specs.training import SearchLimits
 
@@ -162,27 +165,26 @@ def _report(
     others: list[dict[str, Any]],
     own: Plan | None,
     why: str,
-) -> list[RenderableType]:
+) -> Iterator[RenderableType]:
     from planner.report.pieces import bullets, section
     from planner.report.terminal import render
 
-    parts: list[RenderableType] = [render(evaluated, None if own is None else own.best)]
+    yield render(evaluated, None if own is None else own.best)
     if refused:
-        parts.append(section("What the trainer refuses", bullets(refused)))
+        yield section("What the trainer refuses", bullets(refused))
     if imported.unknown:
         then = {other["name"]: other for other in others}
-        listed = [_told(f"{name} {value}".strip(), then.get(name)) for name, value in imported.unknown.items()]
-        parts.append(section("Not understood: these may change seconds or bytes", bullets(listed)))
+        listed = (_told(f"{name} {value}".strip(), then.get(name)) for name, value in imported.unknown.items())
+        yield section("Not understood: these may change seconds or bytes", bullets(listed))
     if imported.assumed:
         shown = ", ".join(f"{name} {value}" for name, value in [*imported.assumed.items()][:_SHOWN])
         more = len(imported.assumed) - _SHOWN
         told = f"{shown}{f', and {more} more (--json)' if more > 0 else ''}: {imported.documented}"
-        parts.append(section("Left out, and as the trainer has them then", told))
+        yield section("Left out, and as the trainer has them then", told)
     if imported.notes:
-        parts.append(section("About what was read", bullets(imported.notes)))
+        yield section("About what was read", bullets(imported.notes))
     if why:
-        parts.append(section("What the planner would do instead, and why", why))
-    return parts
+        yield section("What the planner would do instead, and why", why)
 
 
 def _told(text: str, other: dict[str, Any] | None) -> str:
@@ -212,9 +214,7 @@ def check_command(
       plan check pretrain.sh --against main/pretrain.sh --format markdown
       plan check launch.sh --set SEQ_LEN=4096 --gpus 64
     """
-    from planner.cli.output import dumps, waiting
-    from planner.decide.check import ORDER, Check, check, priced
-    from planner.errors import PlannerError, SpecError
+    from planner.decide.check import ORDER, check, priced
     from planner.specs.problems import nearest
 
     chosen = "json" if json else format
@@ -225,41 +225,119 @@ def check_command(
     with waiting("checking"):
         olds = {} if against is None else {file: _beside(against, file) for file in files}
         before = {old: priced(old, searches=False, **how) for old in dict.fromkeys(olds.values())}
-        checks, failed = list[Check](), dict[str, PlannerError]()
+        checks: list[Check] = []
+        failed: dict[str, PlannerError] = {}
         for file in files:
             try:
                 checks.append(check(file, before.get(olds.get(file, "")), searches=searches, **how))
             except PlannerError as error:
                 failed[file] = error
-    if chosen == "json":
-        told = [one.to_json() for one in checks]
-        told += [{"new": {"file": file}, **e.to_json(), "exit_code": e.exit_code} for file, e in failed.items()]
-        alone = {} if checks else next(iter(failed.values())).to_json()
-        sys.stdout.write(dumps({"checks": told, **alone}))
-    elif chosen == "sarif":
-        from planner.distribution import __version__
-        from planner.report.comparison import sarif
-
-        sys.stdout.write(dumps(sarif(checks, __version__, failed)))
-    elif chosen == "markdown":
-        from planner.report.comparison import markdown
-
-        sys.stdout.write(markdown(checks))
-    else:
-        from planner.cli.output import show
-        from planner.report.comparison import render_check
-
-        for one in checks:
-            show(*render_check(one))
+    _print_checks(checks, failed, chosen)
     for problem in failed.values():
         sys.stderr.write(problem.lines())
     codes = [*(one.exit_code for one in checks), *(problem.exit_code for problem in failed.values())]
     raise typer.Exit(max(codes, key=(*ORDER, *sorted({*codes} - {*ORDER})).index))
 
 
+def _print_checks(checks: list[Check], failed: dict[str, PlannerError], form: str) -> None:
+    """Print the findings of all files in one of FORMATS."""
+    from planner.report.decisions import markdown, render_check, sarif
+
+    if form == "json":
+        told = [one.to_json() for one in checks]
+        told += [{"new": {"file": file}, **e.to_json(), "exit_code": e.exit_code} for file, e in failed.items()]
+        alone = {} if checks else next(iter(failed.values())).to_json()
+        tell({"checks": told, **alone})
+    elif form == "sarif":
+        tell(sarif(checks, __version__, failed))
+    elif form == "markdown":
+        sys.stdout.write(markdown(checks))
+    else:
+        for one in checks:
+            tell(render_check(one))
+
+
 def _beside(against: str, file: str) -> str:
     """The old file: the one that is named, or the one of the same name in a folder."""
-    from pathlib import Path
 
     folder = Path(against)
     return str(folder / Path(file).name) if folder.is_dir() else against
+
+
+def export_command(
+    plan: str,
+    to: str,
+    alternative: Whole = None,
+    image: Word = None,
+    trials: Whole = None,
+    output: Word = None,
+    dry_run: bool = False,
+    force: bool = False,
+    json: bool = False,
+) -> None:
+    """Write the files that a trainer or a scheduler takes as they are, or say what it cannot express.
+
+    \b
+    Example:
+      plan export plan.json --to megatron -o run
+      plan export plan.json --to torchtitan,kubernetes --dry-run
+    """
+
+    from planner.export.export import bundle_of, default_folder, write_bundle
+    from planner.plan_file import read_plan, with_alternative
+
+    chosen = with_alternative(read_plan(plan), alternative)
+    if trials is not None:
+        _write_trials(chosen, trials, to, image, output, force)
+        return
+    bundle = bundle_of(chosen, to, image, force)
+    for note in (*bundle.notes, *_left_to_the_user(bundle)):
+        _log.info("%s", note)
+    if dry_run:
+        sys.stdout.write(dumps(_with_texts(bundle)) if json else printable(_texts(bundle)))
+        return
+    folder = Path(output or default_folder(chosen, bundle))
+    paths = write_bundle(bundle, folder, force)
+    sys.stdout.write(dumps({**bundle.manifest(), "folder": str(folder)}) if json else printable(_listing(paths)))
+
+
+def _write_trials(plan: Plan, count: int, to: str, image: str | None, output: str | None, force: bool) -> None:
+    """The plan and its next best layouts, each in a folder of its own; their paths on stdout."""
+
+    from planner.export.export import trials_of, write_trials
+    from planner.export.trainer_files import slug
+    from planner.plan_file import with_alternative
+
+    most = len(plan.alternatives)
+    if count > most:
+        _log.info("the plan keeps %d alternatives, not %d: plan … --top N keeps more", most, count)
+    plans = [plan, *(with_alternative(plan, number) for number in range(1, min(count, most) + 1))]
+    trials, notes = trials_of(plans, to, image, force)
+    for note in notes:
+        _log.info("%s", note)
+    folder = Path(output or f"{slug(plan.model.name)}-trials")
+    sys.stdout.write(printable(_listing(write_trials(trials, folder, force))))
+
+
+def _left_to_the_user(bundle: Bundle) -> Iterator[str]:
+    """The values that the user fills in, and the run to begin with."""
+    required = [place for place in bundle.placeholders if not (place.is_optional or place.default)]
+    for place in required:
+        yield f"fill in {place.name}: {place.meaning}"
+    others = [place.name for place in bundle.placeholders if place not in required]
+    if others:
+        yield f"change where yours is another: {', '.join(others)}"
+    if bundle.first_run:
+        yield f"first run, to hold against the plan: {bundle.first_run}"
+
+
+def _listing(paths: list[Path]) -> str:
+    return "".join(f"{path}\n" for path in paths)
+
+
+def _texts(bundle: Bundle) -> str:
+    return "\n".join(f"==> {file.name} <==\n{file.text}" for file in bundle.with_manifest())
+
+
+def _with_texts(bundle: Bundle) -> dict[str, Any]:
+    return {**bundle.manifest(), "texts": {file.name: file.text for file in bundle.files}}

@@ -12,7 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 from planner.cli import options as o
 from planner.cli.options import LayoutOptions, Word
+from planner.cli.output import dumps, progress, show, show_and_save
 from planner.errors import OutOfBand, SpecError, printable
+from planner.files import STDOUT, refuse_to_overwrite, write_text
+from planner.saved import with_digest
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -48,9 +51,6 @@ def observe_command(
       plan observe train.log --json
       plan observe --follow train.log --plan plan.json
     """
-    from planner.cli.output import show_and_save
-    from planner.files import refuse_to_overwrite
-    from planner.saved import with_digest
 
     if len(files) > MOST_FILES or files.count("-") > 1:
         raise SpecError(f"plan observe: {len(files)} files", "name the logs of one job, standard input once")
@@ -71,7 +71,6 @@ def _observed(
     """The answer and how it is shown: the files beside the plan's file, else beside what options or the log say."""
     from rich.console import Group
 
-    from planner.cli.output import progress
     from planner.observe.judge import judged, judged_alone, judged_beside
     from planner.observe.log_reader import observe
     from planner.observe.observation import Observed
@@ -256,7 +255,6 @@ class FollowOptions:
 
     def checked(self) -> FollowOptions:
         """These options. Raises SpecError for what cannot be."""
-        from planner.files import STDOUT
 
         if len(self.files) != 1:
             raise SpecError(f"plan observe --follow: {len(self.files)} files", "follow one log, that of rank 0")
@@ -290,8 +288,6 @@ def follow_run(options: FollowOptions, expected: Callable[[Observation], Expecte
 
 def _show_standing(options: FollowOptions, found: FollowedRun) -> None:
     """One line on where the run stands; nothing where stdout is another's."""
-    from planner.cli.output import dumps
-    from planner.files import STDOUT
     from planner.report.observe import line_of
 
     if options.json:
@@ -303,10 +299,7 @@ def _show_standing(options: FollowOptions, found: FollowedRun) -> None:
 
 def _conclude(options: FollowOptions, follower: Follower, found: FollowedRun) -> None:
     """The final answer, and the alarm if there is one."""
-    from planner.cli.output import dumps, show
-    from planner.files import STDOUT, write_text
     from planner.report.observe import render_observed
-    from planner.saved import with_digest
 
     rings = follower.ended in ("alarm", "silent")
     answer = follower.answer(last_steps=rings)

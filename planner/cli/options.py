@@ -71,6 +71,11 @@ class CliOption(NamedTuple):
         """Its first spelling."""
         return self.spelling.partition(" ")[0]
 
+    @property
+    def spellings(self) -> set[str]:
+        """All words that name it."""
+        return {*self.spelling.replace("/", " ").split()}
+
 
 @cache
 def _data() -> dict[str, dict[str, Any]]:
@@ -178,7 +183,7 @@ def _parameter(row: CliOption | None, own: inspect.Parameter) -> inspect.Paramet
                              annotation=Annotated[kind, option])  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True, eq=False, repr=False)
 class JobOptions:
     """A job: a model, the GPUs, the training, and the assumptions made otherwise."""
 
@@ -222,7 +227,7 @@ class JobOptions:
     no_history: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True, eq=False, repr=False)
 class SearchOptions(JobOptions):
     """A job whose layout is searched: axes pinned by comma lists, and how to search."""
 
@@ -249,7 +254,7 @@ class SearchOptions(JobOptions):
     memory_headroom: Number = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True, eq=False, repr=False)
 class PlanOptions(SearchOptions):
     """A job whose layout is searched, or one that runs and goes on with other GPUs, or a run of phases."""
 
@@ -260,7 +265,7 @@ class PlanOptions(SearchOptions):
     usd: Number = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True, eq=False, repr=False)
 class LayoutOptions(JobOptions):
     """A job whose layout is given."""
 
@@ -292,29 +297,38 @@ def rows_of(options: type[JobOptions]) -> dict[str, tuple[CliOption, Any]]:
     return {name: (row, hints[name]) for name, row in found.items() if row is not None}
 
 
-def declared(command: Callable[..., None], name: str) -> Callable[..., None]:
+EVERYWHERE = {"-q", "--quiet", "--no-color", "--debug", "--version"}
+"""Spellings of options that no row has."""
+
+
+def declared(command: Callable[..., None], name: str, words: Sequence[str] | None = None) -> Callable[..., None]:
     """A command with the parameters that typer shall see: options by their rows, those of a class for its fields.
 
-    A command of a job has the headings of its help in one order, under each first the options that jobs share.
+    A command of a job has the headings of its help in one order, under each first the options that jobs share. Of a
+    command line whose words are all known, the options that it names are enough, and soon built.
     """
     own = inspect.signature(command, eval_str=True).parameters
-    parameters: list[inspect.Parameter] = []
+    rows: list[tuple[CliOption | None, inspect.Parameter]] = []
     shared: dict[str, type] = {}
     for parameter in own.values():
         options = parameter.annotation
         if not (isinstance(options, type) and is_dataclass(options)):
-            parameters.append(_parameter(row_of((name, "shared"), parameter.name), parameter))
+            rows.append((row_of((name, "shared"), parameter.name), parameter))
             continue
         shared[parameter.name] = options
         owners, hints = [*(each.__name__ for each in options.__mro__), "JobOptions"], get_type_hints(options)
         for field in fields(options):
             bare = inspect.Parameter(field.name, parameter.kind, default=field.default, annotation=hints[field.name])
-            parameters.append(_parameter(row_of(owners, field.name), bare))
+            rows.append((row_of(owners, field.name), bare))
+    given = {word.partition("=")[0] for word in words or () if word.startswith("-") and word != "-"}
+    if words is not None and given <= EVERYWHERE.union(*(row.spellings for row, _ in rows if row)):
+        rows = [(row, bare) for row, bare in rows if row is None or not row.spelling or given & row.spellings]
+    parameters = [_parameter(row, bare) for row, bare in rows]
 
     @wraps(command)
     def run(**values: Any) -> None:
         asked = {
-            place: options(**{field.name: values.pop(field.name) for field in fields(options)})
+            place: options(**{field.name: values.pop(field.name) for field in fields(options) if field.name in values})
             for place, options in shared.items()
         }
         command(**values, **asked)

@@ -113,6 +113,14 @@ def save(plan: Plan, output: str | None, force: bool) -> bool:
     return output == STDOUT
 
 
+def tell(answer: Any) -> None:
+    """Print an answer: plain data as JSON, anything else as it is drawn."""
+    if isinstance(answer, dict | list):
+        sys.stdout.write(dumps(answer))
+    else:
+        show(*(answer if isinstance(answer, Iterator) else [answer]))
+
+
 def show_and_save(
     data: Any, rendered: RenderableType, as_json: bool, output: str | None, force: bool, indent: int | None = 2
 ) -> None:

@@ -1,4 +1,4 @@
-"""`plan --model … --gpus …` and `plan evaluate`: a layout that is searched, or one that somebody chose.
+"""`plan --model … --gpus …`, `plan evaluate` and `plan explain`: a layout that is searched or chosen, and why.
 
 Beside them what the main job becomes with --from, a job that goes on, and with --phases, a run of several.
 """
@@ -17,14 +17,16 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import typer
 
 from planner.cli.options import LayoutOptions, PlanOptions, SearchOptions, Word, command_line
-from planner.errors import PlannerError, SpecError, one_line
+from planner.cli.output import Printing, answer, dumps, progress, save, show, tell, waiting, warn_of_early_stop
+from planner.errors import PlannerError, SpecError, one_line, printable
+from planner.files import STDOUT, FolderFile, refuse_to_overwrite, write_folder, write_text
 
 if TYPE_CHECKING:
     from planner.answer import Plan, PricedLayout
     from planner.cli.inputs import Job
     from planner.decide.phases import Batch, Phase, PhasesAnswer
     from planner.specs.phases import PhaseSpec
-    from planner.specs.training import TrainingSpec
+    from planner.specs.training import SearchLimits, TrainingSpec
 
 _log = logging.getLogger(__name__)
 MAX_LINE_BYTES = 2**20
@@ -65,8 +67,6 @@ def plan_command(
     if asked.keep is not None:
         raise SpecError("--keep: without --from, no job has anything to keep", "add --from plan.json")
     from planner.cli.inputs import read_job, read_limits
-    from planner.cli.output import Printing, answer, waiting, warn_of_early_stop
-    from planner.files import refuse_to_overwrite
     from planner.layout.evaluate import within
     from planner.search.search import plan
 
@@ -110,8 +110,6 @@ def evaluate_command(
         _evaluate_runs(ctx, runs, json)
         return
     from planner.cli.inputs import read_described, read_job, read_parallelism
-    from planner.cli.output import Printing, answer
-    from planner.files import STDOUT, refuse_to_overwrite
     from planner.layout.evaluate import evaluate
     from planner.trainers.stated import as_consented, consented
 
@@ -129,7 +127,6 @@ def evaluate_command(
 
 def _own_choice(job: Job, allow: tuple[str, ...]) -> PricedLayout | None:
     """The planner's choice for the same job, under the same consent; None where it finds no layout that fits."""
-    from planner.cli.output import waiting
     from planner.search.search import plan
     from planner.specs.training import SearchLimits
 
@@ -145,7 +142,6 @@ def _evaluate_runs(ctx: typer.Context, path: str, as_json: bool) -> None:
     for name, value in ctx.params.items():
         if name not in ("runs", "json") and value is not None and value is not False:
             raise SpecError(f"--runs and --{name.replace('_', '-')}: both given", "each line of the file says it all")
-    from planner.cli.output import dumps
     from planner.layout.runs import evaluate_lines
     from planner.report.terminal import summary
 
@@ -185,9 +181,7 @@ def replan_command(asked: SearchOptions, path: str, keep: str | None, json: bool
                    force: bool) -> None:  # fmt: skip
     """Answer how the job of a saved plan goes on with `--gpus`."""
     from planner.cli.inputs import Job, listed, read_limits
-    from planner.cli.output import dumps, save, show, waiting
     from planner.decide.resume import replan
-    from planner.files import refuse_to_overwrite
     from planner.plan_file import read_plan
     from planner.report.runs import render_resume
 
@@ -204,10 +198,7 @@ def replan_command(asked: SearchOptions, path: str, keep: str | None, json: bool
     plan = found.plan.model_copy(update={"command": command_line(asked)}) if found.resume.choices else found.plan
     if save(plan, output, force):
         return
-    if json:
-        sys.stdout.write(dumps({**plan.to_json(), "resume": found.resume.to_json()}))
-    else:
-        show(render_resume(found.resume, plan))
+    tell({**plan.to_json(), "resume": found.resume.to_json()} if json else render_resume(found.resume, plan))
 
 
 def _check_running(asked: SearchOptions, path: str) -> None:
@@ -244,10 +235,8 @@ def _training_of(asked: SearchOptions, old: Plan) -> TrainingSpec:
 
 def plan_phases(asked: PlanOptions, path: str, as_json: bool, output: str | None, force: bool) -> None:
     """Plan the phases of a file, print the run, and save it: a file of all, or a folder with a plan of each."""
-    from planner.cli.output import dumps, progress, show
     from planner.decide.course import run_of_phases
     from planner.decide.sweep import processes
-    from planner.files import STDOUT
     from planner.report.runs import render_phases
     from planner.specs.phases import read_phases
 
@@ -350,7 +339,6 @@ def _batches(spec: PhaseSpec, last: int, seq_length: int) -> Iterator[Batch]:
 
 def _paths(output: str | None, names: list[str], force: bool) -> dict[str, str]:
     """The files of a folder's plans by phase, none of which may be there already; empty where a file is asked for."""
-    from planner.files import STDOUT, refuse_to_overwrite
 
     if output is None or output == STDOUT:
         return {}
@@ -366,8 +354,6 @@ def _paths(output: str | None, names: list[str], force: bool) -> dict[str, str]:
 
 def _save(run: PhasesAnswer, output: str, paths: dict[str, str], force: bool) -> None:
     """Write one file, or a folder with a plan of each phase and the whole run."""
-    from planner.cli.output import dumps
-    from planner.files import STDOUT, FolderFile, write_folder, write_text
 
     if not paths:
         write_text(output, dumps(run.to_json()), force)
@@ -378,3 +364,97 @@ def _save(run: PhasesAnswer, output: str, paths: dict[str, str], force: bool) ->
     files = [FolderFile(os.path.basename(paths[phase.name]), phase.plan.saved_text().encode()) for phase in run.phases]
     write_folder(Path(output), [*files, FolderFile(SUMMARY, dumps(run.to_json()).encode())], force)
     _log.info("wrote %s, and %s with a plan of each phase", os.path.join(output, SUMMARY), ", ".join(paths.values()))
+
+
+RECIPE_LIMIT_S = 10.0
+"""Seconds that `--recipe` takes at most, unless --time-limit says otherwise."""
+
+
+def explain_command(
+    file: Word = None,
+    *,
+    asked: SearchOptions,
+    program: bool = False,
+    recipe: bool = False,
+    json: bool = False,
+) -> None:
+    """Say why the best layout is the best or, with some of its axes pinned, why those are not chosen.
+
+    Takes the main job's options, or a saved plan. With pins it plans with them and without, and says what refuses
+    them, what does not fit, or where the seconds go; without, what decides against each alternative and what would
+    change the choice.
+
+    \b
+    Example:
+      plan explain --model 405b --gpus 2048 --tp 16
+      plan explain plan.json
+      plan explain --model 8b --gpus 16 --program
+      plan explain --model qwen3-30b --gpus 16 --recipe
+    """
+    if program and recipe:
+        raise SpecError("--program and --recipe: both given", "ask for one of them")
+    job, limits = _explained(file, asked)
+    if recipe:
+        _print_recipe(job, limits, asked, json)
+        return
+    if program:
+        _print_program(job, limits, json)
+        return
+    from planner.report.explain import render_explanation
+    from planner.search.why.explain import explain
+
+    with waiting("searching"):
+        answer = explain(job.model, job.cluster, job.training, limits=limits, runtime=job.runtime_spec)
+    tell(answer.to_json() if json else render_explanation(answer))
+
+
+def _explained(file: str | None, asked: SearchOptions) -> tuple[Job, SearchLimits]:
+    """The job and the pins of the options, or of a saved plan: a layout that was priced alone is its own pins."""
+    from planner.cli.inputs import Job, read_job, read_limits
+
+    if file is None:
+        job = read_job(asked)
+        return job, read_limits(asked, job)
+    if asked.model is not None or asked.gpus is not None:
+        raise SpecError(f"{file}: a saved plan has a job, and so have --model and --gpus", "give one of them")
+    from planner.answer import Plan
+    from planner.trainers.stated import consented, freed
+
+    saved = Plan.load(file)
+    runtime = saved.runtime_spec
+    job = Job(saved.model.spec, saved.cluster, saved.training, saved.runtime, freed(runtime), {})
+    limits = read_limits(asked, job)
+    given = {"allow": limits.allow or consented(runtime)}
+    layout = saved.parallelism
+    if saved.search is None and not limits.model_dump(include={"tp", "pp", "cp", "ep", "dp"}, exclude_none=True):
+        pins = ("tp", "cp", "ep", "pp", "vpp", "micro_batch_size")
+        return job, limits.model_copy(update=given | {name: (getattr(layout, name),) for name in pins})
+    return job, limits.model_copy(update=given)
+
+
+def _print_recipe(job: Job, limits: SearchLimits, asked: SearchOptions, json: bool) -> None:
+    """Plan, set every switch to its other values, and print what that costs."""
+    from planner.report.explain import render_recipe_table
+    from planner.search.case import Case
+    from planner.search.why.recipe import other_values, recipe_table
+
+    if asked.time_limit is None:
+        limits = limits.model_copy(update={"time_limit_s": RECIPE_LIMIT_S})
+    case = Case(job.model, job.cluster, job.training, job.runtime_spec, limits)
+    with progress("planning without each switch", len(other_values(case))) as advance:
+        answer = recipe_table(case, advance)
+    tell(answer.to_json() if json else render_recipe_table(answer))
+
+
+def _print_program(job: Job, limits: SearchLimits, json: bool) -> None:
+    """Plan, and print the integer program of the best layout with its numbers."""
+    from planner.search.search import plan
+    from planner.search.why.explain import program_text
+
+    with waiting("searching"):
+        answer = plan(job.model, job.cluster, job.training, limits=limits, runtime=job.runtime_spec)
+    text = program_text(answer, limits=limits)
+    if json:
+        tell({"parallelism": answer.parallelism.model_dump(), "program": text})
+    else:
+        sys.stdout.write(printable(f"{text}\n"))

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-import sys
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from os.path import realpath
+from typing import TYPE_CHECKING
 
 from planner.cli.options import Number, Numbers, Whole, Word
+from planner.cli.output import MAX_WIDTH, dumps, tell
+from planner.errors import SpecError
+from planner.files import refuse_to_overwrite, write_text
+from planner.specs.units import is_count
 
 if TYPE_CHECKING:
+    from rich.console import RenderableType
+
     from planner.schedule.actions import Schedule
     from planner.schedule.compare import RankSeconds, StragglerCost
     from planner.schedule.replay import Timeline
@@ -66,14 +73,14 @@ def schedule_command(
     _write_files(timeline, svg, trace, csv, force)
     if "-" in (svg, trace, csv):  # standard output is taken
         return
-    _print(timeline, synthesis, _straggler(schedule, seconds), json)
+    from planner.report.schedules import timeline_json
+    from planner.schedule.compare import straggler_cost
+
+    cost = straggler_cost(schedule, seconds) if seconds.slow_ranks else None
+    tell((timeline_json if json else _rendered)(timeline, synthesis, cost))
 
 
 def _refuse_files(paths: dict[str, str | None], force: bool) -> None:
-    from os.path import realpath
-
-    from planner.errors import SpecError
-    from planner.files import refuse_to_overwrite
 
     named: dict[str, str] = {}
     for option, path in paths.items():
@@ -86,16 +93,12 @@ def _refuse_files(paths: dict[str, str | None], force: bool) -> None:
 
 
 def _refuse_beside_compare(**options: object) -> None:
-    from planner.errors import SpecError
-
     given = [f"--{name.replace('_', '-')}" for name, value in options.items() if value is not None]
     if given:
         raise SpecError(f"--compare and {given[0]}: all schedules are only compared", "name one schedule for it")
 
 
 def _check_sizes(pp: int, vpp: int, micro_batches: int, in_flight: float | None) -> None:
-    from planner.errors import SpecError
-
     if min(pp, vpp, micro_batches) < 1 or pp * vpp * micro_batches > MAX_CHUNKS:
         raise SpecError(
             f"--pp {pp}, --vpp {vpp}, --micro-batches {micro_batches}: each must be at least 1, their product at most "
@@ -104,16 +107,6 @@ def _check_sizes(pp: int, vpp: int, micro_batches: int, in_flight: float | None)
         )
     if in_flight is not None and not in_flight > 0:
         raise SpecError(f"--in-flight {in_flight:g}: a rank holds some micro-batches", "a number above 0, such as 4")
-
-
-def _print(timeline: Timeline, synthesis: Synthesis | None, straggler: StragglerCost | None, json: bool) -> None:
-    from planner.cli.output import dumps, show
-    from planner.report.schedules import timeline_json
-
-    if json:
-        sys.stdout.write(dumps(timeline_json(timeline, synthesis, straggler)))
-    else:
-        show(*_rendered(timeline, synthesis, straggler))
 
 
 def _order(
@@ -132,7 +125,6 @@ def _order(
 
 
 def _read_csv(path: str) -> Schedule:
-    from planner.errors import SpecError
     from planner.schedule.graph import from_torch_csv
     from planner.specs.reading import CSV, read_text
 
@@ -143,15 +135,7 @@ def _read_csv(path: str) -> Schedule:
     return schedule
 
 
-def _straggler(schedule: Schedule, seconds: RankSeconds) -> StragglerCost | None:
-    from planner.schedule.compare import straggler_cost
-
-    return straggler_cost(schedule, seconds) if seconds.slow_ranks else None
-
-
 def _write_files(timeline: Timeline, svg: str | None, trace: str | None, csv: str | None, force: bool) -> None:
-    from planner.cli.output import dumps
-    from planner.files import write_text
     from planner.report.trace import trace_events
     from planner.schedule.graph import to_torch_csv
 
@@ -165,35 +149,30 @@ def _write_files(timeline: Timeline, svg: str | None, trace: str | None, csv: st
         write_text(csv, to_torch_csv(timeline.schedule), force)
 
 
-def _rendered(timeline: Timeline, synthesis: Synthesis | None, straggler: StragglerCost | None) -> list[Any]:
+def _rendered(
+    timeline: Timeline, synthesis: Synthesis | None, straggler: StragglerCost | None
+) -> Iterator[RenderableType]:
     from rich.console import Console
 
-    from planner.cli.output import MAX_WIDTH
     from planner.report.schedules import render_straggler, render_synthesis, render_timeline
 
-    parts: list[Any] = [render_timeline(timeline, min(Console().width, MAX_WIDTH))]
+    yield render_timeline(timeline, min(Console().width, MAX_WIDTH))
     if synthesis is not None:
-        parts.append(render_synthesis(synthesis))
+        yield render_synthesis(synthesis)
     if straggler is not None:
-        parts.append(render_straggler(straggler))
-    return parts
+        yield render_straggler(straggler)
 
 
 def _print_comparison(
     name: str | None, seconds: RankSeconds, micro_batches: int, vpp: int | None, as_json: bool
 ) -> None:
-    from planner.cli.output import dumps, show
-    from planner.errors import SpecError
     from planner.report.schedules import comparison_json, render_comparison
     from planner.schedule.compare import compare
 
     if name is not None:
         raise SpecError(f"--compare and {name!r}: all schedules are compared", "leave one of the two out")
     rows = compare(seconds, micro_batches, vpp)
-    if as_json:
-        sys.stdout.write(dumps([comparison_json(row) for row in rows]))
-    else:
-        show(render_comparison(rows))
+    tell([comparison_json(row) for row in rows] if as_json else render_comparison(rows))
 
 
 MIN_SECONDS, MAX_SECONDS = 1e-12, 1e9
@@ -212,7 +191,6 @@ def rank_seconds(
     slow_links: dict[tuple[int, int], float],
 ) -> RankSeconds:
     """Seconds of each rank's passes and transfers; SpecError naming the option that makes no sense."""
-    from planner.errors import SpecError
     from planner.schedule.compare import RankSeconds
 
     def per_rank(option: str, values: tuple[float, ...]) -> tuple[float, ...]:
@@ -241,31 +219,26 @@ def rank_seconds(
 
 def slow_stages_of(words: list[str] | None, pp: int) -> dict[int, float]:
     """`3:1.2` as {3: 1.2}."""
-    from planner.errors import SpecError
-    from planner.specs.units import is_count
-
-    factors = {}
-    for word in words or []:
-        rank, _, factor = word.partition(":")
-        if not (is_count(rank) and int(rank) < pp and _is_factor(factor)):
-            raise SpecError(f"--slow-stage {word[:60]}: not a rank below {pp} and a factor", "--slow-stage 3:1.2")
-        factors[int(rank)] = float(factor)
-    return factors
+    says = f"not a rank below {pp} and a factor"
+    return {rank: factor for (rank,), factor in _slow("--slow-stage", words, pp, 1, says, "3:1.2")}
 
 
 def slow_links_of(words: list[str] | None, pp: int) -> dict[tuple[int, int], float]:
     """`1-2:5` as {(1, 2): 5.0}."""
-    from planner.errors import SpecError
-    from planner.specs.units import is_count
+    says = f"not two ranks below {pp} and a factor"
+    return {(one, two): factor for (one, two), factor in _slow("--slow-link", words, pp, 2, says, "1-2:5")}
 
-    factors = {}
+
+def _slow(
+    option: str, words: list[str] | None, pp: int, count: int, says: str, example: str
+) -> Iterator[tuple[list[int], float]]:
+    """The ranks and the factor of each word."""
     for word in words or []:
-        link, _, factor = word.partition(":")
-        ends = link.split("-")
-        if not (len(ends) == 2 and all(is_count(e) and int(e) < pp for e in ends) and _is_factor(factor)):
-            raise SpecError(f"--slow-link {word[:60]}: not two ranks below {pp} and a factor", "--slow-link 1-2:5")
-        factors[int(ends[0]), int(ends[1])] = float(factor)
-    return factors
+        text, _, factor = word.partition(":")
+        ranks = [int(rank) if is_count(rank) else pp for rank in text.split("-")]
+        if not (len(ranks) == count and max(ranks) < pp and _is_factor(factor)):
+            raise SpecError(f"{option} {word[:60]}: {says}", f"{option} {example}")
+        yield ranks, float(factor)
 
 
 def _is_time(value: float) -> bool:

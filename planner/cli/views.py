@@ -1,23 +1,32 @@
-"""Views of what was saved: `plan show`, `report`, `trace`, `memory` and `compare`."""
+"""Views of what was saved: `plan show`, `report`, `trace`, `memory`, `compare`; and `serve` and `mcp`, which answer."""
 
 from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import fields
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from planner.cli.options import Whole, Word
-from planner.errors import SpecError
+import typer
+
+from planner.cli import options as o
+from planner.cli.options import SearchOptions, Whole, Word, command_line, converted, rows_of
+from planner.cli.output import Printing, show_and_save, tell, waiting
+from planner.distribution import install_line
+from planner.errors import PlannerError, SpecError
+from planner.files import STDOUT, refuse_to_overwrite, write_bytes, write_text
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from planner.answer import Plan
     from planner.answer.memory import MemoryAnswer, MemoryOfStage
-    from planner.cli.output import Printing
     from planner.decide.compare import Compared
     from planner.layout.candidate import Candidate
+    from planner.serve.controls import Question
 
 _log = logging.getLogger(__name__)
 MOST_FILES = 6
@@ -43,8 +52,6 @@ def show_command(
       plan show plan.json --show rejected,proof
       plan show plan.json --page report.html --trace trace.json
     """
-    from planner.cli.output import Printing, dumps
-    from planner.cli.output import show as print_out
     from planner.specs.reading import SAVED, label, load_yaml
 
     if page is not None or trace is not None:
@@ -57,10 +64,7 @@ def show_command(
     form = Printing(json, full, show)
     data, where = load_yaml(file, SAVED), label(file)
     rendered = _drawn(data, where, form, alternative)
-    if json:
-        sys.stdout.write(dumps(data))
-    else:
-        print_out(rendered)
+    tell(data if json else rendered)
 
 
 _IMPORTED = {"source", "evaluated", "run"}
@@ -75,7 +79,7 @@ def _drawn(data: dict[str, Any], where: str, form: Printing, alternative: int | 
     keys = data.keys()
     if keys >= {"comparisons", "run", "ranks"}:
         from planner.cli.measurements import probe_of
-        from planner.cli.probe_report import render as render_probe
+        from planner.report.machines import render_probe
 
         return render_probe(probe_of(data, where))
     if keys >= {"observation", "verdict"}:
@@ -85,12 +89,12 @@ def _drawn(data: dict[str, Any], where: str, form: Printing, alternative: int | 
         return render_observed(observed_of(data, where))
     if keys >= {"points", "pareto", "answers"}:
         from planner.decide.sweep import Sweep
-        from planner.report.sweep import render_sweep
+        from planner.report.decisions import render_sweep
 
         return render_sweep(checked(Sweep, {name: data[name] for name in ("points", "goal") if name in data}, where))
     if keys >= {"sides", "differences", "waterfall"}:
         from planner.decide.compare import Compared, compare
-        from planner.report.comparison import render_comparison
+        from planner.report.decisions import render_comparison
 
         return render_comparison(compare([checked(Compared, side, where) for side in data["sides"]]))
     if keys >= {"phases", "changes", "total"} or keys >= {"proposed", "outcomes", "layouts"}:
@@ -156,7 +160,6 @@ def trace_command(
 
 def _saved_plan(file: str, alternative: int | None, written: list[str], force: bool) -> Plan:
     """A saved plan, or one of its alternatives. SpecError before it is read where a file to write exists."""
-    from planner.files import refuse_to_overwrite
     from planner.plan_file import read_plan, with_alternative
 
     for path in written:
@@ -166,8 +169,6 @@ def _saved_plan(file: str, alternative: int | None, written: list[str], force: b
 
 def _write_page(plan: Plan, path: str, force: bool) -> None:
     """Write the report of a plan as HTML."""
-    from planner.cli.output import waiting
-    from planner.files import STDOUT
     from planner.report.page import write_report
 
     with waiting("drawing"):
@@ -178,8 +179,6 @@ def _write_page(plan: Plan, path: str, force: bool) -> None:
 
 def _write_trace(chosen: Plan, file: str, micro_batches: int | None, path: str, force: bool) -> None:
     """Write a step of a plan as Chrome trace events, which Perfetto opens."""
-    from planner.cli.output import waiting
-    from planner.files import STDOUT, write_text
     from planner.layout.price import num_actions, with_microbatches
     from planner.report.trace import MAX_ACTIONS, trace_text
 
@@ -219,8 +218,6 @@ def memory_command(
       plan memory plan.json --stage 0 --plot stage0.svg
       plan memory plan.json --stage 0 --snapshot stage0.pickle
     """
-    from planner.cli.output import show_and_save, waiting
-    from planner.files import STDOUT, refuse_to_overwrite
     from planner.layout.alive import explore, shown
     from planner.layout.price import reprice
     from planner.plan_file import read_plan, with_alternative
@@ -265,7 +262,6 @@ def _drawing_to(path: str) -> Callable[[MemoryOfStage, str, bool], None]:
 
 
 def _write_snapshot(answer: MemoryAnswer, stage: MemoryOfStage, candidate: Candidate, path: str, force: bool) -> None:
-    from planner.files import write_bytes
     from planner.layout.alive import step_of
     from planner.layout.memory_curve import memory_curves
     from planner.report.memory import snapshot
@@ -291,9 +287,8 @@ def compare_command(files: list[str], json: bool = False) -> None:
       plan import pretrain.sh --gpus 64 -o mine.json
       plan compare mine.json plan.json
     """
-    from planner.cli.output import dumps, show
     from planner.decide.compare import compare
-    from planner.report.comparison import render_comparison
+    from planner.report.decisions import render_comparison
 
     if not 2 <= len(files) <= MOST_FILES:
         raise SpecError(
@@ -302,10 +297,7 @@ def compare_command(files: list[str], json: bool = False) -> None:
     if files.count("-") > 1:
         raise SpecError("plan compare: two files are standard input", "name a file for one of them")
     comparison = compare([_side(path) for path in files])
-    if json:
-        sys.stdout.write(dumps(comparison.to_json()))
-    else:
-        show(render_comparison(comparison))
+    tell(comparison.to_json() if json else render_comparison(comparison))
 
 
 def _side(path: str) -> Compared:
@@ -335,3 +327,106 @@ def _priced(data: dict[str, Any], where: str) -> Any:
 
     run = parse_run(data, where)
     return evaluate(run.model, run.cluster, run.training, run.parallelism, runtime=run.runtime)
+
+
+EXTRA = ("starlette", "uvicorn")
+"""The packages of the extra `serve`."""
+START = {"model": "405b", "gpus": "2048"}
+"""The job that the page opens with, unless options say another."""
+
+
+def serve_command(asked: SearchOptions, port: Whole = None, open: bool = False) -> None:
+    """Serve the planner as a page: controls change the plan, its memory and its timeline. Ctrl-C ends it.
+
+    The page opens with the job of the options. It answers this machine only, and keeps nothing on disk. Files of
+    models, hardware and trainers are read only if they are named here.
+
+    \b
+    Example:
+      plan serve
+      plan serve --port 8009 --model ./config.json --gpus 512 --open
+    """
+    try:
+        from planner.serve.app import application
+        from planner.serve.server import listen, serve
+    except ModuleNotFoundError as error:
+        if error.name not in EXTRA:
+            raise
+        raise PlannerError(f"plan serve needs {error.name}, which is not installed", install_line("serve")) from None
+    start = start_of(asked)
+    listener = listen(8008 if port is None else port)
+    defaults = {"hardware": o.DEFAULT_HARDWARE}
+    app = application(partial(read_question, said=set()), start, defaults)
+    serve(listener, app, lambda address: _ready(address, open))
+
+
+def start_of(asked: SearchOptions) -> dict[str, str]:
+    """The options given, as texts. Raises SpecError where a file is missing or wrong, or stdin would be read again."""
+    start = {field.name: _text(getattr(asked, field.name)) for field in fields(asked)}
+    start = {name: text for name, text in start.items() if text}
+    for name in ("model", "hardware", "runtime", "calibration"):
+        if start.get(name) == "-":
+            raise SpecError(f"--{name}: the page reads it again and again, standard input only once", "name a file")
+    if "calibration" in start:
+        raise SpecError("--calibration: not on the page", "plan --calibration FILE takes it")
+    start = {**START, **start}
+    read_question(start)
+    return start
+
+
+def _text(value: Any) -> str:
+    return "" if value is None or value is False else "on" if value is True else str(value)
+
+
+def read_question(options: Mapping[str, str], said: set[str] | None = None) -> Question:
+    """The job that texts of options describe, read as the command line reads them."""
+    from planner.cli.inputs import read_job, read_limits
+    from planner.search.case import Case
+    from planner.serve.controls import Question
+
+    rows = rows_of(SearchOptions)
+    values: dict[str, Any] = {}
+    for name, text in options.items():
+        if name not in rows:
+            raise SpecError(f"--{name.replace('_', '-')[:60]}: no such option", "`plan -h` lists the options")
+        row, kind = rows[name]
+        values[name] = converted(row, kind, text) if row.metavar else True
+    asked = SearchOptions(**values)
+    job = read_job(asked, said)
+    case = Case(job.model, job.cluster, job.training, job.runtime_spec, read_limits(asked, job))
+    return Question(case, command_line(asked))
+
+
+def _ready(address: str, opens: bool) -> None:
+    sys.stdout.write(f"{address}\n")
+    sys.stdout.flush()
+    _log.info("answers this machine only; Ctrl-C ends it")
+    if opens:
+        import webbrowser
+
+        webbrowser.open(address)
+
+
+def mcp_command(ctx: typer.Context, folder: str = ".", port: Whole = None) -> None:
+    """Offer the planner to agents as tools of the Model Context Protocol, over stdin and stdout.
+
+    \b
+    Example:
+      plan mcp
+      plan mcp --folder runs --port 8010
+    """
+
+    root = Path(folder)
+    if not root.is_dir():
+        raise SpecError(f"--folder: {folder!r} is no folder", "name one, such as --folder .")
+    try:
+        from planner.serve.mcp_server import server
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] not in ("mcp", "mcp_types"):
+            raise
+        raise PlannerError("plan mcp needs mcp, which is not installed", install_line("mcp")) from None
+    made = server(root)
+    if port is None:
+        made.run("stdio")
+    else:
+        made.run("streamable-http", host="127.0.0.1", port=port)

@@ -25,6 +25,7 @@ from planner.export.megatron.keyed_reading import EXPERT_TARGETS, read_keys
 from planner.export.megatron.option_rows import options_of
 from planner.export.named_models import model_called, moe_of
 from planner.export.torchtitan_reading import run_of_settings
+from planner.specs.base import Named
 
 _MODES = {"True": "full", "False": "none", "None": "none"}
 _EVERY = ("*", "*_proj", "all-linear", "[]")
@@ -179,7 +180,7 @@ def _trainers_gpus(settings: Settings) -> int | None:
 
 def _of_megatron(settings: Settings, gpus: int | None) -> ImportedRun:
     row, start = dialect("nemo-rl-megatron"), "policy.megatron_cfg."
-    keys, names = Settings(), dict[str, str]()
+    keys, names = Settings(), Named()
     for path, value in settings.items():
         key = path.removeprefix(start).rpartition(".")[2]
         if path.startswith(start) and not row.is_harmless(path.removeprefix(start)) and key != "enabled":

@@ -17,8 +17,8 @@ from typing import Any
 from planner.errors import SpecError
 from planner.export.followed.shell_script import Script, read_script
 from planner.export.imported_run import ConfigFile, ImportedRun, json_of, yaml_of
-from planner.export.megatron.option_rows import Options, broken_rows, options_of, text
-from planner.specs.base import Fields, Said, Texts
+from planner.export.megatron.option_rows import Options, OptionWords, broken_rows, options_of, text
+from planner.specs.base import Fields, Named, Said, Texts
 from planner.specs.reading import literal, parse_python, shipped_table
 from planner.specs.units import is_count
 
@@ -118,7 +118,7 @@ def is_empty(value: Any) -> bool:
 
 def refused_settings(settings: Settings, *names: str) -> list[str]:
     """Reasons why trainers of these names end before their first step, by their tables."""
-    options: dict[str, list[str]] = {}
+    options: OptionWords = {}
     for name, value in flat(settings).items():
         items = value if isinstance(value, list) else [value]
         if not is_off(value) and items:
@@ -134,7 +134,7 @@ class KeyedSettings:
     script: Script
     """The script that launches; an empty one for a file of settings."""
     num_gpus: int | None = None
-    unread: dict[str, str] = field(default_factory=dict)
+    unread: Named = field(default_factory=dict)
     """Settings whose values only a run knows, and their texts."""
 
 
@@ -242,7 +242,7 @@ def flat(data: Said, prefix: str = "") -> Settings:
 def _of_script(config: ConfigFile, calls: re.Pattern[str] | None) -> KeyedSettings:
     script = read_script(config.text, config.beside)
     options = options_of(script.words)
-    settings, unread = Settings(), dict[str, str]()
+    settings, unread = Settings(), Named()
     for name in [word for word in script.words if word.endswith((".yaml", ".yml")) and not word.startswith("-")]:
         if any(name in words for option, words in options.items() if option not in ("--config", "--config-path")):
             continue
@@ -297,11 +297,7 @@ def _of_python(text: str, calls: re.Pattern[str] | None, given: Settings | None 
     return keyed
 
 
-_OBJECTS = frozenset({
-    "model", "args", "tokenizer", "processing_class", "train_dataset", "eval_dataset", "data_collator", "callbacks",
-    "peft_config", "quantization_config", "config", "formatting_func", "compute_metrics", "device_map", "optimizers",
-    "reward_funcs", "dataset_kwargs", "model_init", "ref_model", "run_name", "random_state",
-})  # fmt: skip
+_OBJECTS = frozenset(table()["huggingface"]["objects"].split())
 """Keywords that take objects whose own settings are read where they are made, or that decide nothing."""
 
 

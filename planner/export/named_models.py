@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from typing import Any
 
 from planner.export.followed.python_values import CallRecord
@@ -44,29 +43,13 @@ def model_called(name: str) -> str | None:
 
 
 FLAVORS = {
-    ("llama3", "8B"): "llama-3.1-8b",
-    ("llama3", "70B"): "llama-3.1-70b",
-    ("llama3", "405B"): "llama-3.1-405b",
-    ("llama3", "1B"): "llama-3.2-1b",
-    ("deepseek_v3", "671B"): "deepseek-v3",
-    ("deepseek_v3", "236B"): "deepseek-v2",
-    ("deepseek_v3", "16B"): "deepseek-v2-lite",
-    ("qwen3", "8B"): "qwen3-8b",
-    ("qwen3", "32B"): "qwen3-32b",
-    ("qwen3", "30B-A3B"): "qwen3-30b-a3b",
-    ("qwen3", "235B-A22B"): "qwen3-235b-a22b",
-    ("gpt_oss", "20b"): "gpt-oss-20b",
-    ("gpt_oss", "120b"): "gpt-oss-120b",
+    (module, flavor): name
+    for module, flavors in table()["torchtitan"]["flavors"].items()
+    for flavor, name in flavors.items()
 }
 """(module, flavor) of torchtitan to the model's name here."""
 
-_PREFIXES = {
-    "deepseek_v3": "deepseek-",
-    "llama3": "llama-3-",
-    "llama4": "llama-4-",
-    "llama2": "llama-2-",
-    "llama": "llama-3-",
-}
+_PREFIXES = table()["torchtitan"]["prefixes"]
 
 
 def model_of_flavor(name: str, flavor: str) -> Model | None:
@@ -80,31 +63,7 @@ def flavor_of(module: str, function: str) -> tuple[str, str] | None:
     return next((names for names in FLAVORS if (names[0], names[1].lower()) == (module, flavor)), None)
 
 
-_SIZES = {
-    "hidden_size": "dim", "vocab_size": "vocab_size", "tie_word_embeddings": "enable_weight_tying",
-    "norm_eps": "norm.eps",
-}  # fmt: skip
-_ATTENTION = {
-    "num_attention_heads": "n_heads", "num_key_value_heads": "n_kv_heads", "head_dim": "head_dim",
-    "rope_theta": "rope.theta",
-}  # fmt: skip
-_LATENT = {name: name for name in ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")}
-_MIXTURE = {
-    "num_experts": "num_experts", "num_experts_per_tok": "router.top_k",
-    "moe_intermediate_size": "routed_experts.inner_experts.hidden_dim",
-    "shared_expert_intermediate_size": "shared_experts.w1.out_features", "scoring_func": "router.score_func",
-    "norm_topk_prob": "router.route_norm", "routed_scaling_factor": "router.route_scale",
-    "n_group": "router.num_expert_groups", "topk_group": "router.num_limited_groups", "router_bias": "router.gate.bias",
-}  # fmt: skip
-"""Fields here, and their places in torchtitan's configurations of a model, its attention and its mixtures."""
-_BLOCK = {"attention", "feed_forward", "moe", "attention_norm", "ffn_norm"}
-_PARTS = {
-    *_LATENT, "dim", "n_heads", "n_kv_heads", "head_dim", "rope", "sliding_window_size", "qkv_linear", "wo", "qk_norm",
-    "inner_attention", "param_init", "mscale", "wq", "wq_a", "wq_b", "wkv_a", "wkv_b", "q_norm", "kv_norm",
-}  # fmt: skip
-"""Parts of blocks and of their attention; a layer with another is of no kind that is known here."""
-_CLAMPED = {"activation": "quick_gelu", "glu_linear_offset": 1.0, "mlp_bias": True}
-"""Fields beside the limit of gpt-oss's experts."""
+_REGISTRY = table()["torchtitan"]["registry"]
 
 
 def registered_model(spec: Any) -> Fields | None:
@@ -117,10 +76,15 @@ def registered_model(spec: Any) -> Fields | None:
     layers = model.fields["layers"]
     blocks = [layer for layer in layers if isinstance(layer, CallRecord)] if isinstance(layers, list) else []
     attention = blocks[-1].get("attention") if blocks and blocks == layers else None
-    if model is None or not isinstance(attention, CallRecord) or any(b.fields.keys() - _BLOCK for b in blocks):
+    known, parts = ({*_REGISTRY[name].split()} for name in ("block", "parts"))
+    if not isinstance(attention, CallRecord) or any(block.fields.keys() - known for block in blocks):
         return None
-    found = {**_placed(model, _SIZES), **_placed(attention, _ATTENTION)}
-    if attention.fields.keys() - _PARTS or not found.keys() >= {"hidden_size", "vocab_size", "num_attention_heads"}:
+    found = {**_placed(model, "sizes"), **_placed(attention, "attention")}
+    if attention.fields.keys() - parts - _REGISTRY["latent"].keys() or not found.keys() >= {
+        "hidden_size",
+        "vocab_size",
+        "num_attention_heads",
+    }:
         return None
     num_heads = found["num_attention_heads"]
     biased = {path.partition(".")[0] for path, value in attention.flat() if value is True and path.endswith(".bias")}
@@ -134,7 +98,7 @@ def registered_model(spec: Any) -> Fields | None:
         "intermediate_size": next(filter(None, (block.get("feed_forward.w1.out_features") for block in blocks)), None),
     }  # fmt: skip
     if attention.get("kv_lora_rank"):
-        latent = _placed(attention, _LATENT)
+        latent = _placed(attention, "latent")
         found |= {"mla": {**latent, "q_lora_rank": latent["q_lora_rank"] or None}, "head_dim": latent["v_head_dim"]}
     windows = [block.get("attention.sliding_window_size") for block in blocks]
     if any(windows):
@@ -151,16 +115,16 @@ def _mixture(mixtures: list[Any]) -> Fields:
     if first is None:
         return {}
     leading = mixtures.index(first)
-    found: Fields = {"moe": {**_placed(first, _MIXTURE), "first_k_dense_replace": leading}}
+    found: Fields = {"moe": {**_placed(first, "mixture"), "first_k_dense_replace": leading}}
     if None in mixtures[leading:]:
         found["mlp_layer_types"] = ["dense" if mixture is None else "moe" for mixture in mixtures]
     limit = first.get("routed_experts.inner_experts.swiglu_limit")
-    return found if limit is None else {**found, **_CLAMPED, "swiglu_limit": limit}
+    return found if limit is None else {**found, **_REGISTRY["clamped"], "swiglu_limit": limit}
 
 
-def _placed(record: Any, places: Mapping[str, str]) -> Fields:
-    """The fields that a record has at their places."""
-    values = {name: record.get(place) for name, place in places.items()}
+def _placed(record: Any, part: str) -> Fields:
+    """The fields of a part of the registry that a record has at their places."""
+    values = {name: record.get(place) for name, place in _REGISTRY[part].items()}
     return {name: value for name, value in values.items() if isinstance(value, (str, int, float))}
 
 

@@ -7,13 +7,13 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from planner.answer import Plan
-from planner.export.environment import primus_environment
+from planner.export.launchers import primus_environment
 from planner.export.megatron.megatron_files import LOG, megatron_arguments, notes_on_options, training_arguments
 from planner.export.megatron.option_rows import NEGATED, PRIMUS_SCHEDULES, key_of
 from planner.export.named_models import FLAVORS
 from planner.export.refusal import broken_rules, hint_for, notes_on_price, refuse, unstretched
 from planner.export.run_settings import FIRST_RUN_STEPS, notes_on_model, run_settings
-from planner.export.stages import VirtualStage, objections_to, virtual_stages
+from planner.export.stages import Stages, VirtualStage, objections_to, virtual_stages
 from planner.export.trainer_files import (
     Arguments,
     ExportFile,
@@ -110,7 +110,7 @@ def _compiled(plan: Plan) -> list[str]:
     return [*(["model"] if layers else []), *(["loss"] if runtime.fused_cross_entropy else [])]
 
 
-def _check_expressible(plan: Plan, stages: tuple[VirtualStage, ...]) -> None:
+def _check_expressible(plan: Plan, stages: Stages) -> None:
     """Raise Inexpressible, with every reason, where Primus' torchtitan cannot run the plan."""
     reasons = broken_rules((*torchtitan_rules(plan.parallelism.schedule), *rules_of("export bf16")), plan)
     flavor, names = _flavor(plan.model.spec), {"release": _RELEASE, "published": _published(), "classes": TORCH_CLASSES}

@@ -12,7 +12,7 @@ from planner.export.refusal import Reason
 from planner.export.trainer_files import names_of
 from planner.layout.price import order_of
 from planner.schedule.graph import to_torch_csv
-from planner.specs.base import Said
+from planner.specs.base import Named, Said
 from planner.specs.expressions import text_of, value_of
 from planner.specs.reading import shipped_table
 from planner.trainers.load import has_dtype
@@ -41,6 +41,10 @@ class VirtualStage:
         return not (self.num_layers or self.embedding or self.mtp or self.head)
 
 
+Stages = tuple[VirtualStage, ...]
+"""Virtual stages in model order."""
+
+
 def _looped(stage: int, pp: int) -> tuple[int, int]:
     """(rank, chunk) of a virtual stage dealt out round robin: interleaved schedules, and one chunk per rank."""
     return stage % pp, stage // pp
@@ -51,7 +55,7 @@ def _v_shaped(stage: int, pp: int) -> tuple[int, int]:
     return (stage, 0) if stage < pp else (2 * pp - 1 - stage, 1)
 
 
-def virtual_stages(best: PricedLayout, num_layers: int) -> tuple[VirtualStage, ...]:
+def virtual_stages(best: PricedLayout, num_layers: int) -> Stages:
     """All chunks of all ranks in model order.
 
     Raises SpecError when they do not hold every layer once, first to last, under either placement.
@@ -80,9 +84,7 @@ def _chains(bounds: list[tuple[int, int]], num_layers: int) -> bool:
     )
 
 
-def _assemble(
-    places: list[tuple[int, int]], bounds: list[tuple[int, int]], ranks: dict[int, StagePlan]
-) -> tuple[VirtualStage, ...]:
+def _assemble(places: list[tuple[int, int]], bounds: list[tuple[int, int]], ranks: dict[int, StagePlan]) -> Stages:
     last = len(places) - 1
     mtp_ranks = [stage.stage for stage in ranks.values() if "mtp" in stage.holds]
     # a rank's multi-token-prediction blocks come after all its decoder layers
@@ -93,12 +95,12 @@ def _assemble(
     )
 
 
-def is_looped(stages: tuple[VirtualStage, ...], pp: int) -> bool:
+def is_looped(stages: Stages, pp: int) -> bool:
     """Virtual stage j is on rank j mod pp, for every j."""
     return all(stage.rank == j % pp for j, stage in enumerate(stages))
 
 
-def is_even(stages: tuple[VirtualStage, ...]) -> bool:
+def is_even(stages: Stages) -> bool:
     """Virtual stages have equally many layers, and MTP blocks are where trainers put them unasked."""
     return len({stage.num_layers for stage in stages}) == 1 and all(
         not stage.mtp or j == len(stages) - 1 for j, stage in enumerate(stages)
@@ -192,7 +194,7 @@ def objections_to(plan: Plan, name: str, stages: Sequence[VirtualStage] = (), /,
     return [Reason(row["reason"], text_of(row["says"], names)) for row in _rows(name) if _refuses(row, names)]
 
 
-def _rows(name: str) -> Iterator[dict[str, str]]:
+def _rows(name: str) -> Iterator[Named]:
     for row in shipped_table("export/objections.yaml")[name]:
         yield from _rows(row) if isinstance(row, str) else (row,)
 

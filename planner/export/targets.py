@@ -12,12 +12,11 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from planner.specs.base import Texts
-
 if TYPE_CHECKING:
     from planner.answer import Plan
     from planner.export.imported_run import ConfigFile, ImportedRun
     from planner.export.trainer_files import ExportFile, LaunchCommand, TrainerFiles
+    from planner.specs.base import Texts
 
 
 @dataclass(frozen=True, slots=True)

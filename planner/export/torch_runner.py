@@ -11,14 +11,14 @@ import yaml
 from planner.answer import Plan
 from planner.distribution import install_line
 from planner.errors import SpecError
-from planner.export.environment import node_environment
 from planner.export.imported_run import ConfigFile, ImportedRun, new_run, positive_number, yaml_of
 from planner.export.keyed_settings import dialect
+from planner.export.launchers import node_environment
 from planner.export.named_models import exported_model
 from planner.export.refusal import broken_rules, hint_for, notes_on_price, refuse
 from planner.export.stages import (
     ORDER_FILE,
-    VirtualStage,
+    Stages,
     objections_to,
     recomputed_layers,
     virtual_stages,
@@ -143,7 +143,7 @@ def export_torch(plan: Plan) -> TrainerFiles:
     return TrainerFiles(WRITTEN_FOR, files, command, notes)
 
 
-def _check_expressible(plan: Plan, stages: tuple[VirtualStage, ...]) -> None:
+def _check_expressible(plan: Plan, stages: Stages) -> None:
     """Raise Inexpressible, with every reason, where torch's runtime or the runner cannot run the plan."""
     of_model = rules_of("export torch-eager")
     reasons = broken_rules((*of_model, *rules_of("layout torch-eager", "module", "export bf16")), plan)
@@ -172,7 +172,7 @@ def _notes(plan: Plan) -> Texts:
     return (*notes, *notes_on_price(plan))
 
 
-def _plan_yaml(plan: Plan, stages: tuple[VirtualStage, ...], order: Schedule) -> str:
+def _plan_yaml(plan: Plan, stages: Stages, order: Schedule) -> str:
     """Everything a rank needs to build its part; sequences are whole, and the order stands in `schedule_csv`."""
     layout = plan.parallelism
     modules = sorted(set(layout.recompute_modules) & _RECOMPUTABLE) if layout.recompute == "selective" else []
@@ -198,7 +198,7 @@ def _plan_yaml(plan: Plan, stages: tuple[VirtualStage, ...], order: Schedule) ->
     return yaml.dump(data, Dumper=_Compact, sort_keys=False, width=118, allow_unicode=True)
 
 
-def _chunks(plan: Plan, stages: tuple[VirtualStage, ...]) -> list[Fields]:
+def _chunks(plan: Plan, stages: Stages) -> list[Fields]:
     counts = recomputed_layers(plan.best, stages)
     return [
         {
@@ -211,7 +211,7 @@ def _chunks(plan: Plan, stages: tuple[VirtualStage, ...]) -> list[Fields]:
     ]
 
 
-def _pipelining(plan: Plan, stages: tuple[VirtualStage, ...], order: Schedule) -> Fields:
+def _pipelining(plan: Plan, stages: Stages, order: Schedule) -> Fields:
     """The schedule's torch class where one would take the plan, the ranks and layers of its stages, and the CSV."""
     layout = plan.parallelism
     class_takes_plan = not broken_rules(schedule_rules(layout.schedule) or (), plan)

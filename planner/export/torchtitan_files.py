@@ -5,12 +5,12 @@ from __future__ import annotations
 from itertools import groupby
 
 from planner.answer import Plan
-from planner.export.environment import node_environment, variables
+from planner.export.launchers import node_environment, variables
 from planner.export.refusal import broken_rules, hint_for, notes_on_price, refuse
 from planner.export.run_settings import BIAS_UPDATE_RATE, FIRST_RUN_STEPS, notes_on_model, run_settings, stated
 from planner.export.stages import (
     ORDER_FILE,
-    VirtualStage,
+    Stages,
     all_full,
     is_looped,
     objections_to,
@@ -164,7 +164,7 @@ _LOSS = ["from torchtitan.components.loss import ChunkedLossWrapper, CrossEntrop
 _MTP_LOSS = ["from torchtitan.models.deepseek_v3.mtp import MTPLoss"]
 
 
-def recipe_source(plan: Plan, stages: tuple[VirtualStage, ...]) -> str:
+def recipe_source(plan: Plan, stages: Stages) -> str:
     """The recipe's text below its header."""
     layout = plan.parallelism
     attention = "varlen" if splits_backward(plan) else "flex"
@@ -278,7 +278,7 @@ def export_torchtitan(plan: Plan) -> TrainerFiles:
     return TrainerFiles(WRITTEN_FOR, tuple(files), command, notes)
 
 
-def _check_expressible(plan: Plan, stages: tuple[VirtualStage, ...]) -> None:
+def _check_expressible(plan: Plan, stages: Stages) -> None:
     """Raise Inexpressible, with every reason, where torchtitan cannot run the plan."""
     layout, of_model = plan.parallelism, rules_of("export torchtitan")
     reasons = broken_rules((*of_model, *torchtitan_rules(layout.schedule), *rules_of("export bf16")), plan)

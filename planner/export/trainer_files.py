@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import yaml
 
 from planner.answer import Plan
-from planner.specs.base import Fields, Said, Texts
+from planner.specs.base import Fields, Named, Said, Texts
 from planner.specs.expressions import text_of, value_of
 from planner.specs.reading import shipped_table
 from planner.specs.units import GIB
@@ -165,7 +165,7 @@ class LaunchCommand:
     trainer: TrainerVersion = TrainerVersion()
     promise: Texts = ()
     """Lines that say what the plan promises, to hold the first run against."""
-    environment: dict[str, str] = field(default_factory=dict)
+    environment: Named = field(default_factory=dict)
     setup: Texts = ()
     """Shell lines to run before."""
     exit_minutes: str = ""
@@ -305,7 +305,7 @@ def requirements_of(name: str, plan: Plan | None, /, **more: Any) -> tuple[Requi
     return tuple(Requirement(**{key: text_of(cell, names) for key, cell in row.items() if key != "if"}) for row in rows)
 
 
-def _standing(part: str, name: str, names: Said) -> list[dict[str, str]]:
+def _standing(part: str, name: str, names: Said) -> list[Named]:
     rows = shipped_table("export/notes.yaml")[part][name]
     return [row for row in rows if value_of(row.get("if", "True"), names)]
 

@@ -33,6 +33,8 @@ STEADY_ROUNDS = (3, 4)
 extrapolates; the step that is reported is replayed in full."""
 SETTLED = 1e-3
 """Largest fraction by which a pipeline that repeats itself may be slower than its busiest rank."""
+SETTLED_EARLY = 1e-9
+"""The same a round before STEADY_ROUNDS, where most pipelines repeat themselves already: nothing but rounding."""
 LONG_ACTIONS = 1 << 20
 """Number of actions beyond which no step is replayed in full: a million actions take seconds and a gigabyte."""
 LONG_ROUNDS = 256
@@ -191,29 +193,33 @@ def _is_replayed_whole(shape: Shape) -> bool:
 
 
 def _extrapolated_s(shape: Shape, durations: Durations, schedule: str) -> float | None:
-    """Makespan in seconds from two short replays, if every further micro-batch adds the same time; else None.
+    """Makespan in seconds from short replays, if every further micro-batch adds the same time; else None.
 
     For a long step, more and more rounds are replayed until this holds, or until `LONG_ROUNDS` are replayed.
     """
     pp, vpp, wanted = int(shape.pp), int(shape.vpp), int(shape.num_microbatches)
-    long = is_long(shape)
     if _is_replayed_whole(shape):
         return None
-    first, second = STEADY_ROUNDS
+    ranks, steady, slack = placement(schedule, pp, vpp), STEADY_ROUNDS[1], SETTLED_EARLY
+    rounds = STEADY_ROUNDS[0] - 1
+    few = _short_of(shape, rounds)
+    few_s = _makespan_s(schedule, pp, vpp, few, durations)
     while True:
-        few, more = (_short_of(shape, rounds) for rounds in (first, second))
-        few_s, more_s = (_makespan_s(schedule, pp, vpp, m, durations) for m in (few, more))
+        rounds = rounds + 1 if rounds < steady else 2 * rounds
+        more = _short_of(shape, rounds)
+        more_s = _makespan_s(schedule, pp, vpp, more, durations)
         slope_s = (more_s - few_s) / (more - few)
-        if _is_settled(slope_s, durations, placement(schedule, pp, vpp)):
-            return more_s + slope_s * (wanted - more)
-        if not long:
+        settled_s = more_s + slope_s * (wanted - more)
+        if _is_settled(slope_s, durations, ranks, slack):
+            return settled_s
+        if rounds >= steady and not is_long(shape):
             return None
-        if second >= LONG_ROUNDS or 2 * pp * vpp * _short_of(shape, 2 * second) > MOST_ACTIONS:
-            return more_s + slope_s * (wanted - more)
-        first, second = second, 2 * second
+        if rounds >= steady and (rounds >= LONG_ROUNDS or 2 * pp * vpp * _short_of(shape, 2 * rounds) > MOST_ACTIONS):
+            return settled_s
+        few, few_s, slack = more, more_s, SETTLED
 
 
-def _is_settled(slope_s: float, durations: Durations, placement: Sequence[int]) -> bool:
+def _is_settled(slope_s: float, durations: Durations, placement: Sequence[int], slack: float) -> bool:
     """True where a further micro-batch adds as much time as the busiest rank needs for it.
 
     As long as this does not hold, the pace may change. Where ranks wait for transfers, these count as busy time too. A
@@ -230,7 +236,7 @@ def _is_settled(slope_s: float, durations: Durations, placement: Sequence[int]) 
         busy = [
             seconds + before + after for seconds, before, after in zip(busy, [0, *between], [*between, 0], strict=True)
         ]
-    return max(busy) * (1 - 1e-9) <= slope_s <= max(busy) * (1 + SETTLED)
+    return max(busy) * (1 - 1e-9) <= slope_s <= max(busy) * (1 + slack)
 
 
 def _pipeline(timeline: Timeline) -> Pipeline:

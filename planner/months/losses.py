@@ -12,8 +12,6 @@ are goodput's. The factor is the median over published production runs of the me
 that its interval holds the error of the prediction too.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from functools import cache
@@ -48,7 +46,7 @@ class Fact(Spec):
         drawn: FloatArray = self.value * np.exp(self.sigma * normal)
         return drawn
 
-    def times(self, factor: float) -> Fact:
+    def times(self, factor: float) -> "Fact":
         """The figure and its interval, multiplied."""
         return Fact(value=factor * self.value, low=factor * self.low, high=factor * self.high, source=self.source)
 

@@ -1,6 +1,6 @@
 """Seconds of an operator on one GPU: products, attention and memory-bound work.
 
-The rates are those of the data sheet times a few achieved shares (`specs/efficiency.py`); small shapes lose more, to
+The rates are those of the data sheet times a few achieved shares (`specs/hardware.py`); small shapes lose more, to
 tiles, waves and launches. All sizes may be numpy arrays; one call prices thousands of shapes.
 """
 

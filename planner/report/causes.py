@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 from planner.answer import Layout, Plan, PricedLayout
-from planner.report.format import digits, fits_with, gibibytes, large, percent, seconds
-from planner.report.labels import BREAKDOWN, LEAST_SHARE, MEMORY, is_proven, says_bound
+from planner.report.format import (
+    BREAKDOWN,
+    LEAST_SHARE,
+    MEMORY,
+    digits,
+    fits_with,
+    gibibytes,
+    is_proven,
+    large,
+    percent,
+    says_bound,
+    seconds,
+)
 from planner.specs.base import Spec
 from planner.specs.cluster import ClusterSpec
+from planner.specs.expressions import text_of, value_of
+from planner.specs.reading import shipped_table
 from planner.specs.units import GIB
-
-_RECOMPUTED = {"none": 0, "selective": 1, "full": 2}
 
 
 class Difference(Spec):
@@ -64,7 +76,7 @@ def matters(difference: Difference, step_s: float) -> bool:
 def largest_cause(best: PricedLayout, other: PricedLayout, cluster: ClusterSpec) -> Cause:
     """The item in which `other`, the slower layout, loses most."""
     worst = max(step_differences(best, other), key=lambda difference: difference.change)
-    because = _REASONS[worst.item](_Pair(best, other, cluster))
+    because = _because(worst.item, best, other, cluster)
     return Cause(item=worst.item, label=worst.label, difference_s=worst.change, because=because)
 
 
@@ -136,98 +148,27 @@ def now(constraint: str, best: Plan) -> str:
     return f"tp {layout.tp} of {best.cluster.hardware.a_domain} of {best.cluster.nvlink_domain_size}"
 
 
-@dataclass(frozen=True, slots=True)
-class _Pair:
-    """The best layout and one that is slower, which a reason is about."""
+def _because(item: str, best: PricedLayout, other: PricedLayout, cluster: ClusterSpec) -> str:
+    """The sentence of the first row of an item in causes.yaml that holds for two layouts."""
+    names = _WORDS | {
+        "best": best, "other": other, "a": best.parallelism, "b": other.parallelism, "cluster": cluster,
+        "domain": cluster.nvlink_domain_size, "places": partial(_places, best, other),
+        "more_compute_s": other.step.breakdown.compute_s - best.step.breakdown.compute_s,
+    }  # fmt: skip
+    rows = shipped_table("report/causes.yaml")[item]
+    return next(text_of(row["says"], names) for row in rows if value_of(row.get("when", "True"), names))
 
-    best: PricedLayout
-    other: PricedLayout
-    cluster: ClusterSpec
 
-    @property
-    def a(self) -> Layout:
-        """The sizes of the best."""
-        return self.best.parallelism
+def _places(best: PricedLayout, other: PricedLayout, group: str) -> str:
+    """The tiers that a group spans where the two layouts number their ranks in different orders; else nothing."""
+    a, b = (next((str(each) for each in side.placement if each.group == group), "") for side in (best, other))
+    if best.rank_order == other.rank_order or a == b:
+        return ""
+    return f"; ranks in the order {other.rank_order} have {b or f'no {group}'}, the best's {a or f'no {group}'}"
 
-    @property
-    def b(self) -> Layout:
-        """The sizes of the other."""
-        return self.other.parallelism
 
-    def compute(self) -> str:
-        a, b, best, other = self.a, self.b, self.best, self.other
-        if b.num_gpus_used < a.num_gpus_used:
-            return f"it uses {b.num_gpus_used:,} GPUs of {self.cluster.num_gpus:,}, the best {a.num_gpus_used:,}"
-        if _RECOMPUTED[b.recompute] > _RECOMPUTED[a.recompute] or _full_layers(other) > _full_layers(best):
-            return f"it recomputes {_recomputed(other)}, the best {_recomputed(best)}"
-        lost_s = (_unevenness(other) - _unevenness(best)) * best.step.breakdown.compute_s
-        if lost_s > 0.5 * (other.step.breakdown.compute_s - best.step.breakdown.compute_s):
-            return (
-                f"its slowest stage computes {percent(_unevenness(other))} longer than the mean of all stages, the "
-                f"best's {percent(_unevenness(best))}"
-            )
-        if b.tp > a.tp or b.micro_batch_size * a.cp < a.micro_batch_size * b.cp:
-            return f"its matrix products are smaller and reach less of the peak: {_share(b)}, the best's {_share(a)}"
-        if b.cp > a.cp:
-            return f"attention works on shorter blocks over {b.cp} ranks than over {a.cp}"
-        return "its matrix products and attention have shapes that reach less of the GPU's peak"
-
-    def tensor(self) -> str:
-        a, b, domain = self.a, self.b, self.cluster.nvlink_domain_size
-        if b.tp > domain:
-            joined = f"the {self.cluster.hardware.fabric} domain of {domain} GPUs"
-            return f"tp {b.tp} leaves {joined}, so every layer waits for the network"
-        if _full_layers(self.other) > _full_layers(self.best):
-            return f"recomputing repeats the exchanges of a layer: it recomputes {_recomputed(self.other)}"
-        if b.tp != a.tp:
-            between = f"between {a.tp}" if a.tp > 1 else "not at all"
-            return f"every layer's activations are exchanged between {b.tp} GPUs, in the best {between}"
-        return f"it exchanges in smaller pieces: {_share(b)}, the best's {_share(a)}"
-
-    def context(self) -> str:
-        a, b = self.a, self.b
-        crosses = ", across nodes" if b.tp * b.cp > self.cluster.nvlink_domain_size else ""
-        ranks = f"round {a.cp}" if a.cp > 1 else "they stay where they are"
-        return f"keys and values go round {b.cp} ranks{crosses}; in the best {ranks}"
-
-    def expert(self) -> str:
-        a, b, domain = self.a, self.b, self.cluster.nvlink_domain_size
-        crosses = f", more than the {domain} of {self.cluster.hardware.a_domain}" if b.ep * b.etp > domain else ""
-        return f"tokens travel to experts on {b.ep * b.etp} ranks{crosses}; in the best on {a.ep * a.etp}"
-
-    def pipeline(self) -> str:
-        a, b = self.a, self.b
-        if a.schedule != b.schedule:
-            return f"{b.schedule} waits for what stages send each other where {a.schedule} goes on computing"
-        passes = f"{b.num_microbatches} micro-batches pass {b.pp} stages of {b.vpp} chunks"
-        return f"{passes}; in the best {a.num_microbatches} pass {a.pp} of {a.vpp}{self.places('pp')}"
-
-    def data(self) -> str:
-        best, other = (large(max(s.num_parameters for s in side.stages)) for side in (self.best, self.other))
-        return (
-            f"{other} parameters a rank are exchanged over {_group(self.b)} and one micro-batch hides too little of "
-            f"it; in the best {best} over {_group(self.a)}{self.places('dp')}"
-        )
-
-    def bubble(self) -> str:
-        return f"filling and draining {_filled(self.b)}; in the best {_filled(self.a)}{self.places('pp')}"
-
-    def optimizer(self) -> str:
-        return f"its optimizer is sharded {_shards(self.b)}, the best's {_shards(self.a)}"
-
-    def overhead(self) -> str:
-        each = self.b.num_microbatches, self.a.num_microbatches
-        return f"the host starts {each[0]} micro-batches a step, in the best {each[1]}"
-
-    def places(self, group: str) -> str:
-        """The tiers that a group spans where the two layouts number their ranks in different orders; else nothing."""
-        best, other = self.best, self.other
-        if best.rank_order == other.rank_order:
-            return ""
-        a, b = (next((str(each) for each in side.placement if each.group == group), "") for side in (best, other))
-        if a == b:
-            return ""
-        return f"; ranks in the order {other.rank_order} have {b or f'no {group}'}, the best's {a or f'no {group}'}"
+def _largest(layout: PricedLayout) -> str:
+    return large(max(stage.num_parameters for stage in layout.stages))
 
 
 def _share(layout: Layout) -> str:
@@ -269,14 +210,9 @@ def _shards(layout: Layout) -> str:
     return f"over {layout.shard_size} ranks" if layout.zero_stage else "over none"
 
 
-_REASONS = {
-    "compute_s": _Pair.compute,
-    "tp_comm_s": _Pair.tensor,
-    "cp_comm_s": _Pair.context,
-    "ep_comm_s": _Pair.expert,
-    "pp_comm_s": _Pair.pipeline,
-    "exposed_dp_s": _Pair.data,
-    "bubble_s": _Pair.bubble,
-    "optimizer_s": _Pair.optimizer,
-    "overhead_s": _Pair.overhead,
-}
+_WORDS: dict[str, Any] = {
+    "recomputed": {"none": 0, "selective": 1, "full": 2}, "percent": percent, "share": _share, "full": _full_layers,
+    "what": _recomputed, "uneven": _unevenness, "group": _group, "filled": _filled, "shards": _shards,
+    "largest": _largest,
+}  # fmt: skip
+"""The names that the rows of causes.yaml have beside those of the two layouts."""

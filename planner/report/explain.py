@@ -10,8 +10,19 @@ from rich.text import Text
 
 from planner.answer import Layout, PricedLayout
 from planner.report.causes import Difference, matters, memory_differences, step_differences
-from planner.report.format import fits_with, gibibytes, percent, seconds, signed_seconds
-from planner.report.labels import LEAST_GAIN, MEMORY, corrections_title, manner, named, sizes
+from planner.report.format import (
+    LEAST_GAIN,
+    MEMORY,
+    corrections_title,
+    fits_with,
+    gibibytes,
+    manner,
+    named,
+    percent,
+    seconds,
+    signed_seconds,
+    sizes,
+)
 from planner.report.pieces import as_group, bullets, columns, headed, section
 from planner.report.rows import Table
 from planner.report.small import room_lines, rows_of
@@ -86,7 +97,7 @@ def _layouts(answer: Explanation) -> RichTable:
 
 def _why_refused(answer: Explanation) -> Iterator[RenderableType]:
     rows = (
-        (f"{count:,}", reason.replace("_", " "), Text(answer.rejection_examples.get(reason, ""), style="dim"))
+        (f"{count:,}", reason.replace("_", " "), Text(answer.rejection_examples.get(reason, "")))
         for reason, count in answer.rejections.items()
     )
     if answer.rejections:
@@ -114,7 +125,7 @@ def _seconds(answer: Explanation, pinned: PricedLayout, shown: Iterable[Differen
         (one.label, seconds(one.best, like_s), seconds(one.other, like_s), signed_seconds(one.change, like_s))
         for one in shown
     )
-    table = headed(("", "best", "asked", "difference"), "lrrr", rows, style="dim")
+    table = headed(("", "best", "asked", "difference"), "lrrr", rows)
     step = (answer.best.step.step_s, pinned.step.step_s)
     table.add_row(
         "step", *(seconds(value, like_s) for value in step), signed_seconds(step[1] - step[0], like_s), style="bold"
@@ -124,7 +135,7 @@ def _seconds(answer: Explanation, pinned: PricedLayout, shown: Iterable[Differen
 
 def _memory(answer: Explanation, pinned: PricedLayout) -> RichTable:
     other = f"{'asked' if pinned.fits else 'nearest'}, stage {pinned.worst_stage.stage}"
-    table = headed(("", f"best, stage {answer.best.worst_stage.stage}", other, "difference"), "lrrr", style="dim")
+    table = headed(("", f"best, stage {answer.best.worst_stage.stage}", other, "difference"), "lrrr")
     for difference in memory_differences(answer.best, pinned):
         if difference.best or difference.other:
             style = "bold" if difference.label == MEMORY["total_bytes"] else None
@@ -181,7 +192,7 @@ def _assumptions(answer: Explanation) -> RichTable:
     for assumption in sorted(_moving(answer), key=lambda assumption: not assumption.changes_the_choice):
         table.add_row("yes" if assumption.changes_the_choice else "no", Text(f"if {assumption.says}"))
         if assumption.changes_the_choice:
-            table.add_row("", Text(_instead(assumption, answer.best.parallelism), style="dim"))
+            table.add_row("", Text(_instead(assumption, answer.best.parallelism)))
     return table
 
 
@@ -224,7 +235,7 @@ def _worths(answer: RecipeTable) -> RichTable:
     for switch in filter(_switch_matters, answer.switches):
         note = "" if switch.has_effect else "no effect here"
         chosen = Text(written(switch.value), style="bold")
-        table.add_row(switch.switch, chosen, "", "", Text(note, style="dim"))
+        table.add_row(switch.switch, chosen, "", "", Text(note))
         for other in (other for other in switch.others if not other.rule):
             table.add_row(
                 "",

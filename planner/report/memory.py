@@ -12,8 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from planner.answer.memory import MemoryAnswer, MemoryChange, MemoryOfStage, MemoryTensor
-from planner.report.format import gibibytes, percent, seconds
-from planner.report.labels import MEMORY
+from planner.report.format import MEMORY, gibibytes, percent, seconds
 from planner.report.pieces import as_group, bullets, headed, section
 
 _MOST_GROUPS = 16
@@ -25,7 +24,7 @@ _SHORT = {"gradients": "grads", "optimizer": "optim", "activations": "activ", "w
 def render_memory(answer: MemoryAnswer, stage: MemoryOfStage) -> Iterator[RenderableType]:
     """The stages' peaks, the largest tensors of `stage`, and what would make room there."""
     capacity = gibibytes(stage.capacity_bytes)
-    yield Text(f"{answer.model}  {answer.layout}", style="bold")
+    yield Text(f"{answer.model}  {answer.layout}")
     yield section(f"Memory at the peak of each stage, GiB of the GPU's {capacity}", _stages(answer))
     when = seconds(stage.peak_s)
     flying = len({(tensor.microbatch, tensor.from_s) for tensor in stage.tensors if tensor.item == "activations"})
@@ -44,7 +43,7 @@ def render_memory(answer: MemoryAnswer, stage: MemoryOfStage) -> Iterator[Render
 def _stages(answer: MemoryAnswer) -> Table:
     items = [name for name in MEMORY if name != "total_bytes"]
     heads = [_SHORT.get(MEMORY[name], MEMORY[name]) for name in items]
-    table = headed(("stage", *heads, "total", "peak at"), "r" * (len(items) + 3), style="bold")
+    table = headed(("stage", *heads, "total", "peak at"), "r" * (len(items) + 3))
     for first, last in _alike(answer.stages):
         sizes = [gibibytes(getattr(first.memory, name)) for name in items]
         name = str(first.stage) if first is last else f"{first.stage}–{last.stage}"
@@ -64,7 +63,7 @@ def _alike(stages: Sequence[MemoryOfStage]) -> Iterator[tuple[MemoryOfStage, Mem
 
 
 def _largest(answer: MemoryAnswer, stage: MemoryOfStage) -> Table:
-    table = headed(("GiB", "item", "tensor", "number", "gone with", "step"), "rlwrwr", style="bold")
+    table = headed(("GiB", "item", "tensor", "number", "gone with", "step"), "rlwrwr")
     groups = grouped(stage.tensors)
     for group in groups[:_MOST_GROUPS]:
         change = group.cheapest(answer.changes)
@@ -84,7 +83,7 @@ def _longer(answer: MemoryAnswer, change: MemoryChange) -> str:
 
 
 def _changes(answer: MemoryAnswer, stage: MemoryOfStage) -> Table:
-    table = headed(("change", "peak", "frees", "step", ""), "wrrrr", style="bold")
+    table = headed(("change", "peak", "frees", "step", ""), "wrrrr")
     for change in answer.changes:
         peak = change.peak_bytes[stage.stage]
         freed = gibibytes(stage.peak_bytes - peak)

@@ -19,16 +19,26 @@ from planner.observe.observation import GapCause, GapRemedy, Observation, Observ
 from planner.observe.traces.dumps import FlightReport, SnapshotReport
 from planner.observe.traces.events import HOST, CollectiveTime, TraceReport, TraceStep
 from planner.observe.traces.recorded import Recorded, steady
-from planner.report.format import bar, digits, gibibytes, large, percent, seconds, signed_seconds, span
-from planner.report.labels import BREAKDOWN, LEAST_SHARE
-from planner.report.months import duration
-from planner.report.pieces import TextBar, as_group, bullets, columns, headed, section
+from planner.report.format import (
+    BREAKDOWN,
+    LEAST_SHARE,
+    bar,
+    digits,
+    duration,
+    gibibytes,
+    large,
+    percent,
+    seconds,
+    signed_seconds,
+    span,
+)
+from planner.report.pieces import as_group, bullets, columns, headed, section, shares
 from planner.specs.reading import printable
 
 if TYPE_CHECKING:
     from planner.observe.follower import FollowedRun
 
-_MOST_TIMERS, _MOST_RANKS, _WIDEST_BAR = 16, 8, 24
+_MOST_TIMERS, _MOST_RANKS = 16, 8
 _LEAST_DRIFT = 0.01
 _WALL = {
     "startup_s": "start-up",
@@ -52,7 +62,7 @@ def render_observed(observed: Observed) -> Iterator[RenderableType]:
     """The whole answer, made for 80 columns."""
     observation, prediction = observed.observation, observed.prediction
     if says := conclusion(observed):
-        yield Text(f"{says[0].upper()}{says[1:]}.", style="bold")
+        yield Text(_sentence(says), style="bold")
     yield Text(_what(observation), style="" if says else "bold")
     if observation.step_s is not None:
         yield section("The step", _step(observation, prediction))
@@ -149,42 +159,34 @@ def _says(outlier: Outlier) -> str:
 
 
 def _wall(wall: Wall) -> Table:
-    table = columns("lrrw")
-    for name, label in _WALL.items():
-        value = getattr(wall, name)
-        if value:
-            share = value / wall.wall_s
-            table.add_row(label, seconds(value), percent(share), TextBar(share, _WIDEST_BAR))
+    values = ((label, getattr(wall, name)) for name, label in _WALL.items())
+    table = shares((label, seconds(value), value / wall.wall_s) for label, value in values if value)
     if wall.error_fraction >= 0.0005:
-        table.add_row(
-            "counted twice", signed_seconds(-wall.overlap_s, wall.overlap_s), percent(wall.error_fraction), ""
-        )
-    table.add_row("wall time", seconds(wall.wall_s), "", "")
+        table.add_row("counted twice", signed_seconds(-wall.overlap_s, wall.overlap_s), percent(wall.error_fraction))
+    table.add_row("wall time", seconds(wall.wall_s))
     return table
 
 
 def _memory(observation: Observation, prediction: Prediction | None) -> RenderableType:
-    peak, kind = observation.peak_memory_bytes or 0, observation.peak_memory_kind
-    table = columns("lrw")
     printed = len(observation.memory)
     whose = "of the one rank that prints it" if printed == 1 else f"of the fullest of {printed} ranks that print it"
-    table.add_row(f"peak {kind}", f"{gibibytes(peak)} GiB", whose)
+    peak = f"{gibibytes(observation.peak_memory_bytes or 0)} GiB"
+    table = columns("lrw", [(f"peak {observation.peak_memory_kind}", peak, whose)])
     if prediction is not None:
-        interval = prediction.total_memory_interval
-        ends = "" if interval is None else f"; {gibibytes(interval[0])}–{gibibytes(interval[1])} with what is reserved"
-        table.add_row(
-            "predicted", f"{gibibytes(prediction.peak_memory_bytes)} GiB", f"allocated on the fullest rank{ends}"
-        )
+        ends = "–".join(map(gibibytes, prediction.total_memory_interval or ()))
+        more = f"; {ends} with what is reserved" if ends else ""
+        predicted = f"{gibibytes(prediction.peak_memory_bytes)} GiB"
+        table.add_row("predicted", predicted, f"allocated on the fullest rank{more}")
     ranks = [rank for rank in observation.memory if rank.rank is not None]
     if len(ranks) < 2:
         return table
-    by_rank = headed(("rank", "allocated", "reserved, GiB"), "lrr")
-    for rank in sorted(
-        ranks, key=lambda rank: -(rank.max_allocated_bytes or rank.max_reserved_bytes or rank.device_bytes or 0)
-    )[:_MOST_RANKS]:
-        sizes = (rank.max_allocated_bytes, rank.max_reserved_bytes)
-        by_rank.add_row(str(rank.rank), *("" if size is None else gibibytes(size) for size in sizes))
-    return Group(table, by_rank)
+    ranks.sort(key=lambda rank: -(rank.max_allocated_bytes or rank.max_reserved_bytes or rank.device_bytes or 0))
+    rows = (
+        (str(rank.rank), *("" if size is None else gibibytes(size) for size in (rank.max_allocated_bytes,
+                                                                               rank.max_reserved_bytes)))
+        for rank in ranks[:_MOST_RANKS]
+    )  # fmt: skip
+    return Group(table, headed(("rank", "allocated", "reserved, GiB"), "lrr", rows))
 
 
 def _timers(observation: Observation) -> Table:
@@ -247,7 +249,7 @@ def gap_section(observed: Observed) -> RenderableType | None:
     every = (*observed.waterfall, *observed.beside)
     largest_s = max(abs(term.seconds) for term in every)
     like_s = min(step_s, prediction.step_s) if prediction else step_s
-    table = headed(("", "", "", "to win back"), "lrlr", style="dim")
+    table = headed(("", "", "", "to win back"), "lrlr")
     if prediction is not None and observed.waterfall:
         table.add_row("predicted step", seconds(prediction.step_s, like_s), "", "", style="bold")
         _add_terms(table, observed.waterfall, like_s, largest_s, LEAST_SHARE * step_s)
@@ -257,7 +259,7 @@ def gap_section(observed: Observed) -> RenderableType | None:
         _add_terms(table, observed.beside, like_s, largest_s, LEAST_SHARE * step_s)
         wall_s = step_s + sum(term.seconds for term in observed.beside)
         table.add_row("wall time per step", seconds(wall_s, like_s), "", "", style="bold")
-        parts += [Text(words, style="dim") for words in _whole(observation)]
+        parts += [Text(words) for words in _whole(observation)]
     if said := list(_evidence(observed.waterfall, _WORTH_A_SENTENCE * step_s)):
         parts += ["", bullets(said)]
     return section("Where the seconds go", Group(*parts))
@@ -330,7 +332,7 @@ def _clause(cause: GapCause) -> str:
 def _cause(cause: GapCause, step_s: float | None) -> Iterator[RenderableType]:
     row = GAP_ROWS.get(cause.name)
     head = Text(row.at(cause.where) if row else cause.name)
-    head.append(f"  {cause.name}", style="dim")
+    head.append(f"  {cause.name}")
     yield head
     yield Padding(_details(cause, step_s), (0, 0, 0, 3))
 
@@ -378,11 +380,10 @@ def _place(found: FollowedRun) -> str:
     if found.band_s is None:
         return found.place
     low_s, high_s = found.band_s
-    up_to = "" if found.place == "above" else "up to "
-    around = span(low_s, high_s, high_s) if low_s else f"{up_to}{seconds(high_s)}"
+    around = f"{found.place} {span(low_s, high_s, high_s) if low_s else seconds(high_s)}"
     if found.place in ("above", "below"):
-        return f"{found.place} {around}, {found.out_steps:,} of {found.allowed_steps:,} steps"
-    return f"{found.place} {around}"
+        return f"{around}, {found.out_steps:,} of {found.allowed_steps:,} steps"
+    return around if low_s else f"{found.place} up to {seconds(high_s)}"
 
 
 _MOST_ROWS, _NAME_WIDTH = 10, 34
@@ -424,16 +425,14 @@ def _traces(report: TraceReport) -> Iterator[RenderableType]:
         yield section("Exchanges that take longest", _exchanges(exchanges))
 
 
+def _mean(steps: Sequence[TraceStep], name: str) -> float:
+    return float(sum(getattr(step, name) for step in steps)) / len(steps)
+
+
 def _parts(steps: Sequence[TraceStep], on_host: bool) -> Table:
-    wall_s = sum(step.wall_s for step in steps) / len(steps)
-    table = columns("lrrw")
-    for name, told in _PARTS.items():
-        value = sum(getattr(step, name) for step in steps) / len(steps)
-        told = "between operators" if on_host and name == "host_gaps_s" else told
-        if value:
-            table.add_row(told, seconds(value), percent(value / wall_s), TextBar(value / wall_s, _WIDEST_BAR))
-    table.add_row("all", seconds(wall_s), "", "")
-    return table
+    wall_s, told = _mean(steps, "wall_s"), _PARTS | ({"host_gaps_s": "between operators"} if on_host else {})
+    means = ((words, _mean(steps, name)) for name, words in told.items())
+    return shares(((words, seconds(s), s / wall_s) for words, s in means if s), ("all", seconds(wall_s)))
 
 
 def _families(steps: Sequence[TraceStep]) -> RenderableType:
@@ -442,9 +441,8 @@ def _families(steps: Sequence[TraceStep]) -> RenderableType:
         for family in step.families:
             total[family.family] += family.seconds / len(steps)
     whole = sum(total.values()) or 1.0
-    table = columns("lrrw")
-    for name, value in sorted(total.items(), key=lambda item: -item[1]):
-        table.add_row(name, seconds(value), percent(value / whole), TextBar(value / whole, _WIDEST_BAR))
+    ranked = sorted(total.items(), key=lambda item: -item[1])
+    table = shares((name, seconds(value), value / whole) for name, value in ranked)
     unknown = dict.fromkeys(name for step in steps for family in step.families for name in family.longest)
     if not unknown:
         return table
@@ -463,51 +461,50 @@ def _groups(steps: Sequence[TraceStep]) -> Table:
 
 
 def _exchanges(rows: Sequence[CollectiveTime]) -> Table:
-    table = headed(("exchange", "group", "MB", "times", "transfer", "wait", "GB/s"), "llrrrrr")
-    for row in sorted(rows, key=lambda row: -row.median_s * row.count)[:_MOST_ROWS]:
-        rate = "" if row.bus_gb_per_s is None else f"{'≥ ' if row.at_least else ''}{row.bus_gb_per_s:.1f}"
-        transfer, wait = (
-            (f"{seconds(row.median_s)} both", "")
-            if row.transfer_s is None
-            else (seconds(row.transfer_s), seconds(row.wait_s or 0.0))
-        )
-        size = "" if row.num_bytes is None else f"{row.num_bytes / 1e6:.2f}"
-        table.add_row(row.collective, row.group[:20], size, f"{row.count:,}", transfer, wait, rate)
-    return table
+    heads = ("exchange", "group", "MB", "times", "transfer", "wait", "GB/s")
+    return headed(
+        heads, "llrrrrr", map(_exchange, sorted(rows, key=lambda row: -row.median_s * row.count)[:_MOST_ROWS])
+    )
+
+
+def _exchange(row: CollectiveTime) -> tuple[str, ...]:
+    rate = "" if row.bus_gb_per_s is None else f"{'≥ ' if row.at_least else ''}{row.bus_gb_per_s:.1f}"
+    times = (f"{seconds(row.median_s)} both", "")
+    if row.transfer_s is not None:
+        times = (seconds(row.transfer_s), seconds(row.wait_s or 0.0))
+    size = "" if row.num_bytes is None else f"{row.num_bytes / 1e6:.2f}"
+    return row.collective, row.group[:20], size, f"{row.count:,}", *times, rate
 
 
 def _snapshot(report: SnapshotReport) -> RenderableType:
-    table = columns("lrrw")
-    for part in report.parts:
-        share = part.num_bytes / (report.peak_bytes or 1)
-        table.add_row(part.category, f"{gibibytes(part.num_bytes)} GiB", percent(share), TextBar(share, _WIDEST_BAR))
-    for name, num_bytes in (
+    parts = ((part.category, part.num_bytes) for part in report.parts)
+    table = shares((name, f"{gibibytes(size)} GiB", size / (report.peak_bytes or 1)) for name, size in parts)
+    for name, size in (
         ("peak, allocated", report.peak_bytes), ("most reserved", report.peak_reserved_bytes),
         ("free in blocks, at the end", report.inactive_bytes), ("largest of them", report.largest_free_block_bytes),
     ):  # fmt: skip
-        table.add_row(name, f"{gibibytes(num_bytes)} GiB", "", "")
-    lines = list(_snapshot_says(report))
-    return Group(table, *(Text(line) for line in lines))
-
-
-def _snapshot_says(report: SnapshotReport) -> Iterator[str]:
-    oom = report.out_of_memory
-    if oom is not None:
-        why = ""
-        if oom.fragmented:
-            why = f": {gibibytes(oom.inactive_bytes)} GiB were free, in blocks of at most "
-            why += f"{gibibytes(oom.largest_free_block_bytes)} GiB; fragmentation"
-        yield f"Out of memory on a request of {gibibytes(oom.requested_bytes)} GiB{why}."
+        table.add_row(name, f"{gibibytes(size)} GiB")
+    if (oom := report.out_of_memory) is None:
+        return table
+    why = ""
+    if oom.fragmented:
+        why = f": {gibibytes(oom.inactive_bytes)} GiB were free, in blocks of at most "
+        why += f"{gibibytes(oom.largest_free_block_bytes)} GiB; fragmentation"
+    return Group(table, Text(f"Out of memory on a request of {gibibytes(oom.requested_bytes)} GiB{why}."))
 
 
 def _flight(report: FlightReport) -> RenderableType:
-    table = headed(("group", "ranks", "called", "ended", "outstanding", "differ"), "lrrrrr")
-    for group in report.groups[:_MOST_ROWS]:
-        called = f"{max(group.last_enqueued.values(), default=0):,}"
-        ended = f"{min(group.last_completed.values(), default=0):,}"
-        name = group.description or group.name
-        table.add_row(
-            name[:_NAME_WIDTH], f"{len(group.ranks):,}", called, ended, f"{len(group.outstanding):,}",
-            f"{len(group.mismatches):,}",
-        )  # fmt: skip
-    return Group(Text(f"{report.verdict[0].upper()}{report.verdict[1:]}.", style="bold"), table)
+    rows = (
+        (
+            (group.description or group.name)[:_NAME_WIDTH], f"{len(group.ranks):,}",
+            f"{max(group.last_enqueued.values(), default=0):,}", f"{min(group.last_completed.values(), default=0):,}",
+            f"{len(group.outstanding):,}", f"{len(group.mismatches):,}",
+        )
+        for group in report.groups[:_MOST_ROWS]
+    )  # fmt: skip
+    table = headed(("group", "ranks", "called", "ended", "outstanding", "differ"), "lrrrrr", rows)
+    return Group(Text(_sentence(report.verdict), style="bold"), table)
+
+
+def _sentence(text: str) -> str:
+    return f"{text[0].upper()}{text[1:]}."

@@ -15,7 +15,7 @@ from typing import Any
 
 from planner.answer import Plan
 from planner.files import write_text
-from planner.report.format import gibibytes, large, percent
+from planner.report.format import LEAST_SHARE, MEMORY, gibibytes, large, percent
 from planner.report.html import (
     Card,
     Html,
@@ -31,7 +31,6 @@ from planner.report.html import (
     table,
     tag,
 )
-from planner.report.labels import LEAST_SHARE, MEMORY
 from planner.report.pictures import pareto, pictures, stage_seconds, steps
 from planner.report.rows import MFU, STAGE_HEADS, Entry, Figure, ReportSection, StepShare, Table
 from planner.report.view import SECTIONS, View, view_of

@@ -14,11 +14,10 @@ import numpy.typing as npt
 
 from planner.answer import Plan, PricedLayout
 from planner.layout.memory_curve import MemoryCurve, memory_curves
-from planner.report.format import gibibytes, seconds, unit_for
+from planner.report.format import MEMORY, gibibytes, seconds, unit_for
 from planner.report.html import PLOT_STYLE, Html, folded, joined, picture, tag
-from planner.report.labels import MEMORY
 from planner.report.rows import Entry
-from planner.report.timeline import DrawnStep, Window, caption, shown_step
+from planner.report.schedules import DrawnStep, Window, caption, shown_step
 from planner.schedule.actions import KINDS
 from planner.schedule.replay import Timeline, replay
 from planner.specs.units import GIB

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType, group
 from rich.measure import Measurement
@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from planner.errors import printable
-from planner.report.format import bar
+from planner.report.format import bar, percent
 
 
 class Plain:
@@ -36,22 +36,23 @@ as_group = group()
 Rows = Iterable[Iterable[RenderableType]]
 
 
-def columns(align: str, rows: Rows = (), gap: int = 2) -> Table:
-    """A table without lines: a column per letter of `align`, l, r, n (left too) or w (left, and wraps)."""
+def columns(align: str, rows: Rows = (), gap: int = 2, bold: Container[int] = ()) -> Table:
+    """A table without lines: a column per letter of `align`, l, r, n (left too) or w (left, and wraps); the rows with
+    the numbers `bold` stand out."""
     table = Table(box=None, padding=(0, gap, 0, 0), pad_edge=False, show_header=False)
     for side in align:
         table.add_column(justify="right" if side == "r" else "left", no_wrap=side != "w")
-    for row in rows:
-        table.add_row(*row)
+    for number, row in enumerate(rows):
+        table.add_row(*row, style="bold" if number in bold else None)
     return table
 
 
-def headed(heads: Iterable[str], align: str, rows: Rows = (), style: str = "", gap: int = 2) -> Table:
+def headed(heads: Iterable[str], align: str, rows: Rows = (), gap: int = 2, bold: Container[int] = ()) -> Table:
     """`columns` with a head over each."""
-    table = columns(align, rows, gap)
+    table = columns(align, rows, gap, bold)
     table.show_header = True
     for column, head in zip(table.columns, heads, strict=True):
-        column.header = Text(head, style=style)
+        column.header = Text(head)
     return table
 
 
@@ -66,6 +67,14 @@ class TextBar:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
         yield Text(bar(self.fraction, min(self.widest, options.max_width), self.track), style=self.style)
+
+
+def shares(rows: Iterable[tuple[str, str, float]], whole: tuple[str, str] | None = None) -> Table:
+    """Names with their sizes and their shares of a whole, which a bar shows too, and the whole below them."""
+    drawn = columns("lrrw", ((name, size, percent(share), TextBar(share, 24)) for name, size, share in rows))
+    if whole:
+        drawn.add_row(*whole, "", "")
+    return drawn
 
 
 def bullets(lines: Iterable[str]) -> Table:

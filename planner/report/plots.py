@@ -22,9 +22,9 @@ from planner.answer.memory import MemoryOfStage
 from planner.decide.sweep import Point, Sweep
 from planner.errors import SpecError
 from planner.files import write_bytes
+from planner.report.decisions import swept_axes
 from planner.report.format import gibibytes, large, unit_for
 from planner.report.pictures import MEMORY_COLOURS, PALETTE, envelope
-from planner.report.sweep import swept_axes
 from planner.specs.units import GIB
 from planner.trainers.switches import written
 

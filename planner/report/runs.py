@@ -13,9 +13,7 @@ from planner.answer import Interval, Plan, half_width
 from planner.decide.job import Choice, Failure, Resume
 from planner.decide.next import NextAnswer, NextOutcome, days_of
 from planner.decide.phases import LayoutChange, PhaseAnswer, PhasesAnswer
-from planner.report.format import digits, fits_with, large, percent, seconds, span
-from planner.report.labels import manner, sizes
-from planner.report.months import duration
+from planner.report.format import digits, duration, fits_with, large, manner, percent, seconds, sizes, span
 from planner.report.pieces import as_group, bullets, columns, headed, section
 
 
@@ -66,7 +64,7 @@ def _span(interval: Interval, write: Callable[[float], str]) -> str:
 
 def _phases(run: PhasesAnswer) -> Table:
     heads = ("phase", "tokens", "batch", "sequence", "step", "tokens/s", "MFU", "days", "±")
-    table = headed(heads, "l" + "r" * (len(heads) - 1), style="dim")
+    table = headed(heads, "l" + "r" * (len(heads) - 1))
     for phase in run.phases:
         width = "–" if phase.days_interval is None else percent(half_width(phase.days_interval), 0)
         table.add_row(
@@ -85,7 +83,7 @@ def _batch(phase: PhaseAnswer) -> str:
 
 
 def _layouts(run: PhasesAnswer) -> Table:
-    table = headed(("phase", "layout", ""), "lwl", style="dim")
+    table = headed(("phase", "layout", ""), "lwl")
     layouts = [phase.plan.parallelism for phase in run.phases]
     differs = len({(layout.zero_stage, layout.shard_size < layout.dp * layout.cp) for layout in layouts}) > 1
     for phase, layout in zip(run.phases, layouts, strict=True):
@@ -100,7 +98,7 @@ def _days(days: float) -> str:
 
 def _stops(run: PhasesAnswer) -> Table:
     """Every stop, what it is for, and what it would be to keep the layout."""
-    table = headed(("stop", "for its", "takes", "to keep the layout"), "llrw", style="dim")
+    table = headed(("stop", "for its", "takes", "to keep the layout"), "llrw")
     for change in run.changes:
         names = f"{_short(change.before)} → {_short(change.after)}"
         table.add_row(names, change.why, duration(change.stop_s), _keeping(change))
@@ -188,7 +186,7 @@ def render_resume(resume: Resume, plan: Plan) -> Iterator[RenderableType]:
     if not resume.choices:
         return
     yield from map(Text, _advice(resume))
-    meanings = [Text(_MEANINGS, style="dim")] if resume.num_gpus_lost > 0 else []
+    meanings = [Text(_MEANINGS)] if resume.num_gpus_lost > 0 else []
     yield section("Ways to go on", Group(_table(resume), *meanings, *_notes(resume)))
     yield section("Failures of the job that goes on", _failures(resume.failures))
     yield section("Spare nodes, GPU-hours a day", Group(_spares(resume), Text(_says_spares(resume))))
@@ -246,7 +244,7 @@ def _table(resume: Resume) -> Table:
     """A row for each way; those that are closed have no figures."""
     grows = resume.num_gpus_lost < 0
     heads = ("", "", "GPUs", "idle", "batch", "tokens/s", "change", "back in", "pays after", "loses")
-    table = headed(heads, "llrrrrrrrr", style="dim", gap=1)
+    table = headed(heads, "llrrrrrrrr", gap=1)
     for number, choice in enumerate(resume.choices):
         mark = "→" if number == resume.recommended else " "
         cells = [f"{choice.global_batch_size:,}", large(choice.tokens_per_s)]
@@ -295,7 +293,7 @@ def _conditions(choice: Choice) -> Iterator[str]:
 
 def _failures(failures: Iterable[Failure]) -> Table:
     heads = ("lost", "nodes", "a day", "the job", "each loses", "tokens/s then", "GPU-h a day")
-    table = headed(heads, "lrrlrrr", style="dim", gap=1)
+    table = headed(heads, "lrrlrrr", gap=1)
     total = 0.0
     for failure in failures:
         total += failure.gpu_hours_per_day
@@ -317,7 +315,7 @@ def _rate(per_day: float) -> str:
 
 
 def _spares(resume: Resume) -> Table:
-    table = headed(("spare nodes", "none free", "idle", "lost", "together", ""), "rrrrrl", style="dim", gap=1)
+    table = headed(("spare nodes", "none free", "idle", "lost", "together", ""), "rrrrrl", gap=1)
     for number in _shown(resume):
         row = resume.spares[number]
         none_free = "under 0.1%" if row.none_free_fraction < 1e-3 else percent(row.none_free_fraction)
@@ -397,7 +395,7 @@ def render_next(answer: NextAnswer) -> Group:
         parts.append(section("What it decides", bullets(map(_outcome, answer.outcomes))))
     elif answer.outcomes:
         parts.append(section("What it decides", "Nothing by itself: what is run next is held against it."))
-    table = headed(("", "layout", "step", "80% interval", "fastest", "saves"), "rwrrrr", style="dim")
+    table = headed(("", "layout", "step", "80% interval", "fastest", "saves"), "rwrrrr")
     for one in answer.layouts[:MOST_TRIALS]:
         step = "measured" if one.measured_s else percent(one.saved_fraction, 2)
         low, high = one.expected_s_interval

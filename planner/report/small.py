@@ -7,9 +7,8 @@ from dataclasses import dataclass
 
 from planner.answer import Change, Layout, Plan, Room, StagePlan
 from planner.answer import is_small as is_small_job
-from planner.report.format import digits, fits_with, gibibytes, large, percent, seconds, signed_seconds, span
-from planner.report.months import cost_figures, duration
-from planner.report.rows import MFU, Figure, StepShare
+from planner.report.format import digits, duration, fits_with, gibibytes, large, percent, seconds, signed_seconds, span
+from planner.report.rows import MFU, Figure, StepShare, cost_figures
 from planner.specs.units import gib
 
 _SHARDED = {

@@ -18,8 +18,16 @@ from rich.text import Text
 
 from planner.answer import Plan, PricedLayout
 from planner.report import small
-from planner.report.format import gibibytes, seconds
-from planner.report.labels import EVIDENCE_IN_BRIEF, LINE, recipe_lines, says_deciding, says_scope, says_unsaid
+from planner.report.format import (
+    EVIDENCE_IN_BRIEF,
+    LINE,
+    gibibytes,
+    recipe_lines,
+    says_deciding,
+    says_scope,
+    says_unsaid,
+    seconds,
+)
 from planner.report.pieces import TextBar, bullets, columns, section
 from planner.report.rows import Entry, Figure, ReportSection, Robust, Table, entry_of
 from planner.report.view import View, seconds_table, stage_table, view_of
@@ -45,7 +53,7 @@ def render(plan: Plan, own: PricedLayout | None = None, names: Sequence[str] = (
     missing = [name for name in names if view.section(name) is None and name != "timeline"]
     if "timeline" in names:
         shown.append(_timeline(plan))
-    nothing = [Text(f"\n{', '.join(missing)}: nothing to show for this plan", style="dim")] if missing else []
+    nothing = [Text(f"\n{', '.join(missing)}: nothing to show for this plan")] if missing else []
     return Group(_panel(view, is_brief=False), *shown, *nothing)
 
 
@@ -67,8 +75,7 @@ def panel_text(plan: Plan) -> str:
 
 def _timeline(plan: Plan) -> RenderableType:
     """The pipeline's timeline, of as many micro-batches as are drawn."""
-    from planner.report.schedules import drawing
-    from planner.report.timeline import shown_step
+    from planner.report.schedules import drawing, shown_step
     from planner.schedule.replay import replay
 
     step = shown_step(plan)
@@ -94,12 +101,12 @@ def table(shown: Table) -> RenderableType:
     drawn = columns(shown.align + bars, gap=1 if is_crowded else 2)
     if shown.heads:
         heads = ["\n".join(head.rsplit(" ", 1)) if shown.has_narrow_heads else head for head in shown.heads]
-        drawn.add_row(*(Text(head, style="dim") for head in heads), *("" for _ in bars))
+        drawn.add_row(*(Text(head) for head in heads), *("" for _ in bars))
     has_track = bool(shown.heads)
     for number, row in enumerate(shown.rows):
         cells: list[RenderableType] = [*row]
         if shown.align.endswith("w") and len(row) > 2:
-            cells[-1] = Text(row[-1], style="dim")
+            cells[-1] = Text(row[-1])
         if shown.bars:
             share = shown.bars[number]
             style = "red" if share > 1 else "dim" if row[0] == "free" else "cyan"
@@ -158,7 +165,7 @@ def _entry(entry: Entry, width: int) -> Iterator[RenderableType]:
     more = f"{entry.more}  " if entry.more and not entry.trade else ""
     yield _head(entry, width, f"{entry.step}  {more}{entry.peak} GiB")
     if entry.remark:
-        yield Padding(Text(entry.remark, style="dim"), (0, 0, 0, width + 1))
+        yield Padding(Text(entry.remark), (0, 0, 0, width + 1))
 
 
 def _head(entry: Entry, width: int, figures: str) -> RichTable:
@@ -194,7 +201,7 @@ def screen(plan: Plan, own: PricedLayout | None = None, after: str = "") -> Grou
         more = min(max(spare, -block.least), block.most - block.least)
         spare -= more
         parts += [*([""] if number < num_blanks else []), block.draw(block.least + more)]
-    return Group(*parts, *(Text(line, style="dim") for line in footnote), *([_cut(after)] if after else []))
+    return Group(*parts, *(Text(line) for line in footnote), *([_cut(after)] if after else []))
 
 
 def _num_lines(shown: RenderableType) -> int:
@@ -222,7 +229,7 @@ def _blocks(plan: Plan, view: View) -> Iterator[_Block]:
         go = f"Where the {seconds(view.step_s)} of a step go"
         few, many = min(3, len(shares)), min(4, len(shares))
         yield _Block(few, many, lambda n: Group(_title(go), Padding(table(seconds_table(shares[:n])), (0, 0, 0, 1))))
-    if given := view.section("given"):
+    if view.own is not None and (given := view.section("given")):
         (pair,) = given.parts
         entries = [] if isinstance(pair, Table) else [each for each in pair if isinstance(each, Entry)]
         yield _Block(4, 4, lambda _: Group(_title(given.title), *_few(entries, None)))
@@ -304,7 +311,7 @@ def _stages(view: View, whole: Table, num_rows: int) -> RenderableType:
     if left <= 0:
         return Padding(table(replace(whole, heads=heads)), (0, 0, 0, 1))
     few = num_rows - 1
-    rest = Text(f" … and {left + 1} more: --show stages", style="dim")
+    rest = Text(f" … and {left + 1} more: --show stages")
     return Group(
         Padding(table(replace(whole, heads=heads, rows=whole.rows[:few], bars=whole.bars[:few])), (0, 0, 0, 1)), rest
     )

@@ -20,7 +20,7 @@ from planner.layout.candidate import Candidate
 from planner.layout.memory_curve import memory_curves
 from planner.layout.price import reprice
 from planner.layout.step import Passes, Together, beside_pipeline, exchanges_of_passes
-from planner.report.labels import ACTIONS, sizes
+from planner.report.format import ACTIONS, sizes
 from planner.schedule.actions import KINDS, Action, F
 from planner.schedule.replay import Timeline, replay
 

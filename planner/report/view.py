@@ -7,23 +7,28 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
-from itertools import pairwise
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain, pairwise
 from typing import Literal
 
 from planner.answer import Plan, PricedLayout, SearchReport
 from planner.report import small
-from planner.report.format import digits, fits_with, gibibytes, large, percent, seconds, span
-from planner.report.labels import (
+from planner.report.format import (
     BREAKDOWN,
     EVIDENCE,
     LEAST_SHARE,
     RANKED_FIRST,
     corrected,
     corrections_title,
+    digits,
     environment_of,
+    fits_with,
+    gibibytes,
     is_proven,
+    large,
     manner,
+    percent,
     recipe_heading,
     recipe_lines,
     recomputed_modules,
@@ -31,8 +36,9 @@ from planner.report.labels import (
     says_deciding,
     says_outcome,
     says_unsaid,
+    seconds,
+    span,
 )
-from planner.report.months import cost_figures, goodput_figures, says_sources, sustained_figure
 from planner.report.rows import (
     MFU,
     STAGE_HEADS,
@@ -43,10 +49,14 @@ from planner.report.rows import (
     StageRow,
     StepShare,
     Table,
+    cost_figures,
     entry_of,
+    goodput_figures,
     robust_of,
     runs_of_stages,
+    says_sources,
     shown_cells,
+    sustained_figure,
 )
 from planner.report.small import ChangeRow
 from planner.specs.training import TrainingSpec
@@ -71,10 +81,13 @@ class Line:
     """False where it waits for the full report."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class View:
-    """A plan as its reports show it."""
+    """A plan as its reports show it; its sections are worked out when they are asked for."""
 
+    plan: Plan
+    own: PricedLayout | None
+    """The planner's choice for the same job, beside an evaluated layout."""
     job: str
     """Model, GPUs and trainer."""
     command: str
@@ -106,10 +119,7 @@ class View:
     alternatives: tuple[Entry, ...]
     robust: Robust | None
     """The best few layouts under changed assumptions; None where these move nothing."""
-    recipe: tuple[tuple[str, str], ...]
     changes: tuple[ChangeRow, ...]
-    sections: tuple[ReportSection, ...]
-    """The sections that are not empty, in the order of SECTIONS."""
 
     @property
     def capacity(self) -> str:
@@ -123,7 +133,22 @@ class View:
 
     def section(self, name: str) -> ReportSection | None:
         """A section by its name; None where it is empty."""
-        return next((section for section in self.sections if section.name == name), None)
+        return next((section for section in self._filled if section.name == name), None)
+
+    @cached_property
+    def sections(self) -> tuple[ReportSection, ...]:
+        """The sections that are not empty, in the order of SECTIONS."""
+        return tuple(sorted(self._filled, key=lambda section: SECTIONS.index(section.name)))
+
+    @property
+    def _filled(self) -> Iterator[ReportSection]:
+        sections = chain(_answers(self), _reasons(self))
+        return (section for section in sections if any(section.parts))
+
+    @property
+    def recipe(self) -> tuple[tuple[str, str], ...]:
+        """The lines of the recipe, with the variables that it needs."""
+        return recipe_lines(self.plan.best, environment_of(self.plan))
 
 
 def view_of(plan: Plan, own: PricedLayout | None = None) -> View:
@@ -134,24 +159,22 @@ def view_of(plan: Plan, own: PricedLayout | None = None) -> View:
     others = tuple(entry_of(f"{rank}.", other, best) for rank, other in enumerate(plan.alternatives, start=1))
     robust = None if is_tuning else robust_of(best)
     stages = tuple(StageRow((stage,), plan.cluster.hardware.memory_bytes) for stage in plan.stages)
-    recipe = recipe_lines(best, environment_of(plan))
-    view = View(
+    return View(
+        plan=plan, own=own,
         job=f"{plan.model.name} on {plan.cluster.num_gpus:,} × {plan.cluster.hardware.name}, {plan.runtime}",
         command=plan.command, layout=str(best.parallelism), fits=best.fits, is_small=is_tuning,
         lines=tuple(_kept(_lines(plan))), figures=figures, below=tuple(_kept(_below(plan))),
         sustained=None if is_tuning else sustained_figure(best), peak=_peak(best), fit=_fit(best) if best.fits else "",
         tokens=None if plan.run_cost is None else plan.run_cost.tokens, cost=cost_figures(plan),
         goodput=goodput_figures(plan), capacity_bytes=plan.cluster.hardware.memory_bytes, step_s=step_s, stages=stages,
-        breakdown=shares, best=entry_of("best", best), alternatives=others, robust=robust, recipe=recipe,
-        changes=small.change_rows(plan, plan.changes), sections=(),
+        breakdown=shares, best=entry_of("best", best), alternatives=others, robust=robust,
+        changes=small.change_rows(plan, plan.changes),
     )  # fmt: skip
-    found = {section.name: section for section in (*_answers(plan, view, own), *_reasons(plan, view))}
-    sections = tuple(found[name] for name in SECTIONS if name in found and any(found[name].parts))
-    return replace(view, sections=sections)
 
 
-def _answers(plan: Plan, view: View, own: PricedLayout | None) -> Iterator[ReportSection]:
+def _answers(view: View) -> Iterator[ReportSection]:
     """The sections that say what was chosen, where its seconds and bytes go, and what else there is."""
+    plan, own = view.plan, view.own
     if own is not None:
         pair = (entry_of("given", plan.best), entry_of("own", own, plan.best))
         yield ReportSection("given", "Beside the planner's own choice", (pair,))
@@ -175,9 +198,9 @@ def _answers(plan: Plan, view: View, own: PricedLayout | None) -> Iterator[Repor
         yield ReportSection("robust", "If an assumption turns out otherwise: the step", (table,))
 
 
-def _reasons(plan: Plan, view: View) -> Iterator[ReportSection]:
+def _reasons(view: View) -> Iterator[ReportSection]:
     """The sections that say how sure all that is, and what it rests on."""
-    search, hardware = plan.search, plan.cluster.hardware
+    plan, search, hardware = view.plan, view.plan.search, view.plan.cluster.hardware
     yield ReportSection("recipe", recipe_heading(plan.best), _table(view.recipe))
     yield ReportSection("sure", "How sure", _table(tuple(_sure(plan))))
     if search is not None:

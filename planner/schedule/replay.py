@@ -387,7 +387,7 @@ def stage_tables(
 def _vector(name: str, values: Sequence[float], length: int) -> FloatArray:
     array = np.asarray(values, dtype=np.float64)
     if array.shape != (length,):
-        raise SpecError(f"{name} has {array.size} entries, the schedule needs {length}")
+        raise SpecError(f"{name} has {array.size} entries, the schedule needs {length}", f"give {length} of them")
     if not (array >= 0).all():
         raise SpecError(f"{name} holds {array.min()}: it must not be negative")
     return array

@@ -19,7 +19,7 @@ from planner.physics.stage_memory import host_rule
 from planner.schedule.orders import SCHEDULES, violation
 from planner.search.case import Case
 from planner.search.chunks import chunk_lengths
-from planner.shape import RANK_ORDERS, BoolArray, FloatArray, IntArray, Shape, divisors
+from planner.shape import RANK_ORDERS, BoolArray, FloatArray, IntArray, Shape, distinct, divisors
 from planner.specs.cluster import ClusterSpec
 from planner.specs.model import ModelSpec
 from planner.specs.problems import closest, nearest
@@ -182,7 +182,7 @@ class Bar:
 
         Every size of every axis is priced once with each other, as a grid that broadcasts.
         """
-        axes = [np.unique(column) for column in rows.T]
+        axes = [np.array(distinct(column)) for column in rows.T]
         tp, cp, ep, etp, batch = np.ix_(*axes, np.asarray(batches))
         kernels = Shape(
             tp=tp, cp=cp, ep=ep, etp=etp, micro_batch_size=batch, seq_length=training.seq_length, dp=ep * etp,
@@ -387,10 +387,10 @@ def _largest(
     dp = np.zeros_like(room)
     slots = grid["tp"] * grid["cp"]
     experts = grid["ep"] * grid["etp"]
-    for batch in np.unique(grid["micro_batch_size"]):
+    for batch in distinct(grid["micro_batch_size"]):
         if training.global_batch_size % batch:
             continue
-        microbatches = training.global_batch_size // int(batch)
+        microbatches = training.global_batch_size // batch
         choices = divisors(microbatches, cluster.num_gpus)
         sizes = np.array([0] + [d for d in choices if limits.dp is None or d in limits.dp])
         steps = microbatches // np.maximum(sizes, 1)

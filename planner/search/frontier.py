@@ -22,7 +22,7 @@ from planner.search.bounds import (
 from planner.search.enumerate import scalar, schedules_of, schedules_tried
 from planner.search.ilp.node import RecomputeChoice, Whole, recurring
 from planner.search.priced_shapes import Modules, PricedShapes
-from planner.shape import BoolArray, FloatArray, IntArray, Shape
+from planner.shape import BoolArray, FloatArray, IntArray, Shape, distinct
 from planner.specs.model import ModelSpec
 from planner.specs.training import Recompute, SearchLimits
 from planner.trainers.rules.recipe import Setting, takes_shapes
@@ -300,7 +300,7 @@ class Frontier:
         taken = [index for index in ranked.tolist() if self._stands_for_sets(index)][:most]
         place, bound_s = self._place[taken], self._bound_s[taken]
         self._keep(~np.isin(np.arange(len(self._guess_s)), taken))
-        for block in np.unique(place[:, 0]).tolist():
+        for block in distinct(place[:, 0]):
             at = place[:, 0] == block
             nodes, rows = self._nodes[block], place[at, 1]
             sets = nodes.shapes.module_sets
@@ -325,7 +325,7 @@ class Frontier:
         ranked = np.argsort(self._guess_s, kind="stable")
         taken = ranked[~(self._sharp | of_sets)[ranked]][:most]
         self._sharp[taken] = True
-        for block, choice in np.unique(self._place[taken][:, [0, 2]], axis=0).tolist():
+        for block, choice in sorted({*map(tuple, self._place[taken][:, [0, 2]].tolist())}):
             at = taken[(self._place[taken, 0] == block) & (self._place[taken, 2] == choice)]
             sharp_s = sharp_bound_s(self._nodes[block], self._place[at, 1], self._known[choice])
             self._bound_s[at] = np.maximum(self._bound_s[at], sharp_s)

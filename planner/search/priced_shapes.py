@@ -25,7 +25,7 @@ from planner.physics.pricing import Pricing
 from planner.physics.stage_memory import relaxed_peak_bytes, static_bytes
 from planner.schedule.orders import SCHEDULES, placement
 from planner.search.enumerate import scalar
-from planner.shape import BoolArray, FloatArray, IntArray, Number, Shape
+from planner.shape import BoolArray, FloatArray, IntArray, Number, Shape, distinct
 from planner.specs.model import LayerKind
 from planner.specs.training import Recompute
 
@@ -75,7 +75,7 @@ def useful_sets(pricing: Pricing, table: CostTable) -> tuple[Modules, ...]:
 def _samples(pricing: Pricing, table: CostTable) -> IntArray:
     """Rows of the table to compare sets on."""
     ranked = np.argsort(_kept_bytes(pricing, table), kind="stable")
-    return np.unique([ranked[round(share * (len(ranked) - 1))] for share in SAMPLES])
+    return np.array(sorted({int(ranked[round(share * (len(ranked) - 1))]) for share in SAMPLES}))
 
 
 def _kept_bytes(pricing: Pricing, table: CostTable) -> FloatArray:
@@ -466,8 +466,8 @@ def room_layers(shapes: PricedShapes, kind: LayerKind, schedules: Sequence[str] 
     usable = shapes.pricing.usable_bytes(shape) - transient
     ends = (shapes.static_bytes(table.embedding), (not folds) * shapes.static_bytes(table.head))
     room = np.zeros(len(shapes.kernel))
-    pps = shape.pp
-    for pp in np.unique(pps):
+    pps = np.asarray(shape.pp)
+    for pp in distinct(pps):
         rows = np.flatnonzero(pps == pp)
         in_flight = np.minimum(np.asarray(shape.num_microbatches)[rows, None], pp - np.arange(pp)[None, :])
         in_flight = np.ones_like(in_flight) if frugal else in_flight

@@ -29,9 +29,8 @@ from planner.errors import Infeasible, PlannerError, SpecError, defect
 from planner.export.targets import LAUNCHERS, TRAINERS
 from planner.layout.evaluate import assemble, priced_as_given
 from planner.plan_file import with_alternative
-from planner.report.format import gibibytes, percent, seconds
+from planner.report.format import gibibytes, is_proven, percent, seconds
 from planner.report.html import STYLE, Card, Html, beside, cards, folded, joined, section, table, tag
-from planner.report.labels import is_proven
 from planner.report.page import breakdown, drawn, header
 from planner.report.pictures import pictures
 from planner.report.rows import MFU, Entry

@@ -356,7 +356,7 @@ def download(name: str, plan: Plan, own: Form) -> tuple[str, str, bytes]:
 
 def _trace(plan: Plan) -> str:
     """The whole step, or a shorter one of the same pipeline where it is too long for a trace."""
-    from planner.report.timeline import shown_step
+    from planner.report.schedules import shown_step
     from planner.report.trace import MAX_ACTIONS, trace_text
 
     layout, sizes = plan.best, plan.parallelism

@@ -43,6 +43,8 @@ Fields = dict[str, Any]
 """Values by the names of what they are: of a spec, of an object in a file, of a change."""
 Said = Mapping[str, Any]
 """The same as they are read, and not changed."""
+Named = dict[str, str]
+"""A text for each name."""
 Texts = tuple[str, ...]
 Ints = tuple[int, ...]
 Width = Annotated[float, Field(ge=0, le=10, allow_inf_nan=False, strict=True)]

@@ -3,12 +3,10 @@
 The command line writes a network as `planner.specs.units.EXAMPLE`: its tiers from the inside to the outside.
 """
 
-from __future__ import annotations
-
 import re
 from functools import cached_property
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from pydantic import Field, field_validator, model_validator
 
@@ -51,7 +49,7 @@ class ClusterSpec(Spec):
         return load_hardware(hardware) if isinstance(hardware, str) else hardware
 
     @model_validator(mode="after")
-    def _network_widens(self) -> ClusterSpec:
+    def _network_widens(self) -> Self:
         if not self.network_tiers:
             return self
         if self.network_gb_per_s is not None:
@@ -65,7 +63,7 @@ class ClusterSpec(Spec):
                 raise ValueError(f"network_tiers: {name} joins {more} GPUs, no more than {before} with {fewer}")
         return self
 
-    def changed(self, **changes: Any) -> ClusterSpec:
+    def changed(self, **changes: Any) -> "ClusterSpec":
         """A new cluster with some fields changed; a copy would keep the links that were worked out for this one."""
         return ClusterSpec(**{name: getattr(self, name) for name in ClusterSpec.model_fields} | changes)
 

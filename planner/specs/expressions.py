@@ -63,13 +63,20 @@ _ALWAYS = {
 @lru_cache(maxsize=4096)
 def names_in(text: str) -> frozenset[str]:
     """The names that an expression reads."""
-    return frozenset(node.id for node in ast.walk(ast.parse(text, mode="eval")) if isinstance(node, ast.Name))
+    return frozenset(node.id for node in ast.walk(_tree(text)) if isinstance(node, ast.Name))
+
+
+@lru_cache(maxsize=4096)
+def _tree(text: str) -> ast.Expression:
+    return ast.parse(text, mode="eval")
 
 
 @lru_cache(maxsize=4096)
 def _compiled(text: str, of_arrays: bool) -> CodeType:
-    tree = ast.parse(text, mode="eval")
-    return compile(ast.fix_missing_locations(_Elementwise().visit(tree)) if of_arrays else tree, text, "eval")
+    if not of_arrays:
+        return compile(_tree(text), text, "eval")
+    tree = _Elementwise().visit(ast.parse(text, mode="eval"))
+    return compile(ast.fix_missing_locations(tree), text, "eval")
 
 
 def value_of(text: str, names: Mapping[str, Any], of_arrays: bool = False) -> Any:

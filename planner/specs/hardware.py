@@ -8,10 +8,8 @@ Everything is relative to the data sheet of the GPU (peak of the dtype, HBM band
 describes a silicon generation: what is measured on one GPU carries over to its siblings.
 """
 
-from __future__ import annotations
-
 from itertools import pairwise
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
@@ -413,7 +411,7 @@ class HardwareSpec(Spec):
         return {"kind": host} if isinstance(host, str) else host
 
     @model_validator(mode="after")
-    def _tiers_widen(self) -> HardwareSpec:
+    def _tiers_widen(self) -> Self:
         sizes = [tier.num_gpus for tier in self.tiers[:-1]]
         if None in sizes or any(a >= b for a, b in pairwise(sizes) if a and b):
             raise ValueError("tiers: every tier but the last needs num_gpus, each larger than the one before")

@@ -4,8 +4,6 @@
 network or host nobody names keeps the profile's numbers, and its interval covers the others (layout/confidence.py).
 """
 
-from __future__ import annotations
-
 import re
 from functools import cache
 from pathlib import Path

@@ -1,10 +1,8 @@
 """The model: a sequence of layer kinds, in the words of a Hugging Face `config.json`."""
 
-from __future__ import annotations
-
 from functools import cached_property
 from itertools import groupby
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple, Self
 
 from pydantic import Field, model_validator
 
@@ -211,7 +209,7 @@ class ModelSpec(Spec):
     """Multi-token-prediction blocks after the last layer (DeepSeek-V3)."""
     mtp_loss_scaling_factor: NonNegativeFloat | None = None
     """Weight of the multi-token-prediction loss; given none, the trainer's."""
-    vision: VisionSpec | None = None
+    vision: "VisionSpec | None" = None
     """The tower that makes tokens of images; null where text alone is trained on."""
     training: TrainingDefaults | None = None
     """The training that it was published with."""
@@ -249,7 +247,7 @@ class ModelSpec(Spec):
         return data
 
     @model_validator(mode="after")
-    def _consistent(self) -> ModelSpec:
+    def _consistent(self) -> Self:
         if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(
                 f"num_attention_heads ({self.num_attention_heads}) is no multiple of "
@@ -307,12 +305,12 @@ class ModelSpec(Spec):
         """The kinds of layers that hand a state from token to token, or mix them by a convolution."""
         return frozenset(kind.attention for kind in self.kinds) - {"full", "sliding", "chunked", "none"} - SPARSE
 
-    def of_layer(self, kind: LayerKind) -> ModelSpec:
+    def of_layer(self, kind: LayerKind) -> "ModelSpec":
         """The model with the sizes that layers of `kind` have."""
         return self._of_kinds.get((kind.attention == "sliding", kind.sizes), self)
 
     @cached_property
-    def _of_kinds(self) -> dict[tuple[bool, int], ModelSpec]:
+    def _of_kinds(self) -> "dict[tuple[bool, int], ModelSpec]":
         # never the model itself: two equal ones that hold themselves could not be compared
         none = LayerSizesSpec()
         own = {

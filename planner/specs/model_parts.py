@@ -3,10 +3,8 @@
 Layers as lists of operators that were traced from a user's own module (`plan models trace`).
 """
 
-from __future__ import annotations
-
 import math
-from typing import Literal
+from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -40,6 +38,21 @@ class OptimizerDefaults(Spec):
     """Standard deviation of initial weights."""
     source: str = ""
     """Source of these numbers; the others are defaults."""
+
+
+class MLASpec(Spec):
+    """Multi-head latent attention (DeepSeek-V2, 2024): low-rank queries and key-values."""
+
+    q_lora_rank: PositiveInt | None = None
+    """Rank of the query down-projection; null when queries are projected directly."""
+    kv_lora_rank: PositiveInt
+    """Rank of the latents that keys and values share."""
+    qk_nope_head_dim: PositiveInt
+    """Width of a query or key head without rotary positions."""
+    qk_rope_head_dim: NonNegativeInt
+    """Width of its rotated part."""
+    v_head_dim: PositiveInt
+    """Width of a value head."""
 
 
 class LayerSizesSpec(Spec):
@@ -95,7 +108,7 @@ class MambaSpec(Spec):
     """Norms of Mamba's time steps, B and C (Jamba)."""
 
     @model_validator(mode="after")
-    def _heads_are_whole(self) -> MambaSpec:
+    def _heads_are_whole(self) -> Self:
         if self.num_heads is not None and self.intermediate_size % self.num_heads:
             raise ValueError(
                 f"intermediate_size ({self.intermediate_size}) is no multiple of num_heads ({self.num_heads})"
@@ -126,7 +139,7 @@ class LinearAttentionSpec(Spec):
     """Tokens of a chunk of the algorithm."""
 
     @model_validator(mode="after")
-    def _heads_are_whole(self) -> LinearAttentionSpec:
+    def _heads_are_whole(self) -> Self:
         if self.num_value_heads % self.num_key_heads:
             raise ValueError(
                 f"num_value_heads ({self.num_value_heads}) is no multiple of num_key_heads ({self.num_key_heads})"
@@ -250,7 +263,7 @@ class MoESpec(Spec):
     """Weight of the loss on the square of the logits' log-sum-exp (ST-MoE)."""
 
     @model_validator(mode="after")
-    def _top_k_exists(self) -> MoESpec:
+    def _top_k_exists(self) -> Self:
         if self.num_experts_per_tok > self.num_experts:
             raise ValueError(
                 f"num_experts_per_tok ({self.num_experts_per_tok}) exceeds num_experts ({self.num_experts})"
@@ -262,21 +275,6 @@ class MoESpec(Spec):
                 "and no more chosen than there are"
             )
         return self
-
-
-class MLASpec(Spec):
-    """Multi-head latent attention (DeepSeek-V2, 2024): low-rank queries and key-values."""
-
-    q_lora_rank: PositiveInt | None = None
-    """Rank of the query down-projection; null when queries are projected directly."""
-    kv_lora_rank: PositiveInt
-    """Rank of the latents that keys and values share."""
-    qk_nope_head_dim: PositiveInt
-    """Width of a query or key head without rotary positions."""
-    qk_rope_head_dim: NonNegativeInt
-    """Width of its rotated part."""
-    v_head_dim: PositiveInt
-    """Width of a value head."""
 
 
 class RopeScalingSpec(Spec):

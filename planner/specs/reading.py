@@ -21,6 +21,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -370,8 +371,9 @@ def _refuse_duplicates(root: Node, where: str) -> None:
             lines[key.value] = line
 
 
+@cache
 def shipped_table(name: str) -> Any:
-    """A YAML of the package, by its path below planner/, which needs none of the checks of a user's."""
+    """A YAML of the package, by its path below planner/, read once and without the checks of a user's."""
     text = (Path(__file__).resolve().parents[1] / name).read_text(encoding="utf-8")
     return yaml.load(text, Loader=SafeLoader)
 

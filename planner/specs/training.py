@@ -5,11 +5,9 @@ how many sequences an example has and which forwards run without a gradient. How
 it: storage, failures, spare nodes, price; what is not given has a default with a source.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
@@ -115,7 +113,7 @@ class ObjectiveSpec(Spec):
     scored_alone: bool = False
     """The optimizer's states are on the host while log-probabilities are computed, and answers generated."""
     rollout_fraction: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """Share of a GPU's memory that generation takes between updates, the trained weights included."""
+    """Share of a GPU's memory that generation takes between updates, beside what is trained."""
     critics: NonNegativeInt = Field(default=0, le=8)
     """Models of the same size that are trained on the same GPUs: their weights and states stay there."""
     frozen_copies: NonNegativeInt = Field(default=0, le=8)
@@ -242,7 +240,7 @@ class TrainingSpec(Spec):
         return {**data, "moe_imbalance": mean, "moe_peak_imbalance": peak}
 
     @model_validator(mode="after")
-    def _whole_pairs(self) -> TrainingSpec:
+    def _whole_pairs(self) -> Self:
         objective = self.objective
         if objective.has_pairs and self.global_batch_size % 2:
             raise ValueError(
@@ -327,7 +325,7 @@ class Parallelism(Spec):
         return tuple("core_attn" if re.match(r"(core.?)?att", name, re.IGNORECASE) else name for name in names)
 
     @model_validator(mode="after")
-    def _one_split(self) -> Parallelism:
+    def _one_split(self) -> Self:
         if self.layers_per_stage is not None and self.layout is not None:
             raise ValueError("give layers_per_stage or layout, not both")
         if self.layers_per_stage is not None and len(self.layers_per_stage) not in (self.pp, self.pp * self.vpp):
@@ -340,7 +338,7 @@ class Parallelism(Spec):
         return self
 
     @model_validator(mode="after")
-    def _one_recompute(self) -> Parallelism:
+    def _one_recompute(self) -> Self:
         for name in ("recompute_num_layers", "recompute_layers"):
             if (value := getattr(self, name)) is not None and self.recompute != "full":
                 shown = value if isinstance(value, int) else ",".join(map(str, value))

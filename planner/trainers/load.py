@@ -14,8 +14,6 @@ runs, since a source has habits: (sources with the value + ½) / (sources + 1). 
 does, which nobody knows.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Mapping
@@ -24,7 +22,7 @@ from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple, get_args
 
 from planner.errors import SpecError
-from planner.specs.base import Fields, Fraction, Name, Spec, Texts
+from planner.specs.base import Fields, Fraction, Name, Named, Spec, Texts
 from planner.specs.problems import check_names, checked, nearest
 from planner.specs.reading import label, load_yaml, printable
 from planner.specs.training import Dtype
@@ -143,7 +141,7 @@ class TrainerFile(NamedTuple):
     """A trainer's values, those of its base included, the source of each number, and the switches that it has."""
 
     values: Fields
-    sources: dict[str, str]
+    sources: Named
     switches: Switches
     versions: Texts = ()
     """The releases of the trainer, the newest last."""
@@ -164,7 +162,7 @@ def load_runtime(name_or_path: str | Path) -> RuntimeSpec:
     return _of_version(runtime, _file(path), version) if version else runtime
 
 
-def sources_of(name_or_path: str | Path) -> dict[str, str]:
+def sources_of(name_or_path: str | Path) -> Named:
     """The source of each number of a trainer, by field; other numbers are the defaults of RuntimeSpec."""
     return _file(_path(str(name_or_path))).sources
 
@@ -315,7 +313,7 @@ def _base(where: str, name: Any) -> TrainerFile:
     return file._replace(values={"trainer": name, **file.values, "stand_in": ""}) if name in RUNTIMES else file
 
 
-def _versions(where: str, data: Fields, base: TrainerFile, switches: Switches) -> tuple[Texts, dict[str, str]]:
+def _versions(where: str, data: Fields, base: TrainerFile, switches: Switches) -> tuple[Texts, Named]:
     """The versions of a file, and since which of them it has which switches."""
     versions, since = data.get("versions", base.versions), data.get("since", {})
     # YAML reads 0.20 as the number 0.2

@@ -6,8 +6,6 @@ import datetime
 import re
 from pathlib import Path
 
-from planner.specs.base import Texts
-
 DATA = Path(__file__).parent / "data"
 """The folder of the trainers' files."""
 RUNTIMES = tuple(sorted(path.stem for path in DATA.glob("*.yaml")))
@@ -17,7 +15,7 @@ FITS = Path(__file__).parent / "fits.yaml"
 _DATE = re.compile(r"^  - date: (\S+)$", re.MULTILINE)
 
 
-def architectures_of(name: str) -> Texts:
+def architectures_of(name: str) -> tuple[str, ...]:
     """The silicon that a trainer's own file names, by a scan of its lines; none where it names none."""
     match = _ARCHITECTURES.search((DATA / f"{name}.yaml").read_text(encoding="utf-8"))
     return tuple(word.strip() for word in match[1].split(",")) if match else ()

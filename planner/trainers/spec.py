@@ -4,8 +4,6 @@ A runtime is data. The operator list asks it what is fused and saved, the cost m
 is legal; nothing else in the planner knows one trainer from another.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from pydantic import ConfigDict, model_validator
@@ -48,7 +46,7 @@ class RuntimeSpec(Host, Limits, Overlaps, FineTuning, Memory, Kernels, Generatio
             kept.add("shared_experts")
         return tuple(name for name in self.selective_recompute_modules if name not in kept)
 
-    def in_dtype(self, dtype: str, architecture: str) -> RuntimeSpec:
+    def in_dtype(self, dtype: str, architecture: str) -> "RuntimeSpec":
         """This runtime with what training in `dtype` on such silicon means for its bytes; the same if asked again."""
         update: Fields = {}
         gradient_bytes = {"bf16": None, "fp16": self.fp16_gradient_bytes}.get(dtype, self.narrow_gradient_bytes)
@@ -60,7 +58,7 @@ class RuntimeSpec(Host, Limits, Overlaps, FineTuning, Memory, Kernels, Generatio
             update["master_remainders"] = False
         return self.model_copy(update=update) if update else self
 
-    def for_adapters(self, adapters: AdapterSpec | None) -> RuntimeSpec:
+    def for_adapters(self, adapters: AdapterSpec | None) -> "RuntimeSpec":
         """This runtime with what adapters mean for its bytes; the same if asked again."""
         if adapters is None:
             return self
@@ -76,7 +74,7 @@ class RuntimeSpec(Host, Limits, Overlaps, FineTuning, Memory, Kernels, Generatio
             update["packs_documents"] = True
         return self.model_copy(update=update)
 
-    def for_objective(self, objective: ObjectiveSpec) -> RuntimeSpec:
+    def for_objective(self, objective: ObjectiveSpec) -> "RuntimeSpec":
         """This runtime with what an objective means for its passes and its weights; the same if asked again."""
         update = {
             "plain_forwards": objective.plain_forwards, "copies_weights": objective.copies_weights,
@@ -90,14 +88,14 @@ class RuntimeSpec(Host, Limits, Overlaps, FineTuning, Memory, Kernels, Generatio
             return self.dispatcher or "alltoall"
         return "hybridep" if hardware.nvlink_domain_size > hardware.gpus_per_node else "deepep"
 
-    def for_zero_stage(self, zero_stage: int | None) -> RuntimeSpec:
+    def for_zero_stage(self, zero_stage: int | None) -> "RuntimeSpec":
         """This runtime with a sharding that has the ZeRO stage of a stated layout, where its own has not."""
         if zero_stage is None or not self.sharding or zero_stage in SHARDED_STAGES[self.sharding]:
             return self
         value = next(value for value, stages in SHARDED_STAGES.items() if zero_stage in stages)
         return self.with_features({"sharding": value})[0]
 
-    def for_schedules(self, split_backward: bool) -> RuntimeSpec:
+    def for_schedules(self, split_backward: bool) -> "RuntimeSpec":
         """This runtime where backwards are split: layers run uncompiled, since a compiled one's backward is one node of
         the graph, whose donated buffers allow no second pass (torch 2.13); the loss stays compiled. Some trainers hide
         no exchange of gradients or weights then (`overlaps_split_backwards`)."""
@@ -110,7 +108,7 @@ class RuntimeSpec(Host, Limits, Overlaps, FineTuning, Memory, Kernels, Generatio
             changed["p2p_overlap"] = True
         return self.model_copy(update=changed) if changed else self
 
-    def with_features(self, features: Said) -> tuple[RuntimeSpec, Texts]:
+    def with_features(self, features: Said) -> "tuple[RuntimeSpec, Texts]":
         """This runtime with what a run's `features` switched on or off, and the names, or values, it does not know.
 
         Raises Unsupported where the run did what is not modelled.

@@ -115,13 +115,6 @@ def test_without_pins_every_alternative_assumption_and_constraint_is_judged(caps
     assert [one["name"] for one in told["constraints"]] == ["memory", "batch", "domain"]
 
 
-@pytest.mark.thorough(0)
-def test_why_this_layout_fits_80_columns(capsys: pytest.CaptureFixture[str]) -> None:
-    out = shown(["--model", "llama-3.2-1b", "--gpus", "8", "-s", "4096", "-b", "64", "--time-limit", "3600"], capsys)
-    assert out.startswith("Why this layout? llama-3.2-1b on 8 × h100-sxm-80gb, megatron")
-    assert all(name in out for name in ("memory", "batch", "if the slowest rank computes 10% slower"))
-
-
 def test_the_recipe_is_explained_switch_by_switch(capsys: pytest.CaptureFixture[str]) -> None:
     job = ["--model", "8b", "--gpus", "8", "--tp", "1", "--pp", "1", "--time-limit", "3"]
     told = explained([*job, "--recipe"], capsys)
@@ -130,11 +123,6 @@ def test_the_recipe_is_explained_switch_by_switch(capsys: pytest.CaptureFixture[
     text = shown([*job, "--recipe"], capsys)
     assert text.startswith("What is each switch worth?")
     assert "changes numerics" in text
-
-
-def test_one_question_at_a_time(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["explain", *JOB, "--recipe", "--program"]) == 2
-    assert "--program and --recipe: both given" in capsys.readouterr().err
 
 
 def test_a_saved_plan_is_explained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

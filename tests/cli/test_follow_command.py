@@ -87,30 +87,6 @@ def test_interrupted_is_the_final_answer_and_no_failure(
     assert "median step" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        (["a.log", "b.log", "--follow"], "2 files"),
-        (["a.log.gz", "--follow"], "is packed"),
-        (["a.log", "--only-slow"], "--only-slow: given without --follow"),
-        (["a.log", "--follow", "--json", "-o", "-"], "--json and -o -"),
-        (["a.log", "--follow", "--tokens", "many"], "--tokens"),
-        (["a.log", "--follow", "--plan", "a.log"], "a.log"),
-    ],
-)
-def test_errors_are_one_line_with_a_hint(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, words: list[str], says: str
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("a.log").write_text(log(FINE[:5]))
-    assert main(["observe", *words]) == 2
-    out, err = capsys.readouterr()
-    assert says in err
-    assert [line.split(":")[0] for line in err.splitlines()] == ["error", "hint"]
-    if "--json" not in words:
-        assert out == ""
-
-
 def test_the_example_of_the_docs(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     blocks = (
         (Path(__file__).parents[2] / "docs" / "OBSERVE.md")

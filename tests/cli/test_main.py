@@ -1,4 +1,9 @@
-"""What goes to stdout, what to stderr, and which code comes back."""
+"""What goes to stdout, what to stderr, and which code comes back.
+
+`plan hardware` lists what there is in 80 columns, and a card without bf16 says so with a hint that works.
+`plan validate`: predictions beside published runs.
+Every answer is one screen: at most 38 lines of 80 columns, with a command to type at its end, saved or not.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +19,9 @@ import pytest
 
 from planner.answer import Plan
 from planner.cli import main
+from planner.report.terminal import COLUMNS, LINES
+from planner.specs.registry import hardware_names, load_hardware
+from planner.validate.rows import PublishedRun, load_rows
 
 SMALL = ["--model", "llama-3.2-1b", "--gpus", "8", "--time-limit", "3600"]
 LAYOUT = ["evaluate", "--model", "405b", "--gpus", "2048", "--tp", "8", "--pp", "16"]
@@ -95,71 +103,6 @@ def test_evaluate_takes_an_uneven_split(capsys: pytest.CaptureFixture[str]) -> N
     layers = [7, *[8] * 14, 7]
     assert main([*LAYOUT, "--layers-per-stage", ",".join(map(str, layers)), "--json"]) == 0
     assert [stage["num_layers"] for stage in json.loads(capsys.readouterr().out)["best"]["stages"]] == layers
-
-
-@pytest.mark.parametrize(
-    ("arguments", "code", "message"),
-    [
-        (["--gpus", "8"], 2, "--model: is missing"),
-        (["--model", "405", "--gpus", "8"], 2, "model: unknown '405'"),
-        (["--model", "405b", "--gpus", "x"], 2, "--gpus: 'x' is not a whole number"),
-        (["--model", "405b", "--gpus"], 2, "Option '--gpus' requires an argument"),
-        (["--model", "405b", "--gpus", "8", "--hardware", "h1000"], 2, "hardware: unknown 'h1000'"),
-        (["--modle", "405b"], 2, "No such option: --modle"),
-        (["evalute"], 2, "unknown command 'evalute'"),
-        (["--model", "405b", "evaluate"], 2, "--model: stands before the command evaluate"),
-        (["evaluate", "--model", "405b", "--gpus", "8", "more"], 2, "Got unexpected extra argument"),
-        (["evaluate", "--runs", "x", "--tp", "8"], 2, "--runs and --tp: both given"),
-        (["evaluate", "--runs", "nowhere.jsonl"], 2, "--runs: nowhere.jsonl: No such file or directory"),
-        (["evaluate", "--runs", "/"], 2, "--runs: /: Is a directory"),
-        (["--model", "405b", "--gpus", "8"], 3, "nothing fits"),
-        ([*LAYOUT, "--dp", "99"], 2, ""),
-        ([*LAYOUT, "-o", "/"], 2, "/: is a directory"),
-        ([*LAYOUT, "-o", "/dev/full"], 1, "/dev/full: cannot be written: No space left on device"),
-    ],
-)
-def test_mistakes_are_one_error_line_one_hint_line_and_a_code(
-    arguments: list[str], code: int, message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(arguments) == code
-    out, err = capsys.readouterr()
-    assert out == ""
-    lines = err.splitlines()
-    assert len(lines) == 2
-    assert lines[0].startswith(f"error: {message}")
-    assert lines[1].startswith("hint: ")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "code", "error_type"),
-    [
-        (["--model", "405", "--gpus", "8"], 2, "SpecError"),
-        (["--modle", "405b"], 2, "SpecError"),
-        (["evalute"], 2, "SpecError"),
-        (["evaluate", "--runs", "nowhere.jsonl"], 2, "SpecError"),
-        (["evaluate", "--model", "405b", "--gpus", "8", "--tp", "3"], 2, "SpecError"),
-        (["explain", "--model", "405b", "--gpus", "8", "-s", "4096", "-b", "8", "--tp", "8"], 3, "Infeasible"),
-        (["schedule", "nonesuch"], 2, "SpecError"),
-        (["schedule", "auto", "--in-flight", "0.5"], 3, "Infeasible"),
-        (["export", "nowhere.json", "--to", "megatron"], 2, "SpecError"),
-        (["import", "nowhere.sh"], 2, "SpecError"),
-        (["rebalance", "nowhere.json", "--slow-stage", "0:2"], 2, "SpecError"),
-        (["validate", "--family", "nonesuch"], 2, "SpecError"),
-        (["models", "nonesuch"], 2, "SpecError"),
-        (["hardware", "nonesuch"], 2, "SpecError"),
-    ],
-)
-def test_with_json_a_mistake_is_json_on_stdout_beside_its_two_lines(
-    arguments: list[str], code: int, error_type: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main([*arguments, "--json"]) == code
-    out, err = capsys.readouterr()
-    answer = json.loads(out)
-    assert answer["schema_version"] == 1
-    assert answer["error"]["type"] == error_type
-    assert err.startswith(f"error: {' '.join(answer['error']['message'].split())}\n")
-    assert answer["error"]["hint"] in err
-    assert ("rejections" in answer) == (error_type == "Infeasible")
 
 
 def test_what_cannot_fit_says_in_json_what_excludes_it(capsys: pytest.CaptureFixture[str]) -> None:
@@ -314,3 +257,148 @@ def test_a_stream_that_is_closed_is_no_defect(closed: int) -> None:
     assert done.returncode == 2
     assert "internal" not in done.stderr
     assert done.stdout == ""
+
+
+@pytest.fixture
+def listed(capsys: pytest.CaptureFixture[str]) -> str:
+    assert main(["hardware"]) == 0
+    return capsys.readouterr().out
+
+
+def test_the_list_has_every_profile_once_and_no_line_beyond_80_columns(listed: str) -> None:
+    lines = listed.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert any(line.endswith(" $/h") for line in lines), "no column is cut"
+    first = [line.split()[0] for line in lines if line.strip()]
+    assert all(first.count(name) == 1 for name in hardware_names())
+
+
+@pytest.mark.parametrize(
+    ("name", "heading"),
+    [("h100-sxm-80gb", "NVLink in nodes"), ("mi300x", "AMD"), ("rtx-3090-nvlink-24gb", "Cards on PCIe"),
+     ("l40s-48gb", "Cards on PCIe"), ("dgx-spark-128gb", "One memory")],
+)  # fmt: skip
+def test_hardware_is_listed_with_its_like(name: str, heading: str, listed: str) -> None:
+    (block,) = [block for block in listed.split("\n\n") if f"\n{name} " in block]
+    assert heading in block.splitlines()[0]
+
+
+@pytest.mark.parametrize("name", ["4090", "spark", "t4", "3090-nvlink"])
+def test_a_card_is_shown_with_the_sources_of_its_numbers(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["hardware", name]) == 0
+    shown = capsys.readouterr().out
+    assert f"name: {load_hardware(name).name}" in shown
+    assert shown.count("source: ") >= 4 + len(load_hardware(name).tiers)
+
+
+@pytest.mark.thorough(2)
+@pytest.mark.parametrize("name", ["t4", "v100-32gb"])
+def test_a_gpu_without_bf16_says_so_and_what_it_asks_for_works(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    job = ["--model", "1b", "--gpus", "1", "--hardware", name, "--lora", "--seq-length", "512", "--json"]
+    assert main(job) == 0
+    out = capsys.readouterr().out
+    assert "has no bf16" in out
+    assert "--dtype fp16" in out
+    assert main([*job, "--dtype", "fp16"]) == 0
+    assert "has no bf16" not in capsys.readouterr().out
+
+
+def test_a_family_is_listed_run_by_run(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["validate", "--family", "bloom"]) == 0
+    assert "bloom-176b-384gpu-main" in capsys.readouterr().out
+
+
+def test_regret_names_what_was_ranked_first_and_what_was_fastest(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    few = [row for row in load_rows() if row.family == "bloom-prequel" and row.run["global_batch_size"] == 1568]
+    monkeypatch.setattr("planner.validate.rows.load_rows", lambda: tuple(few))
+    assert main(["validate", "--family", "bloom-prequel", "--regret"]) == 0
+    out = capsys.readouterr().out
+    assert max(map(len, out.splitlines())) <= 80
+    assert main(["validate", "--regret"]) == 0
+    assert "all" in capsys.readouterr().out
+    assert main(["validate", "--regret", "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    worst = max(answer["sweeps"], key=lambda sweep: sweep["regret"])
+    told = "".join(out.split())
+    assert told.index(worst["chosen_id"]) < told.index(worst["best_id"])
+    measured_s = {layout["id"]: layout["measured_s"] for layout in worst["layouts"]}
+    assert worst["chosen_id"] == min(worst["layouts"], key=lambda layout: layout["predicted_s"])["id"]
+    assert worst["regret"] == pytest.approx(measured_s[worst["chosen_id"]] / min(measured_s.values()) - 1)
+    (family, _) = answer["regret"]
+    assert family["worst"] == worst["regret"]
+
+
+def test_a_family_of_one_layout_a_job_has_no_regret(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["validate", "--family", "bloom", "--regret"]) == 0
+    assert "no job" in capsys.readouterr().out
+    assert main(["validate", "--family", "bloom", "--regret", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"regret": [], "sweeps": []}
+
+
+def test_what_is_not_modelled_is_counted_and_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    priced = [row for row in load_rows() if row.family == "bloom"]
+    fields = priced[0].model_dump()
+    offloads = [
+        PublishedRun.model_validate(fields | {"id": name, "run": fields["run"] | {"features": {"cpu_offload": True}}})
+        for name in "ab"
+    ]
+    monkeypatch.setattr("planner.validate.rows.load_rows", lambda: (*priced, *offloads))
+    assert main(["validate"]) == 0
+    assert "2 unsupported of bloom: features: cpu_offload: tensors kept in host memory" in capsys.readouterr().out
+
+
+JOBS = """
+-m 405b -g 2048 --tokens 15T
+-m deepseek-v3 -g 2048 --dtype fp8
+-m deepseek-v3 -g 256 --time-limit 1
+-m 70b -g 64
+-m 70b -g 128 -s 32768
+-m 70b -g 64 --hardware mi300x
+-m 8b -g 8
+-m 8b -g 64 --days 30
+-m 8b -g 64 --runtime torchtitan
+-m mixtral-8x7b -g 64 --hardware a100
+-m qwen3-30b-a3b -g 64
+-m gpt-oss-20b -g 32 --usd 100k
+-m 1b -g 1 --lora
+-m 8b -g 1 --qlora --hardware 4090
+-m 8b -g 2 --lora --hardware 4090
+-m 8b -g 8 --lora --objective dpo
+-m 1b -g 8 --finetune --runtime hf --examples 50k
+-m 70b -g 64 --pp 16 --fastest
+evaluate -m 405b -g 2048 --tp 8 --pp 16 --dp 16
+evaluate -m 70b -g 8 --tp 8
+"""
+
+
+@pytest.mark.thorough(4)
+@pytest.mark.parametrize("job", JOBS.strip().splitlines())
+def test_the_answer_is_one_screen(
+    job: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(COLUMNS))
+    assert main([*job.split(), "--no-history"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) <= LINES
+    assert max(map(len, lines)) <= COLUMNS
+    assert sum(line == "" for line in lines) < 8
+    assert lines[-1].startswith("next  ")
+
+
+@pytest.mark.parametrize(
+    ("job", "command"),
+    [
+        ("-m deepseek-v4-flash -g 64 --hardware b200", "plan report"),
+        ("-m 8b -g 8 --runtime nanotron", "plan report"),
+        ("-m 8b -g 8 --hardware mi355x", "--to primus"),
+    ],
+)
+def test_the_next_command_exports_only_what_a_target_takes(
+    job: str, command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*job.split(), "--no-history"]) == 0
+    assert command in capsys.readouterr().out.splitlines()[-1]

@@ -90,11 +90,6 @@ def test_an_existing_profile_is_kept_before_anything_is_measured(
     assert profile.read_text() == before
 
 
-def test_an_unknown_device_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["profile", "--device", "tpu", "-o", "-"]) == 2
-    assert "--device: 'tpu' is unknown" in capsys.readouterr().err
-
-
 def test_without_a_gpu_cuda_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")

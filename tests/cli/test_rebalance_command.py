@@ -82,29 +82,3 @@ def test_slownesses_multiply_what_the_plan_knows(plan_file: Path, tmp_path: Path
     assert run(str(plan_file), "--slow-stage", "2:1.5,3:1.1", "-q", "-o", str(once)) == 0
     assert run(str(once), "--slow-stage", "2:2", "-q", "-o", str(twice)) == 0
     assert read_plan(str(twice)).best.rank_factors == (1.0, 1.0, 3.0, 1.1)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ([], "PROBE.json, --slow-stage: neither is given"),
-        (["p.json", "--slow-stage", "1:2"], "both are given"),
-        (["--slow-stage", "x"], "--slow-stage: 'x' is no stage and factor"),
-        (["--slow-stage", "4:1.2"], "--slow-stage: 4, the plan has stages 0 to 3"),
-        (["--slow-stage", "1:0"], "--slow-stage: stage 1 0 times as long"),
-        (["--slow-stage", "1:nan"], "--slow-stage: stage 1 nan times as long"),
-        (["--slow-stage", "1:2", "--time-limit", "0"], "--time-limit: 0 is no time to look"),
-        (["missing.json"], "missing.json: no such file"),
-    ],
-)
-def test_what_is_wrong_is_named(
-    plan_file: Path, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run(str(plan_file), *arguments) == 2
-    assert message in capsys.readouterr().err
-
-
-def test_a_file_that_is_there_is_kept(plan_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    before = plan_file.read_text()
-    assert run(str(plan_file), "--slow-stage", "2:1.5", "-o", str(plan_file)) == 2
-    assert plan_file.read_text() == before

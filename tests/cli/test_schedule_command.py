@@ -83,44 +83,6 @@ def test_an_order_is_found_written_and_read_back(capsys: pytest.CaptureFixture[s
     assert main([*arguments, "--csv", str(csv)]) == 2  # files are not replaced unasked
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["zbv"], "did you mean zb-v?"),
-        (["1f1b", "--pp", "0"], "each must be at least 1"),
-        (["1f1b", "--pp", "4096", "-m", "4096"], "each must be at least 1"),
-        (["zb-v", "--vpp", "0"], "--vpp 0"),
-        (["1f1b", "--forward", "1,2"], "nor one for each of 4 ranks"),
-        (["1f1b", "--forward", "-1"], "not one time"),
-        (["1f1b", "--forward", "x"], "is not a number"),
-        (["1f1b", "--weight-grad", "9"], "longer than --backward"),
-        (["1f1b", "--slow-stage", "4:2"], "not a rank below 4"),
-        (["1f1b", "--slow-stage", "3"], "not a rank below 4 and a factor"),
-        (["1f1b", "--slow-link", "1:2"], "not two ranks below 4"),
-        (["1f1b", "--sizes", "1,2"], "microbatch_sizes has 2 entries"),
-        (["interleaved-1f1b", "-m", "6"], "needs a multiple of 4 micro-batches"),
-        (["1f1b", "--forward", "1e-320"], "not one time"),
-        (["1f1b", "--forward", "1e308"], "not one time"),
-        (["1f1b", "--sizes", "nan,1"], "--sizes: a micro-batch has no length"),
-        (["1f1b", "--sizes", "0,0,0,0,0,0,0,0"], "--sizes: a micro-batch has no length"),
-        (["1f1b", "--svg", "-", "--trace", "-"], "--svg, --trace: both name -"),
-        (["1f1b", "--svg", "a.txt", "--csv", "./a.txt"], "--svg, --csv: both name ./a.txt"),
-        (["auto", "--in-flight", "0.5"], "rank 0 may hold 0.5"),
-        (["auto", "--in-flight", "nan"], "--in-flight: 'nan'"),
-        (["auto", "--in-flight", "0"], "--in-flight 0"),
-        (["1f1b", "--compare"], "all schedules are compared"),
-        (["no-such.csv"], "no-such.csv"),
-        (["--compare", "--svg", "a.svg"], "--compare and --svg"),
-        (["1f1b", "--forward", "0", "--backward", "0"], "hint:"),
-    ],
-)
-def test_mistakes_are_named(capsys: pytest.CaptureFixture[str], arguments: list[str], words: str) -> None:
-    assert main(["schedule", *arguments]) in (2, 3)
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert words in captured.err
-
-
 def test_what_goes_to_standard_output_is_alone_there(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["schedule", "1f1b", "--trace", "-"]) == 0
     assert json.loads(capsys.readouterr().out)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -17,12 +16,17 @@ from planner.trainers.shipped import RUNTIMES, architectures_of
 
 LIBRARIES = ("numpy", "pydantic", "yaml", "rich", "pulp", "highspy", "matplotlib", "torch")
 LOADED = """
-import json, sys
+import json, os, sys
 from planner.cli import main
-try:
-    main(sys.argv[1:])
-finally:
-    print(json.dumps(sorted(sys.modules)), file=sys.stderr)
+loaded = []
+for words, variables in json.loads(sys.argv[1]):
+    os.environ.update(variables)
+    try:
+        main(words)
+    except SystemExit:
+        pass
+    loaded.append(sorted(sys.modules))
+print(json.dumps(loaded), file=sys.stderr)
 """
 COUNTED = """
 import inspect, json, sys
@@ -37,12 +41,16 @@ print(json.dumps([texts, sources]), file=sys.stderr)
 """
 
 
-def said(code: str, *words: str, **variables: str) -> Any:
+def said(code: str, *words: str) -> Any:
     """What a fresh process writes last to stderr, as JSON."""
-    done = subprocess.run(
-        [sys.executable, "-c", code, *words], capture_output=True, text=True, env={**os.environ, **variables}
-    )
+    done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True)
     return json.loads(done.stderr.splitlines()[-1])
+
+
+def loaded(*lines: tuple[list[str], dict[str, str]]) -> list[list[str]]:
+    """The modules of a fresh process after each command line, with the variables that it has from then on."""
+    found: list[list[str]] = said(LOADED, json.dumps(lines))
+    return found
 
 
 def heavy(modules: list[str]) -> set[str]:
@@ -51,21 +59,21 @@ def heavy(modules: list[str]) -> set[str]:
     return {name for name in modules if name in LIBRARIES or name.startswith(rooms)}
 
 
-@pytest.mark.parametrize("words", [["-h"], ["--version"], [], ["--modle"], *([name, "-h"] for name in COMMANDS)])
-def test_help_loads_no_library_and_no_room_that_calculates(words: list[str]) -> None:
-    assert heavy(said(LOADED, *words)) == set()
+def test_help_loads_no_library_and_no_room_that_calculates() -> None:
+    lines = [["-h"], ["--version"], [], ["--modle"], *([name, "-h"] for name in COMMANDS)]
+    for words, modules in zip(lines, loaded(*((words, {}) for words in lines)), strict=True):
+        assert heavy(modules) == set(), words
 
 
-@pytest.mark.parametrize(
-    ("words", "index"),
-    [("plan ", 1), ("plan ev", 1), ("plan --model 405", 2), ("plan --runtime ", 2), ("plan evaluate --hardware h", 3)],
-)
-def test_completion_loads_nothing_but_what_the_parser_loads_itself(words: str, index: int) -> None:
-    asked = {"_PLAN_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(index)}
-    loaded = said(LOADED, **asked)
-    assert heavy(loaded) <= {"pydantic"}, "some versions of typer check each option with it"
-    commands = {row.module for row in COMMANDS.values()} & set(loaded)
-    assert commands == {"planner.cli.plan_command"}, "the main job's own"
+def test_completion_loads_nothing_but_what_the_parser_loads_itself() -> None:
+    lines = {"plan ": 1, "plan ev": 1, "plan --model 405": 2, "plan --runtime ": 2, "plan evaluate --hardware h": 3}
+    asked = (
+        {"_PLAN_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(n)} for words, n in lines.items()
+    )
+    for words, modules in zip(lines, loaded(*(([], variables) for variables in asked)), strict=True):
+        assert heavy(modules) <= {"pydantic"}, "some versions of typer check each option with it"
+        commands = {row.module for row in COMMANDS.values()} & set(modules)
+        assert commands == {"planner.cli.plan_command"}, f"the main job's own for {words!r}"
 
 
 def test_a_plan_reads_one_model_one_gpu_and_one_trainer_once_and_no_source() -> None:
@@ -80,11 +88,11 @@ def test_a_plan_reads_one_model_one_gpu_and_one_trainer_once_and_no_source() -> 
 
 
 def test_json_is_written_without_what_draws_and_a_price_without_the_solver() -> None:
-    loaded = set(said(LOADED, "--model", "8b", "--gpus", "8", "--no-history", "--json"))
-    assert not loaded & {"rich.console", "matplotlib", "torch", "planner.report.terminal"}
-    assert not loaded & {"planner.months.whole_run", "planner.specs.architectures"}, "no tokens, no config.json"
-    priced = set(said(LOADED, "evaluate", "--model", "8b", "--gpus", "8", "--no-history", "--json"))
+    job = ["--model", "8b", "--gpus", "8", "--no-history", "--json"]
+    priced, planned = map(set, loaded((["evaluate", *job], {}), (job, {})))
     assert not priced & {"rich.console", "pulp", "highspy", "planner.search.search"}
+    assert not planned & {"rich.console", "matplotlib", "torch", "planner.report.terminal"}
+    assert not planned & {"planner.months.whole_run", "planner.specs.architectures"}, "no tokens, no config.json"
 
 
 @pytest.mark.parametrize("name", RUNTIMES)

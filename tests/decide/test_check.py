@@ -12,7 +12,7 @@ from planner.cli import main
 from planner.decide import check as checking
 from planner.decide.check import Check, check
 from planner.export.import_run import read
-from planner.report.comparison import markdown, sarif
+from planner.report.decisions import markdown, sarif
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = """#!/bin/bash

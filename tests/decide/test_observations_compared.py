@@ -9,7 +9,7 @@ from priced_plans import priced_plan
 from planner.answer import Plan
 from planner.decide.compare import Compared, compare, of_observation, of_plan
 from planner.observe.observation import Observation, SourceFile
-from planner.report.comparison import render_comparison
+from planner.report.decisions import render_comparison
 
 
 @pytest.fixture(scope="module")

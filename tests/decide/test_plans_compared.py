@@ -16,7 +16,7 @@ from planner.decide.compare import Comparison, compare, of_plan, of_probe
 from planner.errors import SpecError
 from planner.layout.evaluate import evaluate
 from planner.probe.result import ProbedMemory, ProbeResult
-from planner.report.comparison import render_comparison, short_names
+from planner.report.decisions import render_comparison, short_names
 from planner.specs.cluster import ClusterSpec
 from planner.specs.registry import load_hardware, load_model
 from planner.specs.training import AdapterSpec, Parallelism, TrainingSpec

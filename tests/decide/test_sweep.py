@@ -23,7 +23,7 @@ from planner.decide.sweep import (
     with_deadline,
 )
 from planner.layout.evaluate import runtime_of
-from planner.report.sweep import as_csv, says
+from planner.report.decisions import as_csv, says_sweep
 from planner.search.case import Case
 from planner.search.search import plan
 from planner.specs.cluster import ClusterSpec
@@ -155,5 +155,5 @@ def test_tables_and_csv_have_every_point_and_say_the_answers() -> None:
     rows = list(csv.DictReader(io.StringIO(as_csv(answer))))
     assert [row["fits"] for row in rows] == ["True", "True", "False"]
     assert float(rows[1]["usd_interval_low"]) < float(rows[1]["usd"]) < float(rows[1]["usd_interval_high"])
-    assert "fewest GPUs: 8 GPUs" in says(answer)
-    assert says(of_points([planned(trial(8, "405b"))], Goal())) == "None of 1 points fits."
+    assert "fewest GPUs: 8 GPUs" in says_sweep(answer)
+    assert says_sweep(of_points([planned(trial(8, "405b"))], Goal())) == "None of 1 points fits."

@@ -11,9 +11,9 @@ import pytest
 import yaml
 
 from planner.answer import Plan
-from planner.export.environment import megatron_environment
 from planner.export.export import bundle_of
 from planner.export.import_run import read_configuration
+from planner.export.launchers import megatron_environment
 from planner.export.megatron.plan_options import SWITCH_OPTIONS
 from planner.export.refusal import Inexpressible
 from planner.export.spelling import recipe_of, setting_of, spelling_of

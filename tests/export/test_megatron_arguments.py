@@ -10,8 +10,8 @@ import pytest
 import yaml
 
 from planner.answer import Plan
-from planner.export.environment import connections
 from planner.export.import_run import read_configuration
+from planner.export.launchers import connections
 from planner.export.megatron.bridge_files import bridge_overrides
 from planner.export.megatron.megatron_files import export_megatron, megatron_arguments
 from planner.export.megatron.plan_options import precision

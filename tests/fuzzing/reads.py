@@ -14,8 +14,7 @@ from fuzzing.made import MACHINE, kept_price, plan_of
 from planner.cli.app import run as run_command
 from planner.cli.measurements import read_calibration
 from planner.cli.options import DEFAULT_HARDWARE
-from planner.cli.serve_command import read_question
-from planner.cli.views import _side
+from planner.cli.views import _side, read_question
 from planner.decide.compare import compare, of_plan
 from planner.errors import PlannerError
 from planner.export.import_run import read as read_configuration

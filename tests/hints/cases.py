@@ -27,8 +27,8 @@ CASES = (
     Case("cli/plan_command.py", "add --from plan.json", "-g 8 --keep tp", moves_on=True),
     Case("cli/app.py", "nearest(topic, words)", "-h laout", option="laout"),
     Case("cli/output.py", "nearest(name, SECTIONS)", "-m 1b -g 1 --show rejectd", option="--show"),
-    Case("cli/schedule.py", "'--slow-stage 3:1.2'", "schedule 1f1b --pp 4 --micro-batches 8 --slow-stage x"),
-    Case("cli/schedule.py", "'--slow-link 1-2:5'", "schedule 1f1b --pp 4 --micro-batches 8 --slow-link x"),
+    Case("cli/schedule.py", "{option} {example}", "schedule 1f1b --pp 4 --micro-batches 8 --slow-stage x"),
+    Case("cli/schedule.py", "{option} {example}", "schedule 1f1b --pp 4 --micro-batches 8 --slow-link x"),
     Case("layout/evaluate.py", "f\"one of {', '.join(known)}\"", _1B + "--hardware a100 --dtype fp8", option="--dtype"),
     Case("layout/evaluate.py", "f\"one of {', '.join(known)}\"", _1B + "--hardware v100 --dtype fp8", option="--dtype"),
     Case("layout/evaluate.py", "{since} has it", _1B + "--runtime megatron@0.14 --dtype nvfp4 --hardware b200"),
@@ -95,7 +95,6 @@ _SEARCHES = "typing it searches for seconds, or starts processes"
 _IMAGES = "it speaks of a config.json with a tower, which tests/specs/test_vision.py has"
 _A_FILE = "it mends a file, at the place that the error names, and no option"
 _A_PLAN = "it needs a plan of a running job, a probe or an observation; the command's own tests have it"
-_OF_A_PLAN = "it speaks of a saved plan, which tests/cli/test_next_command.py has"
 _PROSE = "a limit in words, and nothing that can be copied"
 
 NOT_TYPED_IN: dict[str, str] = {
@@ -106,11 +105,9 @@ NOT_TYPED_IN: dict[str, str] = {
     "serve/": "it answers a page, which tests/serve has",
     "export/": "it speaks of a trainer's file; tests/export and scripts/roundtrips have what is written",
     "cli/validate": "it speaks of kept runs, which tests/cli has",
-    "cli/probe_command.py": "it speaks of GPUs",
-    "cli/profile_command.py": "it speaks of GPUs",
+    "cli/machine_command.py": "it speaks of GPUs",
     "cli/observe_command.py": _A_PLAN,
     "trace/": "it runs a module of the user's own, which tests/trace has",
-    "cli/serve_command.py": "a server waits until somebody stops it",
     "cli/import_command.py": _A_FILE,
     "cli/plan_command.py": "what is left speaks of a file of phases or a plan of a running job, which tests/cli has",
     "cli/views.py": _A_PLAN,
@@ -136,10 +133,6 @@ NOT_TYPED: dict[tuple[str, str], str] = {
     ("cli/inputs.py", "write 4, 4x256"): _IMAGES,
     ("cli/inputs.py", "--images {number}"): _IMAGES,
     ("cli/inputs.py", "config.json of one that has"): _IMAGES,
-    ("cli/measurements.py", "--history DIR, or"): "a machine without a home folder alone sees it",
-    ("cli/next_command.py", "write --days 30"): _OF_A_PLAN,
-    ("cli/next_command.py", "numbers of the table"): _OF_A_PLAN,
-    ("cli/next_command.py", "plan validate --add"): _OF_A_PLAN,
     ("cli/options.py", "write {row.name} {example}"): _PROSE,
     ("cli/options.py", "leave {row.name} out"): "it is to type nothing",
     ("cli/schedule.py", "plan schedule 1f1b --pp 4"): _PROSE,

@@ -14,7 +14,6 @@ pytest.importorskip("torch", reason="needs the probe extra (torch)")
 
 from small_plans import plan_of
 
-from planner.cli.probe_report import render
 from planner.probe.evidence import UNSEEN, conditions_of
 from planner.probe.result import (
     ChunkSeconds,
@@ -25,6 +24,7 @@ from planner.probe.result import (
     ProbeResult,
     RankResult,
 )
+from planner.report.machines import render_probe as render
 
 
 def rank(number: int = 0, spread: float = 0.001, **states: dict[str, Any]) -> RankResult:

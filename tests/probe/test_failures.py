@@ -12,7 +12,6 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from functools import partial
 from multiprocessing import forkserver
 from pathlib import Path
@@ -224,8 +223,12 @@ def test_no_space_for_the_folder(make_run: Any, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_process_server_that_is_stopped_is_named(make_run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = forkserver.ForkServer()  # it is killed; the one that has imported torch is of use to other tests
+    for name in ("ensure_running", "connect_to_new_process", "set_forkserver_preload", "get_inherited_fds"):
+        monkeypatch.setattr(forkserver, name, getattr(own, name))
+    monkeypatch.setattr(forkserver, "_forkserver", own)
     process_context()
-    server = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
+    server = own._forkserver_pid  # type: ignore[attr-defined]
     os.kill(server, signal.SIGSTOP)
     monkeypatch.setattr("planner.probe.launch.launcher.START_TIMEOUT_S", 1.0)
     with pytest.raises(ProbeError, match="the process server, which forks the ranks") as error:
@@ -233,21 +236,11 @@ def test_a_process_server_that_is_stopped_is_named(make_run: Any, monkeypatch: p
     assert str(server) in error.value.hint
 
 
-def started(target: Any, *args: Any) -> Any:
-    """A process that runs; a server of processes that an earlier test has ended is started anew."""
-    for _ in range(50):
-        process = process_context().Process(target=target, args=args)
-        with suppress(EOFError, ConnectionError):
-            process.start()
-            return process
-        time.sleep(0.1)  # until the one that ended is gone
-    raise AssertionError("no process server")
-
-
 @pytest.mark.thorough(2)
 @pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGKILL])
 def test_no_rank_outlives_its_launcher(sent: signal.Signals, make_run: Any, own_tmp: Path) -> None:
-    launcher = started(launch_and_wait.main, small(make_run), own_tmp)
+    launcher = process_context().Process(target=launch_and_wait.main, args=(small(make_run), own_tmp))
+    launcher.start()
     pids = [own_tmp / f"pid{rank}" for rank in range(2)]
     until(lambda: all(pid.exists() and pid.read_text() for pid in pids))
     until(lambda: all("step 0" in status.read_text() for status in own_tmp.glob("plan-probe-*/*.status")))

@@ -7,9 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from planner.schedule.graph import to_torch_csv
-from planner.schedule.orders import build_schedule
-
 pytest.importorskip("torch", reason="needs the probe extra (torch)")
 
 from small_plans import run, small_plan
@@ -73,32 +70,6 @@ def test_a_mismatch_is_exit_code_6(
     captured = capsys.readouterr()
     assert "stage 1 (rank 1) asked for 2.500 GiB more in warm-up, at 1F0" in " ".join(captured.out.split())
     assert "error: the run contradicts the plan" in captured.err
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--device", "tpu"], "--device: 'tpu' is unknown"),
-        (["--stage", "x"], "--stage: 'x' is no stage"),
-        (["--steps", "0"], "--steps: 0 is too small"),
-        (["--timeout", "-1"], "must be positive"),
-        (["--budget", "0"], "--budget 0: must be positive"),
-        (["--steps", "2", "--budget", "3"], "--steps, --budget: one says how many steps, the other how long"),
-        (["--device", "cpu", "--budget", "3"], "--budget: seconds are measured on GPUs"),
-        (["--order", "ORDER", "--stage", "all"], "--order: a stage alone follows the plan's own schedule"),
-        (["--sleep", "--stage", "all"], "--sleep: ranks sleep on the CPU only"),
-        (["--stage", "0", "--trace", "t.json"], "--trace: of stage 0 alone there is no pipeline to draw"),
-        (["-o", "same.json", "--trace", "./same.json"], "-o, --trace: both name same.json"),
-    ],
-)
-def test_wrong_options(
-    options: list[str], message: str, plan_file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    order = tmp_path / "order.csv"
-    order.write_text(to_torch_csv(build_schedule("1f1b", 2, 1, 2)))
-    options = [str(order) if option == "ORDER" else option for option in options]
-    assert main(["probe", plan_file, *options]) == 2
-    assert message in capsys.readouterr().err
 
 
 def test_a_report_is_printed_before_a_file_that_cannot_be_written(

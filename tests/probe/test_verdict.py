@@ -88,7 +88,7 @@ def test_a_plans_ring_is_named_among_what_was_not_measured(exchange: str) -> Non
 @pytest.mark.parametrize("loss", [2.5, float("nan")])
 def test_ranks_on_gpus_are_compared_in_time_memory_and_loss(loss: float, capsys: pytest.CaptureFixture[str]) -> None:
     from planner.cli.output import show
-    from planner.cli.probe_report import render
+    from planner.report.machines import render_probe as render
 
     plan = small_plan()
     memory = ProbedMemory(static_bytes=1, peak_allocated_bytes=2, peak_reserved_bytes=3, device_used_bytes=4)
@@ -113,8 +113,8 @@ def test_ranks_on_gpus_are_compared_in_time_memory_and_loss(loss: float, capsys:
 
 def test_a_report_and_a_trace_say_how_far_clocks_may_differ(capsys: pytest.CaptureFixture[str]) -> None:
     from planner.cli.output import show
-    from planner.cli.probe_report import render
     from planner.probe.probe import trace_events
+    from planner.report.machines import render_probe as render
 
     plan = small_plan()
     ran = probe_result(plan, lambda stage: (1e-3, 2e-3), mode="ranks", run=probe_run(plan, num_steps=1))

@@ -10,7 +10,7 @@ import pytest
 from served import SMALL, Running
 
 from planner.cli.options import DEFAULT_HARDWARE, SearchOptions
-from planner.cli.serve_command import read_question, start_of
+from planner.cli.views import read_question, start_of
 from planner.serve.app import application
 from planner.serve.desk import Desk
 from planner.serve.server import listen, server_of

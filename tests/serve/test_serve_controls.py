@@ -10,7 +10,7 @@ from served import SMALL
 
 from planner.answer import Plan
 from planner.cli.options import SearchOptions
-from planner.cli.serve_command import read_question
+from planner.cli.views import read_question
 from planner.errors import SpecError
 from planner.search.search import plan
 from planner.serve.app import plan_panel, same_layout

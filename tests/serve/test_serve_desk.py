@@ -10,7 +10,7 @@ import pytest
 from served import SMALL
 
 from planner.answer import Plan
-from planner.cli.serve_command import read_question
+from planner.cli.views import read_question
 from planner.errors import Infeasible, PlannerError, SolverError
 from planner.serve import desk as desk_module
 from planner.serve.controls import Question

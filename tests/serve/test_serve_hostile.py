@@ -12,7 +12,7 @@ import pytest
 from hostile import CLOSED, JSON, hostile, posted, request, status_of
 from served import SMALL, Running
 
-from planner.cli.serve_command import read_question
+from planner.cli.views import read_question
 from planner.serve import server
 from planner.serve.server import HOST
 

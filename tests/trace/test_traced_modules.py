@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -47,8 +49,16 @@ CLOSED = {
 
 
 @cache
-def traced(name: str) -> ModelSpec:
-    return trace(f"module:{ODD}:{name}", name)
+def traced(name: str, *shards: tuple[str, str]) -> ModelSpec:
+    """A model of the odd ones, traced in this process, which has imported torch."""
+    from planner.trace import worker
+
+    def told(source: str) -> Any:
+        return json.loads(json.dumps({length: worker.traced(source, length) for length in LENGTHS}))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("planner.trace.trace._told", told)
+        return trace(f"module:{ODD}:{name}", name, dict(shards))
 
 
 @pytest.mark.parametrize("name", CLOSED)
@@ -72,23 +82,23 @@ def test_scores_of_plain_attention_are_kept_and_grow_with_the_square() -> None:
     assert long - 2 * short == pytest.approx(2 * scores, rel=0.01)
 
 
-def test_a_plan_of_sharding_splits_what_lies_between_columns_and_rows(tmp_path: Path) -> None:
+def test_a_plan_of_sharding_splits_what_lies_between_columns_and_rows() -> None:
     styles = {"*.qkv": "colwise", "*.mixer.out": "rowwise", "*.up": "ColwiseParallel", "*.down": "RowwiseParallel"}
-    model = trace(f"module:{ODD}:unfused", "split", styles)
+    model = traced("unfused", *styles.items())
     shapes = (Shape(seq_length=S), Shape(seq_length=S, tp=2, sequence_parallel=True))
     whole, half = (decoder_layer(model, model.kinds[0], shape, EAGER) for shape in shapes)
     assert num_parameters(whole) - num_parameters(half) == (ATTENTION + FEED) / 2
     assert sum(op.forward_flops for op in operators_of(half)) == sum(op.forward_flops for op in operators_of(whole)) / 2
     assert {one.group for one in collectives_of(half)} == {"tp"}
     with pytest.raises(SpecError, match="no style"):
-        trace(f"module:{ODD}:unfused", "split", {"*.qkv": "diagonal"})
+        traced("unfused", ("*.qkv", "diagonal"))
 
 
 def test_a_traced_file_plans_without_torch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "mine.yaml"
     assert main(["models", "trace", f"module:{ODD}:experts", "-o", str(path)]) == 0
     assert load_model(str(path)).traced == traced("experts").traced
-    words = ["--model", str(path), "--gpus", "8", "-s", "2048", "-b", "64", "--tp", "2"]
+    words = ["--model", str(path), "--gpus", "8", "-s", "2048", "-b", "16", "--pp", "1", "--tp", "2"]
     assert main([*words, "--runtime", "torch-eager"]) == 3
     assert "traced" in capsys.readouterr().err
     plan, folder = str(tmp_path / "plan.json"), tmp_path / "job"

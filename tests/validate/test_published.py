@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from planner.cli import main
-from planner.report.labels import NINE_OF_TEN_LOSE
+from planner.report.format import NINE_OF_TEN_LOSE
 from planner.validate import score as score_module
 from planner.validate.choices import regrets, spreads, sweeps
 from planner.validate.rows import load_rows

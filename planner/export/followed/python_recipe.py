@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -22,8 +23,6 @@ from planner.export.followed.python_values import (
     as_key,
     built_in,
     computed,
-    field_value,
-    has_field,
     method_value,
     told,
     truth,
@@ -74,33 +73,19 @@ class Evaluator:
         """Calls with arguments of functions that no file beside this one defines, in their order."""
         return self._calls
 
-    def functions(self) -> list[str]:
-        """Names of the functions that the file defines, or imports from a file beside it."""
-        return [
-            name for name in self.module.names if isinstance(self.resolved(self.module.names[name]), PythonFunction)
-        ]
+    def functions(self) -> dict[str, PythonFunction]:
+        """The functions that the file defines, or imports from a file beside it."""
+        found = {name: self.resolved(value) for name, value in [*self.module.names.items()]}
+        return {name: value for name, value in found.items() if isinstance(value, PythonFunction)}
 
-    def own_functions(self) -> list[str]:
-        """Names of the functions that the file itself defines, in their order."""
-        names = self.module.names
-        return [
-            name for name, value in names.items() if isinstance(value, PythonFunction) and value.module is self.module
-        ]
+    def own_functions(self) -> dict[str, PythonFunction]:
+        """The functions that the file itself defines, in their order."""
+        return {name: function for name, function in self.functions().items() if function.module is self.module}
 
     def call(self, name: str) -> Any:
         """The value that a function returns if it is called without arguments."""
         function = self.resolved(self.module.names[name])
         return self._call(function, [], {}) if isinstance(function, PythonFunction) else None
-
-    def parameters(self, name: str) -> list[str]:
-        """Names of a function's parameters that have no default."""
-        arguments = self.module.names[name].node.args
-        return [argument.arg for argument in arguments.args[: len(arguments.args) - len(arguments.defaults)]]
-
-    def returns(self, name: str) -> str:
-        """The text of a function's annotation, or nothing."""
-        node = self.module.names[name].node
-        return ast.unparse(node.returns) if node.returns is not None else ""
 
     def _load(self, config: ConfigFile) -> PythonModule:
         tree = parse_python(config.text, "", "give the recipe's file")
@@ -232,17 +217,8 @@ class Evaluator:
                     value.fields |= self.known(value)
                 return value
         name = told(node.func)
-        if isinstance(node.func, ast.Name) and isinstance(scope.get(name), Unknown):
-            if name == "range" and all(isinstance(bound, int) for bound in arguments):
-                return list(range(*arguments)[:MAX_ITEMS])
-            if name in BUILTINS:
-                return built_in(name, arguments, keywords)
-            if name in ("hasattr", "isinstance"):
-                return Unknown(node) if name == "isinstance" else has_field(*arguments)
-            if name in ("getattr", "setattr"):
-                return field_value(name, arguments)
-            if name == "cast" and len(arguments) == 2:
-                return arguments[1]
+        if isinstance(node.func, ast.Name) and name in BUILTINS and isinstance(scope.get(name), Unknown):
+            return built_in(name, arguments, keywords)
         value = self._of_function(self.value(node.func, scope), name, arguments, keywords)
         if isinstance(value, CallRecord) and not value.line and len(self._calls) < MAX_ITEMS:
             value.line = node.lineno
@@ -267,14 +243,8 @@ class Evaluator:
             return changed
         if name in ("run.Config", "run.Partial") and arguments:
             target = arguments[0]
-            kind = (
-                target.kind
-                if isinstance(target, CallRecord)
-                else getattr(getattr(target, "node", None), "name", str(target))
-            )
-            return CallRecord(
-                kind, arguments[1:], keywords, self._defaults(target) if isinstance(target, PythonClass) else {}
-            )
+            defaults = self._defaults(target) if isinstance(target, PythonClass) else {}
+            return CallRecord(getattr(target, "kind", str(target)), arguments[1:], keywords, defaults)
         if name == "cast" and len(arguments) == 2:
             return arguments[1]
         return CallRecord(name, arguments, keywords)
@@ -301,19 +271,18 @@ class Evaluator:
         }
 
     def _call(self, function: PythonFunction, arguments: list[Any], keywords: Fields) -> Any:
-        parameters = function.node.args
+        parameters, outer = function.node.args, Scope(function.module, function.module.names)
         names = [argument.arg for argument in (*parameters.posonlyargs, *parameters.args)]
-        scope = Scope(function.module, {})
-        outer = Scope(function.module, function.module.names)
-        for name, default in zip(names[len(names) - len(parameters.defaults) :], parameters.defaults, strict=True):
-            scope.names[name] = self.value(default, outer)
-        for argument, keyword_default in zip(parameters.kwonlyargs, parameters.kw_defaults, strict=True):
-            if keyword_default is not None:
-                scope.names[argument.arg] = self.value(keyword_default, outer)
+        named_alone = [argument.arg for argument in parameters.kwonlyargs]
+        unsaid = zip(names[len(names) - len(parameters.defaults) :], parameters.defaults, strict=True)
+        defaults = (*unsaid, *zip(named_alone, parameters.kw_defaults, strict=True))
+        scope = Scope(
+            function.module, {name: self.value(default, outer) for name, default in defaults if default is not None}
+        )
         scope.names |= dict(zip(names, arguments, strict=False)) | keywords
         if parameters.kwarg is not None:
-            known = {*names, *(argument.arg for argument in parameters.kwonlyargs)}
-            scope.names[parameters.kwarg.arg] = {name: value for name, value in keywords.items() if name not in known}
+            rest = {name: value for name, value in keywords.items() if name not in (*names, *named_alone)}
+            scope.names[parameters.kwarg.arg] = rest
         self.depth += 1
         try:
             if self.depth < MAX_DEPTH:
@@ -434,13 +403,12 @@ def chosen_recipe(evaluator: Evaluator, recipe: str | None, marks: Texts) -> Cal
 
     `marks` are fields that a recipe's record has. Raises SpecError with all names where several make one.
     """
-    known = evaluator.functions()
+    known, own = evaluator.functions(), evaluator.own_functions()
     if recipe is not None:
         if recipe not in known:
-            own = evaluator.own_functions()
             close = nearest(recipe, known).removeprefix("; ")
             raise SpecError(
-                f"--recipe: the file has no function {recipe[:80]!r}", close or f"one of {', '.join(own[:40])}"
+                f"--recipe: the file has no function {recipe[:80]!r}", close or f"one of {', '.join([*own][:40])}"
             )
         record = evaluator.call(recipe)
         if not isinstance(record, CallRecord):
@@ -448,18 +416,15 @@ def chosen_recipe(evaluator: Evaluator, recipe: str | None, marks: Texts) -> Cal
                 f"--recipe: {recipe[:80]} returns no configuration that can be followed", "name another one"
             )
         return record
-    names = [
-        name
-        for name in evaluator.own_functions() or known
-        if not name.startswith("_") and not evaluator.parameters(name)
-    ]
-    annotated = [name for name in names if "Config" in evaluator.returns(name) or "Partial" in evaluator.returns(name)]
-    found: dict[str, CallRecord] = {}
-    for name in annotated or names:
-        record = evaluator.call(name)
-        if isinstance(record, CallRecord) and any(record.get(mark) is not None for mark in marks):
-            found[name] = record
+    free = {name: f for name, f in (own or known).items() if name[0] != "_" and not f.has_parameters}
+    annotated = {name: f for name, f in free.items() if re.search("Config|Partial", f.returns)}
+    records = {name: evaluator.call(name) for name in annotated or free}
+    found = {
+        name: record
+        for name, record in records.items()
+        if isinstance(record, CallRecord) and any(record.get(mark) is not None for mark in marks)
+    }
     if len(found) > 1:
-        listed = ", ".join(list(found)[:60])
+        listed = ", ".join([*found][:60])
         raise SpecError(f"the file holds {len(found)} recipes", f"add --recipe NAME: one of {listed}")
     return next(iter(found.values()), None)

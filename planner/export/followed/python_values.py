@@ -21,12 +21,6 @@ COMPARE: Mapping[type[ast.cmpop], Callable[[Any, Any], Any]] = {
     ast.GtE: operator.ge, ast.Is: operator.is_, ast.IsNot: operator.is_not, ast.In: lambda a, b: a in b,
     ast.NotIn: lambda a, b: a not in b,
 }  # fmt: skip
-BUILTINS: Mapping[str, Callable[..., Any]] = {
-    "int": int, "float": float, "str": str, "bool": bool, "min": min, "max": max, "len": len, "list": list,
-    "dict": dict, "tuple": tuple, "set": list, "sum": sum, "abs": abs, "sorted": sorted, "round": round,
-}  # fmt: skip
-
-
 MAX_CHARACTERS = 100_000
 """Characters of a text, and items of a list, that a configuration may make."""
 MAX_COMPARED, MAX_ITEMS = 5_000, 4_096
@@ -94,11 +88,29 @@ class PythonFunction:
     node: ast.FunctionDef
     module: PythonModule
 
+    @property
+    def kind(self) -> str:
+        return self.node.name
+
+    @property
+    def has_parameters(self) -> bool:
+        """It has parameters without a default."""
+        return len(self.node.args.args) > len(self.node.args.defaults)
+
+    @property
+    def returns(self) -> str:
+        """The text of its annotation, or nothing."""
+        return ast.unparse(self.node.returns) if self.node.returns is not None else ""
+
 
 @dataclass(slots=True, eq=False)
 class PythonClass:
     node: ast.ClassDef
     module: PythonModule
+
+    @property
+    def kind(self) -> str:
+        return self.node.name
 
 
 @dataclass(slots=True, eq=False)
@@ -232,10 +244,24 @@ def as_key(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
+_FLAT: Mapping[str, Callable[..., Any]] = {
+    "len": len, "list": list, "dict": dict, "tuple": tuple, "set": list, "bool": bool,
+    "range": lambda *bounds: list(range(*bounds)[:MAX_ITEMS]), "isinstance": lambda *_: Unknown("isinstance"),
+    "hasattr": lambda owner, name: has_field(owner, name), "cast": lambda _, value: value,
+    "getattr": lambda *arguments: field_value("getattr", [*arguments]),
+    "setattr": lambda *arguments: field_value("setattr", [*arguments]),
+}  # fmt: skip
+"""Functions that look at no value inside another."""
+BUILTINS: Mapping[str, Callable[..., Any]] = {
+    **_FLAT,
+    "int": int, "float": float, "str": str, "min": min, "max": max, "sum": sum, "abs": abs, "sorted": sorted,
+    "round": round,
+}  # fmt: skip
+
+
 def built_in(name: str, arguments: list[Any], keywords: Fields) -> Any:
     """The value of a call of one of BUILTINS; Unknown where it is not worth its time."""
-    is_flat = name in ("len", "list", "dict", "tuple", "set", "bool")
-    return BUILTINS[name](*arguments, **keywords) if is_flat or is_small(*arguments) else Unknown(name)
+    return BUILTINS[name](*arguments, **keywords) if name in _FLAT or is_small(*arguments) else Unknown(name)
 
 
 def truth(value: Any) -> bool | None:

@@ -11,6 +11,7 @@ from planner.errors import SpecError
 from planner.export.followed.shell_syntax import ShellBlock, Simple, Statement, parse_shell
 from planner.export.followed.shell_words import EACH, Environment, Words, holds
 from planner.export.imported_run import json_of, yaml_of
+from planner.specs.base import Named
 from planner.specs.reading import SHELL
 
 Files = Callable[[str], str | None]
@@ -39,14 +40,19 @@ class Script:
     """Words of the launch, with variables put in."""
     variables: dict[str, list[str]] = field(default_factory=dict)
     """Every variable at the end of the script; an array has several words."""
-    directives: dict[str, str] = field(default_factory=dict)
+    directives: Named = field(default_factory=dict)
     """`#SBATCH --nodes=4` as nodes: 4."""
     commands: list[list[str]] = field(default_factory=list)
     """Words of every command that may launch something, in order."""
-    files: dict[str, str] = field(default_factory=dict)
+    files: Named = field(default_factory=dict)
     """Files that the script writes with cat, and their texts."""
-    unset: dict[str, str] = field(default_factory=dict)
+    unset: Named = field(default_factory=dict)
     """Variables that the script does not set, each by the option before it, or by itself where none is."""
+
+
+def launched_on(num_gpus: Any) -> Script:
+    """A launch of which nothing is known but the number of GPUs, where that is known."""
+    return Script(variables={"WORLD_SIZE": [str(num_gpus)]} if num_gpus else {})
 
 
 def read_shell(text: str, files: Files = lambda name: None) -> Script:
@@ -72,7 +78,7 @@ def read_shell(text: str, files: Files = lambda name: None) -> Script:
 
 
 _BEHIND_OPTION = re.compile(
-    r"(?:(--[A-Za-z][\w-]*)[ =]+|([a-z_]\w*(?:\.\w+)+)=|^[ \t]+)"
+    r"(?:(--[A-Za-z][\w-]*)[ =]+|(?<![\w.])([A-Za-z_]\w*(?:\.\w+)+)=|^[ \t]+)"
     r"[\"']?\$\{?([A-Za-z_]\w*)(?:\[[@*]\])?\}?[\"']?(?=\s|$)",
     re.MULTILINE,
 )
@@ -96,9 +102,9 @@ _BATCH_NODES, _BATCH_GPUS = (
 """Nodes, and GPUs of each, as PBS and LSF are asked for them."""
 
 
-def _directives(text: str) -> dict[str, str]:
+def _directives(text: str) -> Named:
     """Options of the lines that begin with #SBATCH; nodes and GPUs of PBS's and LSF's as Slurm calls them."""
-    directives: dict[str, str] = {}
+    directives: Named = {}
     if (chunks := _CHUNKS.search(text)) is not None:
         directives = {"nodes": chunks[1], "gpus-per-node": chunks[2]}
     nodes, gpus = _BATCH_NODES.search(text), _BATCH_GPUS.search(text)
@@ -390,14 +396,14 @@ def _options_file(text: str) -> Script | None:
         return Script(words=[str(word) for word in data])
     if not isinstance(data, dict):
         return None
-    options = data.get("MODEL_ARGS") or data.get("args") or data
-    variables = {"WORLD_SIZE": [str(data["world_size"])]} if data.get("world_size") else {}
+    options, script = data.get("MODEL_ARGS") or data.get("args") or data, launched_on(data.get("world_size"))
     if isinstance(options, list):
-        return Script(words=[str(word) for word in options], variables=variables)
-    if not isinstance(options, dict):
+        script.words = [str(word) for word in options]
+    elif isinstance(options, dict):
+        script.words = [word for option, value in options.items() for word in _words(str(option), value)]
+    else:
         return None
-    words = [word for option, value in options.items() for word in _words(str(option), value)]
-    return Script(words=words, variables=variables)
+    return script
 
 
 def _words(option: str, value: Any) -> list[str]:

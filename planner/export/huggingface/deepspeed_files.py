@@ -8,13 +8,13 @@ from itertools import pairwise
 
 from planner.answer import Plan
 from planner.errors import SpecError
-from planner.export.environment import node_environment
 from planner.export.imported_run import ConfigFile, ImportedRun, json_of, new_run, positive_number
 from planner.export.keyed_settings import beginnings, dialect, flat, refused_settings
+from planner.export.launchers import node_environment
 from planner.export.named_models import exported_model
 from planner.export.refusal import broken_rules, hint_for, notes_on_price, refuse
 from planner.export.run_settings import FIRST_RUN_STEPS, run_settings
-from planner.export.stages import VirtualStage, objections_to, virtual_stages
+from planner.export.stages import Stages, objections_to, virtual_stages
 from planner.export.trainer_files import (
     ExportFile,
     LaunchCommand,
@@ -96,9 +96,7 @@ def export_deepspeed(plan: Plan) -> TrainerFiles:
     return TrainerFiles(WRITTEN_FOR, tuple(files), command, tuple(notes))
 
 
-def _pipeline_files(
-    plan: Plan, stages: tuple[VirtualStage, ...], files: list[ExportFile], notes: list[str]
-) -> TrainerFiles:
+def _pipeline_files(plan: Plan, stages: Stages, files: list[ExportFile], notes: list[str]) -> TrainerFiles:
     """A module with a pipeline, for the user's own script."""
     run = run_settings(plan)
     notes += [
@@ -118,7 +116,7 @@ def _pipeline_files(
     return TrainerFiles(WRITTEN_FOR, tuple(files), None, tuple(notes))
 
 
-def _check_expressible(plan: Plan, stages: tuple[VirtualStage, ...]) -> None:
+def _check_expressible(plan: Plan, stages: Stages) -> None:
     """Raise Inexpressible, with every reason, where DeepSpeed cannot run the plan."""
     of_model = rules_of("export deepspeed")
     reasons = broken_rules((*of_model, *rules_of("layout deepspeed")), plan)
@@ -131,7 +129,7 @@ def deepspeed_config(plan: Plan) -> Fields:
     return settings("deepspeed", plan, run=run, optimizer=run.optimizer)
 
 
-def _boundaries(stages: tuple[VirtualStage, ...]) -> list[int]:
+def _boundaries(stages: Stages) -> list[int]:
     """The first item of each stage in the list [embedding, *layers, final norm, head], and the list's length."""
     num_layers = stages[-1].last_layer
     return [0, *(1 + stage.first_layer for stage in stages[1:]), num_layers + 3]

@@ -6,7 +6,6 @@ import re
 from typing import Literal
 
 from planner.answer import Plan
-from planner.export.environment import node_environment
 from planner.export.huggingface.tuning_settings import (
     ACCELERATE_FILE,
     ADAPTER_FILE,
@@ -15,7 +14,8 @@ from planner.export.huggingface.tuning_settings import (
     lora_config,
     quantization_config,
 )
-from planner.export.launchers import nodes_of
+from planner.export.keyed_settings import table
+from planner.export.launchers import node_environment, nodes_of
 from planner.export.refusal import broken_rules, hint_for, notes_on_price, refuse
 from planner.export.run_settings import FIRST_RUN_STEPS
 from planner.export.stages import objections_to
@@ -41,27 +41,6 @@ from planner.trainers.spec import RuntimeSpec
 from planner.trainers.switches import Value
 
 _REPOSITORY = re.compile(r"config(?:\.json)? of ([\w.-]+/[\w.-]*\w)")
-_LAYER_CLASSES = (
-    (r"Llama-[23]", "LlamaDecoderLayer"),
-    (r"Llama-4", "Llama4TextDecoderLayer"),
-    (r"Qwen2\.5", "Qwen2DecoderLayer"),
-    (r"Qwen3-Next", "Qwen3NextDecoderLayer"),
-    (r"Qwen3-\d+B-A", "Qwen3MoeDecoderLayer"),
-    (r"Qwen3", "Qwen3DecoderLayer"),
-    (r"Mixtral", "MixtralDecoderLayer"),
-    (r"gpt-oss", "GptOssDecoderLayer"),
-    (r"gemma-3", "Gemma3DecoderLayer"),
-    (r"DeepSeek-V2", "DeepseekV2DecoderLayer"),
-    (r"DeepSeek-V3$", "DeepseekV3DecoderLayer"),
-    (r"GLM-4\.5", "Glm4MoeDecoderLayer"),
-    (r"Olmo-3", "Olmo3DecoderLayer"),
-    (r"Seed-OSS", "SeedOssDecoderLayer"),
-    (r"Falcon-H1", "FalconH1DecoderLayer"),
-    (r"granite-4\.0-h", "GraniteMoeHybridDecoderLayer"),
-    (r"gpt-neox", "GPTNeoXLayer"),
-    (r"bloom", "BloomBlock"),
-)
-"""Parts of a repository's name, and the layers that its models have in transformers (`_no_split_modules`)."""
 
 
 def repository_of(model: ModelSpec) -> str | None:
@@ -73,7 +52,7 @@ def repository_of(model: ModelSpec) -> str | None:
 def layer_class_of(model: ModelSpec) -> str | None:
     """The class of the model's decoder layers; None where only transformers knows it, which then says it itself."""
     repository = repository_of(model) or ""
-    return next((name for part, name in _LAYER_CLASSES if re.search(part, repository)), None)
+    return next((name for part, name in table()["transformers"]["layers"].items() if re.search(part, repository)), None)
 
 
 DEEPSPEED_FILE = "deepspeed.json"

@@ -20,20 +20,18 @@ from planner.export.keyed_settings import (
     mapping_of,
     number,
     refused_settings,
+    table,
     word,
 )
 from planner.export.named_models import has_towers, model_called, num_layers_of
-from planner.specs.base import Fields, Said
+from planner.specs.base import Fields, Named, Said
 from planner.specs.model import ModelSpec
 from planner.specs.training import ATTENTION, GROUPS, LATENT, TARGETS, AdapterSpec
 from planner.trainers.load import load_runtime, switches_of
 
 FSDP_RUNTIME, HF_RUNTIME = "torch-fsdp", "hf"
 """FSDP around fp32 weights, which mixed precision makes of them; and transformers' own weights as they are loaded."""
-_SHARDING = {
-    "FULL_SHARD": 3, "1": 3, "SHARD_GRAD_OP": 2, "2": 2, "NO_SHARD": 0, "3": 0, "HYBRID_SHARD": 3, "4": 3,
-    "HYBRID_SHARD_ZERO2": 2, "_HYBRID_SHARD_ZERO2": 2, "5": 2,
-}  # fmt: skip
+_SHARDING = {str(name): stage for name, stage in table()["accelerate"]["strategies"].items()}
 """FSDP's strategies, by name and by Accelerate's number, and the ZeRO stage that each is."""
 
 
@@ -91,34 +89,14 @@ def set_model(imported: ImportedRun, name: Any) -> None:
         imported.notes.append(f"{name[:80]}: the language model alone is planned")
 
 
-OPTIMIZERS = {
-    "adamw": "adamw_torch_fused",
-    "adamw-8bit": "adamw_8bit",
-    "paged-adamw": "paged_adamw_32bit",
-    "paged-adamw-8bit": "paged_adamw_8bit",
-    "adafactor": "adafactor",
-    "sgd": "sgd",
-}
+OPTIMIZERS: Named = table()["transformers"]["optimizers"]
 """Values of the switch `optimizer`, and their names in `optim`; it has none for Muon."""
 _ADAMS = re.compile(r"adamw?(_torch|_hf|_torch_fused|_apex_fused|_torch_xla)?$")
-_OPTIMIZERS = {name: value for value, name in OPTIMIZERS.items()} | {
-    "adamw_bnb_8bit": "adamw-8bit", "paged_adamw": "paged-adamw", "adamw_torch_8bit": "adamw-8bit",
-}  # fmt: skip
+_OPTIMIZERS = {name: value for value, name in OPTIMIZERS.items()} | table()["transformers"]["older_optimizers"]
 _BF16 = ("bf16", "bfloat16")
 _FP32 = ("float32", "fp32")
 _WORDS = ("lora", "qlora")
 _KINDS = ("finetuning_type", "tuner_type", "train_type", "sft_type")
-_OLDER = {
-    "num_generations",
-    "max_seq_length",
-    "torch_dtype",
-    "evaluation_strategy",
-    "use_liger",
-    "overwrite_output_dir",
-    "rl",
-    "stage",
-}
-"""Settings that TRL no longer took when its loss came in chunks, and those of other losses."""
 
 
 def beside_adapters(settings: Said, config: ConfigFile) -> Fields:
@@ -221,13 +199,12 @@ def _read_kernels(imported: ImportedRun, settings: Said) -> None:
         features["attention_kernel"] = "fastest"
     if is_on(settings.get("torch_compile")):
         features["compile"] = True
+    is_older = bool(settings.keys() & {*table()["trl"]["older"].split()})
     if is_any_on(
         settings, "use_liger_kernel", "liger_kernel", "enable_liger_kernel", "liger_fused_linear_cross_entropy"
     ):
         features["liger"] = True
-    elif (
-        settings.get("loss_type") == "chunked_nll" and not settings.keys() & _OLDER and "objective" not in imported.run
-    ):
+    elif settings.get("loss_type") == "chunked_nll" and not is_older and "objective" not in imported.run:
         features["liger"] = "loss"
     if is_on(settings.get("activation_offloading")):
         layers = num_layers_of(imported.run["model"])
@@ -404,13 +381,13 @@ def quantization_config(adapters: AdapterSpec, is_sharded: bool) -> Fields | Non
     return None
 
 
-def read_adapters(settings: Said, bits: int | None = None) -> tuple[Fields, dict[str, str]]:
+def read_adapters(settings: Said, bits: int | None = None) -> tuple[Fields, Named]:
     """Fields of AdapterSpec that settings of peft, or of a trainer around it, say; and what it cannot say.
 
     Raises SpecError for a rank or a dropout that is no number.
     """
     adapters: Fields = {"base_bits": bits or bits_of(settings)}
-    unknown: dict[str, str] = {}
+    unknown: Named = {}
     rank, dropout = first(settings, "r", "lora_r", "lora_rank"), first(settings, "lora_dropout")
     if rank is not None:
         adapters["rank"] = int(_number("r", rank))

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from planner.answer import Plan
-from planner.export.environment import megatron_environment
+from planner.export.launchers import megatron_environment
 from planner.export.megatron.megatron_files import (
     LOG,
     NEWEST,

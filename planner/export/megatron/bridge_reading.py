@@ -9,15 +9,25 @@ from typing import Any
 from planner.errors import SpecError
 from planner.export.followed.python_recipe import Evaluator, chosen_recipe
 from planner.export.followed.python_values import CallRecord, Unknown
-from planner.export.followed.shell_script import Script, read_script
+from planner.export.followed.shell_script import Script, launched_on, read_script
 from planner.export.imported_run import ConfigFile, ImportedRun, json_of, yaml_of
-from planner.export.keyed_settings import refused_settings
+from planner.export.keyed_settings import refused_settings, table
 from planner.export.megatron.keyed_reading import add_lora
 from planner.export.megatron.model_options import HYBRID_OPTIONS
-from planner.export.megatron.option_rows import BRIDGE, FLAGS, OF_BRIDGE, READ_FLAGS, TANH, YARN, Options, options_of
+from planner.export.megatron.option_rows import (
+    BRIDGE,
+    FLAGS,
+    OF_BRIDGE,
+    READ_FLAGS,
+    TANH,
+    YARN,
+    Options,
+    OptionWords,
+    options_of,
+)
 from planner.export.megatron.script_reading import run_of
 from planner.export.named_models import Model, model_called
-from planner.specs.base import Fields, Said
+from planner.specs.base import Fields, Named, Said
 from planner.specs.reading import kind_of
 from planner.specs.registry import load_model
 
@@ -68,11 +78,12 @@ def _of_gemma(fields: Said, recipe: str) -> Fields:
     return found
 
 
+_ROW = table()["bridge"]
 _PATHS = {path: option for option, path in BRIDGE.items()}
 # the check of the loss is read as that of the gradients
 _FLAGS = {flag.field: flag for flag in (*FLAGS, *READ_FLAGS) if not flag.field.startswith("rerun_state_machine.")}
 _ACTIVATIONS = {"squared_relu": "--squared-relu", "quick_gelu": "--quick-geglu"}
-_VALUED: dict[str, str] = OF_BRIDGE["valued"] | {
+_VALUED: Named = OF_BRIDGE["valued"] | {
     f"model.{name.removeprefix('--').replace('-', '_')}": name for name in sorted(HYBRID_OPTIONS)
 }
 READ_FIELDS = frozenset({
@@ -90,14 +101,6 @@ _OF_HYBRIDS = re.compile(
 )
 """Fields that describe a hybrid model of which the name is given."""
 _OPTION_MOMENTS = {theirs: ours for ours, theirs in OF_BRIDGE["moments"].items()}
-_RECIPES = (
-    (r"mxfp8", {"mixed_precision.fp8": "e4m3", "mixed_precision.fp8_recipe": "mxfp8"}),
-    (r"nvfp4", {"mixed_precision.fp4": "e2m1"}),
-    (r"current_scaling|fp8_cs|fp8cs", {"mixed_precision.fp8": "hybrid", "mixed_precision.fp8_recipe": "tensorwise"}),
-    (r"subchannel|blockwise|fp8_sc", {"mixed_precision.fp8": "hybrid", "mixed_precision.fp8_recipe": "blockwise"}),
-    (r"fp8", {"mixed_precision.fp8": "hybrid", "mixed_precision.fp8_recipe": "delayed"}),
-)
-"""Dtypes that the names of precisions say beside bf16 and fp16."""
 
 
 def fields_of(record: CallRecord) -> Fields:
@@ -127,6 +130,11 @@ def _named(value: Any) -> Any:
     return value.kind.rpartition(".")[2] if isinstance(value, CallRecord) else value
 
 
+def plain(value: Any) -> Any:
+    """A value of a class's field; functions and classes by their names."""
+    return named if isinstance(named := _named(value), (int, float, str, list)) else None
+
+
 class Unread(str):
     """The text of a value that only a run knows."""
 
@@ -141,10 +149,10 @@ def precision_named(name: str) -> Fields:
     half = "fp16" in name and "bf16" not in name
     fields: Fields = dict.fromkeys(("mixed_precision.bf16", "mixed_precision.grad_reduce_in_fp32"), not half)
     fields["mixed_precision.fp16"] = half
-    return fields | next((more for pattern, more in _RECIPES if re.search(pattern, name)), {})
+    return fields | next((more for pattern, more in _ROW["precisions"].items() if re.search(pattern, name)), {})
 
 
-def options_of_fields(fields: Said) -> dict[str, list[str]]:
+def options_of_fields(fields: Said) -> OptionWords:
     """The fields as options of Megatron-LM."""
     precision = fields.get("mixed_precision")
     if isinstance(precision, dict):
@@ -152,7 +160,7 @@ def options_of_fields(fields: Said) -> dict[str, list[str]]:
         fields = {**fields, **{f"mixed_precision.{name}": value for name, value in said.items()}}
     elif isinstance(precision, str):
         fields = {**precision_named(precision), **fields}
-    options: dict[str, list[str]] = {}
+    options: OptionWords = {}
     for path, value in fields.items():
         if isinstance(value, Unread):
             continue
@@ -184,9 +192,9 @@ def _layout_string(stages: list[Any]) -> str:
     )
 
 
-def _derived(fields: Said, options: Options) -> dict[str, list[str]]:
+def _derived(fields: Said, options: Options) -> OptionWords:
     """Options whose meaning several fields take together."""
-    derived: dict[str, list[str]] = {}
+    derived: OptionWords = {}
     if "--num-query-groups" in options:
         derived["--group-query-attention"] = []
     if fields.get("model.overlap_p2p_comm") is False and "--num-virtual-stages-per-pipeline-rank" in options:
@@ -211,16 +219,25 @@ def _derived(fields: Said, options: Options) -> dict[str, list[str]]:
     return derived
 
 
-def sort_fields(fields: Said, ignored: dict[str, str], unknown: dict[str, str]) -> None:
+def run_of_fields(
+    source: str, fields: Said, world: int | None, named: Model | None = None, listed: Said | None = None
+) -> ImportedRun:
+    """The run that fields of Bridge's tree describe; of those that are not read `listed` are noted, or all."""
+    imported = run_of(options_of_fields(fields), launched_on(world), source, named=named)
+    imported.run["runtime"] = "bridge"
+    imported.unknown.clear()
+    _sort_fields(fields if listed is None else listed, imported)
+    return imported
+
+
+def _sort_fields(fields: Said, imported: ImportedRun) -> None:
     """Note every field that is not read as ignored where it is known to be harmless or off, else as unknown."""
     for path, value in fields.items():
-        if isinstance(value, Unread) and not IGNORED.match(path):
-            unknown[path] = f"{value}: only a run knows it"
-            continue
-        if path in READ_FIELDS:
-            continue
         is_off = value is None or value is False or value in ([], "", "none", "float32")
-        (ignored if is_off or IGNORED.match(path) else unknown)[path] = str(value)[:200]
+        if isinstance(value, Unread) and not IGNORED.match(path):
+            imported.unknown[path] = f"{value}: only a run knows it"
+        elif path not in READ_FIELDS:
+            (imported.ignored if is_off or IGNORED.match(path) else imported.unknown)[path] = str(value)[:200]
 
 
 _LENGTHS = ("model.seq_length", "dataset.seq_length")
@@ -259,7 +276,7 @@ def _read_recipe(config: ConfigFile) -> ImportedRun:
     base = record.kind.rpartition(".")[2]
     unasked = {path: value for path, value in BASES.get(base, BASES[""]).items() if path not in fields}
     is_alone = bool(base) and base != "ConfigContainer"
-    script = Script(variables={"WORLD_SIZE": [match[1]]} if (match := re.search(r"_(\d+)gpus?_", name)) else {})
+    script = launched_on(int(match[1]) if (match := re.search(r"_(\d{1,9})gpus?_", name)) else None)
     imported = _run({**(unasked if is_alone else {}), **fields}, script, name, _hub_name(record))
     imported.assumed |= {path: str(value) for path, value in unasked.items()} if is_alone else {}
     if is_alone and base not in BASES:
@@ -277,18 +294,7 @@ def _read_recipe(config: ConfigFile) -> ImportedRun:
     return imported
 
 
-_SHARDED: Fields = {"ddp.use_distributed_optimizer": True, "mixed_precision": "bf16_mixed"}
-BASES: dict[str, Fields] = {
-    "": _SHARDED,
-    "_pretrain_common": {
-        **_SHARDED, "train.global_batch_size": 32, "train.micro_batch_size": 2, "dataset.seq_length": 4096,
-        "ddp.overlap_grad_reduce": True, "ddp.overlap_param_gather": True,
-    },
-    **{
-        name: {**_SHARDED, "train.global_batch_size": 128, "train.micro_batch_size": 1, "dataset.seq_length": 2048}
-        for name in ("_sft_common", "_peft_common")
-    },
-}  # fmt: skip
+BASES: dict[str, Fields] = _ROW["bases"]
 """Fields that functions set which recipes of Megatron-Bridge begin with (recipes/common.py, August 2026)."""
 _SECTIONS = {
     **dict.fromkeys(("micro_batch_size", "global_batch_size"), "train"),
@@ -315,11 +321,7 @@ def read_peft(imported: ImportedRun, peft: Any) -> None:
         if kind in ("default_peft_config", "", "Config"):
             kind = str(next(iter(record_of.arguments), record_of.fields.get("peft_scheme") or "lora"))
         if kind.lower() not in ("none", "null"):
-            add_lora(imported, {name: _of_kind(value) for name, value in record_of.fields.items()}, kind)
-
-
-def _of_kind(value: Any) -> Any:
-    return value if isinstance(value, (int, float, str, list)) else None
+            add_lora(imported, {name: plain(value) for name, value in record_of.fields.items()}, kind)
 
 
 def _provided(record: CallRecord) -> Fields:
@@ -351,7 +353,7 @@ def _run(fields: Said, script: Script, recipe: str, hub_name: str = "") -> Impor
     if imported.run["model"] is not None and named is None:
         imported.run["model"] |= model_fields(fields, recipe)
     imported.unknown.clear()
-    sort_fields(fields, imported.ignored, imported.unknown)
+    _sort_fields(fields, imported)
     if named is not None:
         # a model by name has these layers
         for path in [path for path in imported.unknown if _OF_HYBRIDS.match(path)]:
@@ -383,11 +385,10 @@ def _words(config: ConfigFile) -> tuple[list[str], Script, str]:
     text = config.text
     if text.lstrip().startswith("{"):
         data = json_of(text, "give the bridge.json that plan export wrote")
-        world = {"WORLD_SIZE": [str(data["world_size"])]} if data.get("world_size") else {}
         overrides = data.get("overrides", [])
         if not isinstance(overrides, list):
             raise SpecError(f"overrides: holds {kind_of(overrides)}, not a list", 'write ["train.train_iters=100", …]')
-        return [str(word) for word in overrides], Script(variables=world), str(data.get("recipe", ""))
+        return [str(word) for word in overrides], launched_on(data.get("world_size")), str(data.get("recipe", ""))
     if re.match(r"(#.*\n|\s|---)*(model|train|ddp|optimizer):\s*(#.*)?\n", text):
         data = yaml_of(text, "give the file of overrides")
         rows = _flat(data) if isinstance(data, dict) else []

@@ -11,37 +11,17 @@ from planner.errors import SpecError
 from planner.export.imported_run import ImportedRun
 from planner.export.keyed_settings import table
 from planner.export.megatron.model_options import PATTERNS
-from planner.export.megatron.option_rows import Options, number, text
-from planner.specs.base import Fields
+from planner.export.megatron.option_rows import Options, OptionWords, number, text
+from planner.specs.base import Fields, Named
 
-MARKS = {
-    "--deepspeed", "--zero-stage", "--deepspeed_config", "--deepspeed-config", "--checkpoint-activations",
-    "--deepspeed-activation-checkpointing", "--activations-checkpoint-method", "--ds-sequence-parallel-size",
-    "--embed-layernorm", "--pad-vocab-size-to",
-}  # fmt: skip
+_ROW = table()["megatron-deepspeed"]
+MARKS = {*_ROW["marks"].split()}
 """Options that Megatron-DeepSpeed alone has."""
-_RENAMED = {
-    "--moe-expert-parallel-size": "--expert-model-parallel-size",
-    "--num-key-value-heads": "--num-query-groups",
-    "--tokenizer-name-or-path": "--tokenizer-model",
-    "--pad-vocab-size-to": "--vocab-size",
-    "--rotary-position-embeddings-theta": "--rotary-base",
-    "--topk": "--moe-router-topk",
-    "--model-parallel-size": "--tensor-model-parallel-size",
-    "--pipe-parallel-size": "--pipeline-model-parallel-size",
-    "--activations-checkpoint-method": "--recompute-method",
-    "--activations-checkpoint-num-layers": "--recompute-num-layers",
-    "--use-flash-attn-v1": "--use-flash-attn",
-    "--use-flash-attn-v2": "--use-flash-attn",
-    "--use-flash-attn-triton": "--use-flash-attn",
-    "--use-flash-attn-builder": "--use-flash-attn",
-}
+_RENAMED: Named = _ROW["renamed"]
 """Options with another name and the same value."""
 _POSITIONS = {"absolute": "learned_absolute", "learned": "learned_absolute", "rotary": "rope"}
 _GATED = ("swiglu", "geglu", "reglu", "liglu")
-DEEPSPEED_OPTIONS = MARKS | {*_RENAMED, "--glu-activation", "--pp-partition-method", "--expert-interval", "--mlp-type",
-                "--no-pipeline-parallel",
-                "--checkpoint-num-layers", "--create-moe-param-group", "--cpu-optimizer"}  # fmt: skip
+DEEPSPEED_OPTIONS = MARKS | {*_RENAMED, *_ROW["read"].split()}
 """Options that are read here."""
 
 
@@ -70,7 +50,7 @@ def as_megatron(options: Options) -> Options:
     return translated
 
 
-def _recompute(options: Options) -> dict[str, list[str]]:
+def _recompute(options: Options) -> OptionWords:
     """`--checkpoint-activations` recomputes whole layers; groups of several keep fewer inputs and no other thing."""
     method = text(options, "--activations-checkpoint-method")
     if "--checkpoint-activations" not in options and not method:
@@ -78,7 +58,7 @@ def _recompute(options: Options) -> dict[str, list[str]]:
     return {"--recompute-granularity": ["full"], "--recompute-method": [method or "uniform"]}
 
 
-def _experts(options: Options) -> dict[str, list[str]]:
+def _experts(options: Options) -> OptionWords:
     """DeepSpeed's experts stand in every second layer unless told, and are not split over tensor-parallel ranks."""
     words = options.get("--num-experts")
     if words is None:
@@ -94,7 +74,7 @@ def _experts(options: Options) -> dict[str, list[str]]:
     return experts | ({} if "--moe-router-topk" in options else {"--moe-router-topk": ["1"]})
 
 
-def _stages(options: Options) -> dict[str, list[str]]:
+def _stages(options: Options) -> OptionWords:
     """Under `type:transformer|embedding` embedding and head count as a layer each (BLOOM)."""
     if "embedding" not in text(options, "--pp-partition-method"):
         return {}

@@ -7,15 +7,15 @@ import re
 from collections.abc import Mapping
 
 from planner.errors import SpecError
-from planner.export.followed.shell_script import Script, read_script
+from planner.export.followed.shell_script import Script, launched_on, read_script
 from planner.export.huggingface.tuning_settings import read_adapters
 from planner.export.imported_run import ConfigFile, ImportedRun, yaml_of
-from planner.export.keyed_settings import KeyedSettings, Settings, dialect, is_empty, is_off, is_on, settings_of
+from planner.export.keyed_settings import KeyedSettings, Settings, dialect, is_empty, is_off, is_on, settings_of, table
 from planner.export.megatron.deepspeed_options import as_megatron, read_zero
-from planner.export.megatron.option_rows import Options, all_rows, options_of
+from planner.export.megatron.option_rows import Options, OptionWords, all_rows, options_of
 from planner.export.megatron.script_reading import READ_OPTIONS, run_of
 from planner.export.named_models import Model, model_called
-from planner.specs.base import Fields
+from planner.specs.base import Fields, Named
 
 _CONFIG_KEYS = {
     "virtual_pipeline_model_parallel_size": "--num-virtual-stages-per-pipeline-rank",
@@ -25,7 +25,7 @@ _CONFIG_KEYS = {
     "fp4_format": "--fp4-format",
 }
 """Fields of Megatron core's configuration classes whose options have other names."""
-OPTION_OF_KEY: dict[str, str] = (
+OPTION_OF_KEY: Named = (
     {row.bridge.rpartition(".")[2]: row.name for row in all_rows() if row.bridge}
     | {
         path.rpartition(".")[2]: row.name
@@ -46,7 +46,7 @@ OFF_KEYS = {row.primus.removeprefix("not "): row.name for row in all_rows() if r
 
 def options_of_keys(values: Settings, renamed: Mapping[str, str] = {}) -> Options:
     """Keys and values as options of Megatron-LM; those that are off or unsaid are left out."""
-    options: dict[str, list[str]] = {}
+    options: OptionWords = {}
     for key, value in values.items():
         option = renamed.get(key, OPTION_OF_KEY.get(key) or "--" + key.replace("_", "-"))
         if not option or value in (None, "", "None", "null", []):
@@ -95,7 +95,8 @@ def read_keys(
     for option, value in unread.items():
         key = said.get(option, option if option.startswith("$") else "")
         if key and key not in row.read:
-            is_known = option in known or is_off(written.get(key, value)) or row.is_harmless(key)
+            said_off = is_off(written.get(key, value)) or re.fullmatch(r"0(\.0*)?", str(value))
+            is_known = option in known or said_off or row.is_harmless(key)
             (imported.ignored if is_known else imported.unknown)[key] = value
     return imported
 
@@ -116,15 +117,7 @@ def _add_adapters(imported: ImportedRun, settings: Settings) -> None:
 
 
 EXPERT_TARGETS = ("experts.gate_up_proj", "experts.down_proj")
-LORA_MODULES = {
-    "linear_qkv": ("q_proj", "k_proj", "v_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "in_proj"),
-    "linear_q": ("q_proj",), "linear_k": ("k_proj",), "linear_v": ("v_proj",), "linear_proj": ("o_proj",),
-    "linear_q_down_proj": ("q_a_proj",), "linear_q_up_proj": ("q_b_proj",), "linear_q_proj": ("q_proj",),
-    "linear_kv_down_proj": ("kv_a_proj_with_mqa",), "linear_kv_up_proj": ("kv_b_proj",),
-    "linear_fc1": ("gate_proj", "up_proj", EXPERT_TARGETS[0]), "linear_fc1_up": ("up_proj",),
-    "linear_fc1_gate": ("gate_proj", EXPERT_TARGETS[0]), "linear_fc2": ("down_proj", EXPERT_TARGETS[1]),
-    "in_proj": ("in_proj",), "out_proj": ("out_proj",),
-}  # fmt: skip
+LORA_MODULES = {name: words.split() for name, words in table()["bridge"]["lora_modules"].items()}
 """Modules of Megatron core that Bridge's LoRA adapts, and peft's names of their products."""
 _ALL_MODULES = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 
@@ -174,15 +167,10 @@ def read_swift(config: ConfigFile) -> ImportedRun:
     imported.predicts_further = bool(settings.get("mtp_num_layers"))
     imported.unknown |= keyed.unread
     _add_adapters(imported, settings)
-    _note_packing(imported, settings)
+    if not is_on(settings.get("packing")):
+        imported.note_unpacked()
     _note_model(imported, name)
     return imported
-
-
-def _note_packing(imported: ImportedRun, settings: Settings) -> None:
-    if not is_on(settings.get("packing")) and imported.run["seq_length"]:
-        length = imported.run["seq_length"]
-        imported.notes.append(f"sequences are not packed: priced as if each were {length:,} tokens long")
 
 
 def is_adapter(settings: Settings) -> bool:
@@ -201,7 +189,8 @@ def read_adapter(keyed: KeyedSettings) -> ImportedRun:
     imported.unknown.pop("gradient_accumulation_steps", None)
     if str(settings.get("finetuning_type", "full")) != "full":
         imported.unknown["finetuning_type"] = f"{settings['finetuning_type']}: the Megatron adapter trains all weights"
-    _note_packing(imported, settings)
+    if not is_on(settings.get("packing")):
+        imported.note_unpacked()
     _note_model(imported, name)
     return imported
 
@@ -250,8 +239,7 @@ def read_neox(config: ConfigFile) -> ImportedRun:
         raise SpecError(f"attention_config: {other[0]}: no transformer's layers", "give the configuration of a GPT")
     given = {**_ROW.unasked, **settings}
     options = as_megatron(_options(given))
-    script = Script(variables={"WORLD_SIZE": [str(given["global_num_gpus"])]} if given.get("global_num_gpus") else {})
-    imported = run_of(options, script, "neox")
+    imported = run_of(options, launched_on(given.get("global_num_gpus")), "neox")
     run, layout = imported.run, imported.run["parallelism"]
     run["runtime"] = "megatron-deepspeed"
     imported.unknown, imported.ignored, imported.notes = {}, {}, []
@@ -281,7 +269,7 @@ def _precision(given: Settings) -> str:
     return {"bfloat16": "bf16", "fp32": "fp32"}.get(str(given["precision"]), "fp16")
 
 
-def _options(given: Settings) -> dict[str, list[str]]:
+def _options(given: Settings) -> OptionWords:
     """The keys in the words of Megatron-DeepSpeed; a pipeline of 0 stages is none."""
     options = {
         option: [str(given[key])] for key, option in _ROW.renamed.items() if given.get(key) not in (None, "", 0, [], {})

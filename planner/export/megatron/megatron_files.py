@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 
 from planner.answer import Plan
-from planner.export.environment import megatron_environment
+from planner.export.launchers import megatron_environment
 from planner.export.megatron.model_options import model_arguments
 from planner.export.megatron.option_rows import holds, options_of, sections_of, table
 from planner.export.megatron.plan_options import (
@@ -25,7 +25,7 @@ from planner.export.megatron.plan_options import (
 from planner.export.refusal import Reason, broken_rules, hint_for, notes_on_price, refuse
 from planner.export.run_settings import notes_on_model, run_settings
 from planner.export.spelling import broken_rules_of_recipe, unspelled
-from planner.export.stages import VirtualStage, objections_to, virtual_stages
+from planner.export.stages import Stages, objections_to, virtual_stages
 from planner.export.trainer_files import (
     IMAGE_OF_AMD,
     Arguments,
@@ -43,7 +43,7 @@ from planner.export.trainer_files import (
     promise,
     requirements_of,
 )
-from planner.specs.base import Fields, Texts
+from planner.specs.base import Fields, Named, Texts
 from planner.trainers.rules.facts import is_hybrid, norms_queries_twice, release
 from planner.trainers.rules.rule_rows import Rule, rules_of
 
@@ -126,7 +126,7 @@ def megatron_arguments(
 
 def _check_expressible(
     plan: Plan,
-    stages: tuple[VirtualStage, ...],
+    stages: Stages,
     target: str,
     of_model: tuple[Rule, ...],
     own_schedules: Texts,
@@ -205,7 +205,7 @@ def export_megatron(plan: Plan) -> TrainerFiles:
     return TrainerFiles(written_for(plan), (ExportFile(_OPTIONS_FILE, text),), command, notes)
 
 
-def _options_yaml(arguments: Arguments, variables: dict[str, str]) -> str:
+def _options_yaml(arguments: Arguments, variables: Named) -> str:
     """Options as `ENV_VARS:` and `MODEL_ARGS:`; a bare flag is true, several words are a list."""
     data: Fields = {
         "ENV_VARS": {name: _scalar(value) for name, value in variables.items()},

@@ -9,20 +9,20 @@ from typing import Any
 from planner.errors import SpecError
 from planner.export.followed.python_recipe import Evaluator, chosen_recipe
 from planner.export.followed.python_values import CallRecord
-from planner.export.followed.shell_script import Script, read_script
+from planner.export.followed.shell_script import read_script
 from planner.export.imported_run import ConfigFile, ImportedRun, yaml_of
-from planner.export.keyed_settings import dialect, flat, resolved
-from planner.export.megatron.bridge_reading import fields_of, options_of_fields, precision_named, read_peft, sort_fields
-from planner.export.megatron.script_reading import run_of
+from planner.export.keyed_settings import dialect, flat, is_empty, resolved, table
+from planner.export.megatron.bridge_reading import fields_of, plain, precision_named, read_peft, run_of_fields
 from planner.export.named_models import model_called, vocabulary_of
-from planner.specs.base import Fields, Said
+from planner.specs.base import Fields, Named, Said
 
 _ROW = dialect("nemo")
-_NORMS = {"rmsnorm": "RMSNorm", "layernorm": "LayerNorm", "layernorm1p": "LayerNorm"}
+_PLACES: Named = table()["nemo"]["places"]
+_NORMS: Named = table()["nemo"]["norms"]
 
 
-def as_fields(given: Said) -> tuple[Fields, int | None]:
-    """The fields of a Megatron-Bridge tree that NeMo's settings by their paths say, and the number of GPUs."""
+def as_fields(given: Said) -> Fields:
+    """The fields of a Megatron-Bridge tree that NeMo's settings by their paths say."""
     model = {path.removeprefix("model."): value for path, value in given.items() if path.startswith("model.")}
     fields: Fields = {_ROW.renamed.get(name, f"model.{name}"): v for name, v in model.items() if "." not in name}
     activation = str(model.get("activation", "gelu"))
@@ -49,17 +49,10 @@ def as_fields(given: Said) -> tuple[Fields, int | None]:
         fields["model.vocab_size"] = vocabulary_of(kind, str(model.get("tokenizer.model") or kind))
     for name in ("model.bias", "model.activation", "model.mcore_gpt", "model.precision"):
         fields.pop(name, None)
-    nodes, devices = given.get("trainer.num_nodes", 1), given.get("trainer.devices")
-    return fields, nodes * devices if isinstance(nodes, int) and isinstance(devices, int) else None
+    return fields
 
 
-_HELPERS = {
-    "tensor_parallelism": "model.tensor_model_parallel_size", "context_parallelism": "model.context_parallel_size",
-    "pipeline_parallelism": "model.pipeline_model_parallel_size", "sequence_parallelism": "model.sequence_parallel",
-    "virtual_pipeline_parallelism": "model.virtual_pipeline_model_parallel_size",
-    "expert_parallelism": "model.expert_model_parallel_size", "global_batch_size": "train.global_batch_size",
-    "micro_batch_size": "train.micro_batch_size", "seq_length": "dataset.seq_length",
-}  # fmt: skip
+_HELPERS: Named = table()["nemo"]["keywords"]
 """Keywords of the functions that NeMo's recipes make a trainer with, where these are in no file beside the recipe."""
 _MAX_DEPTH = 60
 _BESIDE = re.compile(r"trainer\.|model\.optim\.(?!(name|overlap_(grad|param)_sync|grad_sync_dtype)$)")
@@ -95,62 +88,43 @@ def _entry(config: ConfigFile) -> str | None:
 
 def _second_version(record: CallRecord) -> ImportedRun:
     """A recipe: `trainer.strategy` is the grid, `model.config` the model, `data` the batch."""
-    fields: Fields = {}
-    unread: Fields = {}
+    fields, unread = Fields(), Fields()
     model = record.get("model.config") or record.get("model")
     for path, value in fields_of(record).items():
-        head, _, rest = path.partition(".")
-        if path.startswith("trainer.strategy.ddp."):
-            fields[f"ddp.{rest.removeprefix('strategy.ddp.')}"] = value
-        elif path.startswith("trainer.strategy."):
-            fields[f"model.{rest.removeprefix('strategy.')}"] = value
-        elif path.startswith("model.config."):
-            fields[f"model.{rest.removeprefix('config.')}"] = value
-        elif head == "data" and rest in ("global_batch_size", "micro_batch_size"):
-            fields[f"train.{rest}"] = value
-        elif path == "data.seq_length":
-            fields["dataset.seq_length"] = value
-        elif head == "optim" and rest.startswith("config."):
-            fields[f"optimizer.{rest.removeprefix('config.')}"] = value
-        elif (ours := _HELPERS.get(path.removeprefix("trainer."))) and isinstance(value, (int, bool)):
-            fields[ours] = value
+        start = next((start for start in _PLACES if path.startswith(start)), None)
+        keyword = _HELPERS.get(path.removeprefix("trainer."))
+        if start is not None:
+            fields[_PLACES[start] + path.removeprefix(start)] = value
+        elif keyword and isinstance(value, (int, bool)):
+            fields[keyword] = value
         else:
             unread[path] = value
     fields |= _plugins(record) | _callbacks(record)
     optimizer = record.get("optim")
     if isinstance(optimizer, CallRecord) and re.search(r"distributed_fused_adam|Megatron", optimizer.kind):
         fields.setdefault("optimizer.use_distributed_optimizer", True)
-    nodes = record.get("trainer.num_nodes") or record.get("num_nodes") or 1
-    devices = (
-        record.get("trainer.devices") or record.get("trainer.num_gpus_per_node") or record.get("num_gpus_per_node")
+    nodes, devices = (
+        next(filter(None, map(record.get, names)), None)
+        for names in (
+            ("trainer.num_nodes", "num_nodes"),
+            ("trainer.devices", "trainer.num_gpus_per_node", "num_gpus_per_node"),
+        )
     )
-    world = nodes * devices if isinstance(nodes, int) and isinstance(devices, int) else None
     kind = model.kind.rpartition(".")[2] if isinstance(model, CallRecord) else ""
     named = model_called(kind)
     if named is None and isinstance(model, CallRecord):
-        fields = {f"model.{name}": _plain(value) for name, value in model.defaults.items()} | fields
-    script = Script(variables={"WORLD_SIZE": [str(world)]} if world else {})
-    imported = run_of(options_of_fields(fields), script, "nemo", named=named)
-    imported.run["runtime"] = "bridge"
-    imported.unknown.clear()
+        fields = {f"model.{name}": plain(value) for name, value in model.defaults.items()} | fields
+    imported = run_of_fields("nemo", fields, _world(nodes or 1, devices), named, fields if named else {})
     if imported.run["model"] is None and kind:
         imported.model_name = kind
     imported.notes = [note for note in imported.notes if not note.startswith("neither --bf16")]
-    sort_fields(
-        {path: value for path, value in fields.items() if path in unread or named}, imported.ignored, imported.unknown
-    )
     read_peft(imported, record.fields.get("peft"))
-    for path, value in unread.items():
-        is_known = _ROW.is_harmless(path) or path.startswith("peft") or value in (None, False, [], {}, "")
-        (imported.ignored if is_known else imported.unknown)[path] = str(value)[:200]
+    _ROW.sort(imported, unread, (), lambda path, value: path.startswith("peft") or is_empty(value) or value == "")
     return imported
 
 
-def _plain(value: Any) -> Any:
-    """A value of a class's field; functions and classes by their names."""
-    if isinstance(value, CallRecord):
-        return value.kind.rpartition(".")[2]
-    return value if isinstance(value, (str, int, float, bool, list)) else None
+def _world(nodes: Any, devices: Any) -> int | None:
+    return nodes * devices if isinstance(nodes, int) and isinstance(devices, int) else None
 
 
 def _plugins(record: CallRecord) -> Fields:
@@ -228,14 +202,10 @@ def _first_version(text: str) -> ImportedRun:
         path: None if isinstance(value, str) and "${" in value else value
         for path, value in resolved(flat(data)).items()
     }
-    fields, world = as_fields(given)
-    imported = run_of(
-        options_of_fields(fields), Script(variables={"WORLD_SIZE": [str(world)]} if world else {}), "nemo"
+    imported = run_of_fields(
+        "nemo", as_fields(given), _world(given.get("trainer.num_nodes", 1), given.get("trainer.devices"))
     )
-    imported.run["runtime"] = "bridge"
-    imported.unknown.clear()
     imported.assumed |= {path: str(value) for path, value in _ROW.left_out(given).items()}
-    sort_fields(fields, imported.ignored, imported.unknown)
     imported.unknown |= {path: str(value) for path, value in given.items() if _BESIDE.match(path)}
     for path in [path for path in imported.unknown if _ROW.is_harmless(path)]:
         imported.ignored[path] = imported.unknown.pop(path)

@@ -31,7 +31,7 @@ from planner.export.megatron.plan_options import (
 )
 from planner.export.named_models import Model, moe_of, num_layers_of
 from planner.export.spelling import canonical, read_switches, unexplained
-from planner.specs.base import Fields
+from planner.specs.base import Fields, Named
 from planner.trainers.switches import SWITCHES
 
 _OF_MIXTURES = ("dispatcher", "shared_expert_overlap", "fused_experts", "ep_overlap", "token_drop")
@@ -70,36 +70,13 @@ _LAUNCHER = beginnings(_ROW["launchers"], "--")
 """Options of torchrun and srun: the run says their part as a number of GPUs."""
 
 
-_UNASKED = {
-    "--optimizer": ("adam", "adamw"),
-    "--main-grads-dtype": ("fp32",),
-    "--main-params-dtype": ("fp32",),
-    "--exp-avg-dtype": ("fp32",),
-    "--exp-avg-sq-dtype": ("fp32",),
-    "--num-experts": ("1",),
-    "--moe-token-dispatcher-type": ("allgather",),
-    "--spec": tuple(
-        f"{left}megatron.core.models.{kind}.{kind}_layer_specs {kind}_stack_spec{right}"
-        for kind in ("hybrid", "mamba")
-        for left, right in (("", ""), ("[", "]"))
-    ),
-}
-"""Options with the values that Megatron-LM has unasked: they say nothing new."""
-_NEEDED_BY_OTHERS = {
-    "--use-precision-aware-optimizer",
-    "--overlap-cpu-optimizer-d2h-h2d",
-    "--moe-mlp-glu-interleave-size",
-}
-"""Options that only let others be given."""
-
-
 def sort_unread(options: Options, read: Collection[str], imported: ImportedRun) -> None:
     """Note every option that is not `read` as ignored where it is known to be harmless, else as unknown."""
     for name, values in options.items():
         if name in read or _LAUNCHER.match(name):
             continue
         is_harmless = (
-            _IGNORED.match(name) or name in _NEEDED_BY_OTHERS or " ".join(values).lower() in _UNASKED.get(name, ())
+            _IGNORED.match(name) or name in _ROW["needed"] or " ".join(values).lower() in _ROW["usual"].get(name, ())
         )
         (imported.ignored if is_harmless else imported.unknown)[name] = " ".join(values)
 
@@ -191,7 +168,9 @@ def run_of(
             raise
         option = error.message.partition(":")[0]
         raise SpecError(f"{option}: ${variable} is not set in the script", f"add --set {variable}=N") from None
-    for option in [option for option in _TAKES_WORDS if option in script.unset and options.get(option) == []]:
+    for option in [
+        option for option in _ROW["takes_words"].split() if option in script.unset and options.get(option) == []
+    ]:
         raise SpecError(
             f"{option}: ${script.unset[option]} is not set in the script", f"add --set {script.unset[option]}=WORD"
         )
@@ -203,15 +182,6 @@ def run_of(
                 f"behind {option}: not set in the script" if option[0] != "$" else "not set"
             )
     return imported
-
-
-_TAKES_WORDS = (
-    "--recompute-granularity", "--recompute-method", "--recompute-modules", "--fp8-format", "--fp8-recipe",
-    "--optimizer", "--moe-token-dispatcher-type", "--cuda-graph-impl", "--data-parallel-sharding-strategy",
-    "--normalization", "--position-embedding-type", "--pipeline-model-parallel-layout", "--cp-comm-type",
-    "--moe-layer-freq",
-)  # fmt: skip
-"""Options that are read and take words; of the others some take none."""
 
 
 _PARSERS = {"megatron": ("parser", "main"), "slime": ("parser",), "primus": ("parser",)}
@@ -264,7 +234,7 @@ def _options_of_model(model: Model) -> Options:
     return {"--num-layers": [str(num_layers_of(model))], **experts}
 
 
-def unsaid_options(options: Options) -> dict[str, str]:
+def unsaid_options(options: Options) -> Named:
     """The options that decide and are not given, with what they are then."""
     has_experts = "--num-experts" in options
     parts = ["unasked", *(["unasked_of_model"] if "--hidden-size" in options else [])]

@@ -350,7 +350,7 @@ def _of_bytes(case: Case, runtime: RuntimeSpec) -> Pricing:
 
 def count_misfits(case: Case, shapes: PricedShapes, may_fit: Sequence[int] | IntArray, rejections: Rejections) -> None:
     """Count the shapes whose ranks together lack memory for the layers; the example is the shape that lacks most."""
-    misfits = np.setdiff1d(np.arange(len(shapes.kernel)), may_fit)
+    misfits = np.delete(np.arange(len(shapes.kernel)), may_fit)
     if not len(misfits):
         return
     worst = misfits[[np.argmax(_estimate_bytes(shapes.take(misfits), modes_allowed(case)))]]

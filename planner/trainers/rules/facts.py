@@ -10,14 +10,14 @@ from typing import Any, Final, Literal
 import numpy as np
 
 from planner.shape import RANK_ORDERS, Number, maximum, where
-from planner.specs.base import Said, Texts
+from planner.specs.base import Named, Said, Texts
 from planner.specs.model import ModelSpec
 from planner.specs.model_parts import SPARSE, MoESpec
 from planner.specs.training import GROUPS, TrainingSpec, tokens_split
 from planner.trainers.spec import RuntimeSpec
 from planner.trainers.switches import SHARDED_STAGES
 
-TORCH_CLASSES: dict[str, str] = {
+TORCH_CLASSES: Named = {
     "gpipe": "GPipe",
     "1f1b": "1F1B",
     "interleaved-1f1b": "Interleaved1F1B",
