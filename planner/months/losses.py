@@ -172,11 +172,14 @@ def losses_of(cluster: ClusterSpec, operations: OperationsSpec, num_gpus: int, c
     given = operations
     rate = given.failures_per_1000_gpu_days
     storage = given.storage_gb_per_s
+    # more ranks have more to tell each other
+    grown_s = facts.restart_s.value + _RESTART_S_PER_DOUBLING * math.log2(num_gpus / _RESTART_GPUS)
+    restart_s = min(max(grown_s, _RESTART_LEAST_S), _RESTART_MOST_S)
     return Losses(
         num_gpus=num_gpus,
         failures_per_1000_gpu_days=_failures(facts, cluster) if rate is None else stated(rate),
         detection_s=facts.detection_s,
-        restart_s=facts.restart_s.times(_restart_s(num_gpus, facts.restart_s.value) / facts.restart_s.value),
+        restart_s=facts.restart_s.times(restart_s / facts.restart_s.value),
         standby_restart_s=facts.standby_restart_s,
         node_loss_fraction=facts.node_loss_fraction,
         repair_s=facts.repair_s,
@@ -192,12 +195,6 @@ def _failures(facts: Facts, cluster: ClusterSpec) -> Fact:
     rates = facts.failures_per_1000_gpu_days
     silicon = cluster.hardware.architecture.lower()
     return rates["rack"] if cluster.is_rack else rates.get(silicon, rates["other"])
-
-
-def _restart_s(num_gpus: int, base_s: float) -> float:
-    """Seconds of a restart: more ranks have more to tell each other."""
-    grown_s = base_s + _RESTART_S_PER_DOUBLING * math.log2(num_gpus / _RESTART_GPUS)
-    return min(max(grown_s, _RESTART_LEAST_S), _RESTART_MOST_S)
 
 
 def all_in_repair(in_repair: Any, num_spare_nodes: int) -> Any:
@@ -284,15 +281,13 @@ def with_sustained(layout: PricedLayout, straggler_fraction: float = 0.0) -> Pri
     step_s = factor * step.step_s
     benchmark_s = step.step_s_interval or (step.step_s, step.step_s)
     known = half_width((facts.sustained_factor.low, facts.sustained_factor.high))
-    low, high = (math.hypot(known, _excess(abs(math.log(end_s / step.step_s)))) for end_s in benchmark_s)
+    low, high = (
+        math.hypot(known, math.sqrt(max(0.0, math.log(end_s / step.step_s) ** 2 - WIDEST_OF_RUNS**2)))
+        for end_s in benchmark_s
+    )
     found = Sustained(
         step_s=step_s,
         step_s_interval=(step_s * math.exp(-low), step_s * math.exp(high)),
         source=f"{factor:.3g} × the benchmark: {facts.sustained_factor.source}",
     )
     return layout.model_copy(update={"sustained": found})
-
-
-def _excess(width: float) -> float:
-    """Half-width that a benchmark of such a half-width adds."""
-    return math.sqrt(max(0.0, width**2 - WIDEST_OF_RUNS**2))

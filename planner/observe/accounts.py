@@ -277,22 +277,19 @@ def traced_of(case: ObservedCase) -> list[Traced]:
     return sorted(found, key=lambda rank: rank.report.rank or 0)
 
 
-def _named(report: RankReport, only: str) -> RankReport:
-    """The report with the one group of a job for all that its trace does not name."""
-
-    def named(rows: Iterable[Timed]) -> tuple[Timed, ...]:
-        return tuple(row.model_copy(update={"group": only}) if _is_strange(row.group) else row for row in rows)
-
-    steps = tuple(step.model_copy(update={"groups": named(step.groups)}) for step in report.steps)
-    return report.model_copy(update={"steps": steps, "collectives": named(report.collectives)})
-
-
 _OTHERS = ("embedding", "model", "world")
 """Groups that a plan has at the end of a step, or not at all."""
 
 
-def _is_strange(group: str) -> bool:
-    return group not in PLANNED and group not in _OTHERS
+def _named(report: RankReport, only: str) -> RankReport:
+    """The report with the one group of a job for all that its trace does not name."""
+    known = (*PLANNED, *_OTHERS)
+
+    def named(rows: Iterable[Timed]) -> tuple[Timed, ...]:
+        return tuple(row if row.group in known else row.model_copy(update={"group": only}) for row in rows)
+
+    steps = tuple(step.model_copy(update={"groups": named(step.groups)}) for step in report.steps)
+    return report.model_copy(update={"steps": steps, "collectives": named(report.collectives)})
 
 
 def typical(ranks: Sequence[Traced]) -> Traced:

@@ -246,15 +246,12 @@ def slow_link(files: RunFiles) -> Finding | None:
     found = []
     for group in GROUPS:  # those of experts take longer where these are uneven
         known = [pair for pair in files.exchanges(group) if pair[0].late_s is not None]
-        found_s, due_s = (median(_moved_s(pair[side]) for pair in known) if known else 0.0 for side in (0, 1))
+        moved = ([pair[side].busy_s - (pair[side].late_s or 0.0) for pair in known] for side in (0, 1))
+        found_s, due_s = (median(one) if one else 0.0 for one in moved)
         if due_s >= 0.01 * files.step_s and found_s / due_s > SLOWER:
             says = f"transfers of the {group} group take {found_s / due_s:.1f} times as long as over links as planned"
             found.append(Finding(says, found_s - due_s, group))
     return max(found, key=lambda one: one.seconds or 0.0, default=None)
-
-
-def _moved_s(one: GroupExchanges) -> float:
-    return one.busy_s - (one.late_s or 0.0)
 
 
 def _shown_s(one: GroupExchanges) -> float:

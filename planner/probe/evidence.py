@@ -8,7 +8,7 @@ from math import isclose
 from statistics import median
 from typing import NamedTuple
 
-from planner.answer import Plan, PricedLayout, StagePlan
+from planner.answer import Plan, PricedLayout
 from planner.errors import SpecError
 from planner.probe.plan_slice import sampled_stages
 from planner.probe.result import BUSY_FRACTION, Condition, DeviceState, ProbeResult, RankResult
@@ -336,18 +336,14 @@ def _require_same_stages(layout: PricedLayout, result: ProbeResult, where: str) 
     """Raise SpecError unless the probe's predictions are those of this layout; else it ran other layers."""
     for comparison in result.comparisons:
         if comparison.name == "forward" and comparison.stage is not None:
-            is_in_plan = comparison.stage < len(layout.stages)
-            planned_s = _planned_s(layout.stages[comparison.stage], result.mode == "stages") if is_in_plan else 0.0
+            own = layout.stages[comparison.stage : comparison.stage + 1]
+            planned_s = sum(stage.forward_s + stage.forward_comm_s * (result.mode != "stages") for stage in own)
             if not isclose(comparison.predicted, planned_s, rel_tol=SAME):
                 planned = f"{comparison.predicted:.6g} s a forward, here {planned_s:.6g}"
                 raise SpecError(
                     f"{where}: stage {comparison.stage} was predicted {planned}",
                     "probe this very plan: plan probe plan.json -o probe.json",
                 )
-
-
-def _planned_s(stage: StagePlan, alone: bool) -> float:
-    return stage.forward_s + (0.0 if alone else stage.forward_comm_s)
 
 
 def _factor(layout: PricedLayout, stage: int, ranks: Sequence[RankResult], alone: bool) -> float:

@@ -233,10 +233,13 @@ def passes(result: ProbeResult, cluster: ClusterSpec) -> FitProblem:
     result_kernels = seen_kernels(result.ranks)
     measured = _measured(result)
     stages = sorted(measured)
-    start = {path: number_at(cluster.hardware.efficiency, path) for path in _paths(result, cluster)}
+    attention = [f"{kernel}.seconds_factor" for kernel in kernels_that_ran(result, cluster)]
+    paths = ("gemm_factor", *attention, "stream_factor")
+    start = {path: number_at(cluster.hardware.efficiency, path) for path in paths}
 
     def predict(hardware: HardwareSpec, bench: BenchNumbers) -> FloatArray:
-        costs_of_chunks = chunk_costs(run, _with(cluster, hardware), result_kernels, alone)
+        fitted = hardware.model_copy(update={"tiers": cluster.hardware.tiers})
+        costs_of_chunks = chunk_costs(run, cluster.changed(hardware=fitted), result_kernels, alone)
         costs = [costs_of_chunks[stage] for stage in stages]
         forward = [cost.forward_s if alone else cost.forward_total_s for cost in costs]
         backward = [cost.input_grad_s + cost.weight_grad_s if alone else cost.backward_total_s for cost in costs]
@@ -261,12 +264,6 @@ def passes(result: ProbeResult, cluster: ClusterSpec) -> FitProblem:
     )
 
 
-def _paths(result: ProbeResult, cluster: ClusterSpec) -> list[str]:
-    """The paths in the profile of the factors that a probe's passes are fitted with."""
-    attention = [f"{kernel}.seconds_factor" for kernel in kernels_that_ran(result, cluster)]
-    return ["gemm_factor", *attention, "stream_factor"]
-
-
 def _measured(result: ProbeResult) -> dict[int, tuple[float, float]]:
     """Forward and backward seconds of each virtual stage that ran, as medians over its ranks."""
     seconds_by_stage: dict[int, list[tuple[float, float]]] = {}
@@ -278,7 +275,3 @@ def _measured(result: ProbeResult) -> dict[int, tuple[float, float]]:
     return {
         stage: (median(f for f, _ in pairs), median(b for _, b in pairs)) for stage, pairs in seconds_by_stage.items()
     }
-
-
-def _with(cluster: ClusterSpec, hardware: HardwareSpec) -> ClusterSpec:
-    return cluster.changed(hardware=hardware.model_copy(update={"tiers": cluster.hardware.tiers}))

@@ -34,7 +34,6 @@ from planner.report.html import STYLE, Card, Html, beside, cards, folded, joined
 from planner.report.page import breakdown, drawn, header
 from planner.report.pictures import pictures
 from planner.report.rows import MFU, Entry
-from planner.report.small import ChangeRow
 from planner.report.view import SECTIONS, View, view_of
 from planner.search.case import Case
 from planner.search.recipes import pinned, pinned_by
@@ -223,7 +222,9 @@ def _sections(
             rows = [_alternative(entry, number, form, alternative) for number, entry in entries]
             yield section(shown.title, tag("div", table(heads, rows, "lnrrrrrl", folds=True), class_="layouts"))
         elif name == "changes":
-            rows = [(*row.cells, _change(row, form)) for row in view.changes]
+            rows = [
+                (*row.cells, _link(row.options, changed(form, row.words)) if row.words else "") for row in view.changes
+            ]
             yield section(shown.title, table(("change", "GiB", "step", "what it changes beside", ""), rows, "lrrll"))
         elif name == "stages":
             yield section(f"Memory, of {view.capacity} a GPU", beside(drawn_of["stacks"], drawn_of["curve"]))
@@ -235,10 +236,6 @@ def _sections(
 
 _OPEN = ("sure", "room", "warnings")
 """Sections that are not folded, beside those with pictures and links."""
-
-
-def _change(row: ChangeRow, form: Form) -> Html | str:
-    return _link(row.options, changed(form, row.words)) if row.words else ""
 
 
 def _link(words: object, form: Form, class_: str = "button") -> Html:

@@ -299,7 +299,8 @@ class _StartedRanks:
         while time.monotonic() < deadline:
             time.sleep(5 * POLL_S)
             before = sizes
-            sizes = [_size(self.folder / STACK_FILE.format(rank)) for rank in running]
+            paths = (self.folder / STACK_FILE.format(rank) for rank in running)
+            sizes = [path.stat().st_size if path.exists() else 0 for path in paths]
             if all(sizes) and sizes == before:
                 return
 
@@ -354,11 +355,3 @@ class _StartedRanks:
 def _consequence(failure: RankFailure) -> int:
     """How likely a failure is the consequence of another rank's: 0 for a cause of its own."""
     return 1 + CONSEQUENCES.index(failure.kind) if failure.kind in CONSEQUENCES else 0
-
-
-def _size(path: Path) -> int:
-    """The size of a file in bytes, 0 where there is none."""
-    try:
-        return path.stat().st_size
-    except OSError:
-        return 0

@@ -360,14 +360,10 @@ class _Product(torch.autograd.Function):
             x_grad = (rows @ weight).view(*grad.shape[:-1], weight.shape[1])
         bias_grad = rows.sum(0) if ctx.has_bias else None
         # trainers scatter the input's gradient while they compute the weight's: both are there at once
-        weight_grad = ctx.around.weight_gradient(ctx.parameter, partial(_outer, rows, inputs))
+        weight_grad = ctx.around.weight_gradient(ctx.parameter, lambda: rows.T @ inputs)
         if x_grad is not None and enters:
             x_grad = tp.enter_grad(x_grad)
         return x_grad, weight_grad, bias_grad, None, None
-
-
-def _outer(rows: Tensor, inputs: Tensor) -> Tensor:
-    return rows.T @ inputs
 
 
 class GroupedProduct(torch.autograd.Function):

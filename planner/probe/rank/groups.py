@@ -232,12 +232,11 @@ def what_runs(run: ProbeRun) -> dict[str, str]:
     fields = run.model_dump(mode="json")
     model = {f"model.{name}": value for name, value in fields.pop("model").items()}
     texts = {name: json.dumps(value) for name, value in {**fields, **model}.items()}
-    shown = {name: text if len(text) <= MOST_SHOWN else _hash(text) for name, text in texts.items()}
+    shown = {
+        name: text if len(text) <= MOST_SHOWN else hashlib.sha256(text.encode()).hexdigest()[:12]
+        for name, text in texts.items()
+    }
     return {"torch": torch.__version__, "planner": __version__, **shown}
-
-
-def _hash(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 MOST_SHOWN, MOST_NAMED = 40, 3
