@@ -217,19 +217,7 @@ class ImportedRun:
         if run.get("global_batch_size") is None and run.get("num_gpus") and self.microbatches_per_rank:
             dp = layout.get("dp") or max(1, run["num_gpus"] // ranks)
             run["global_batch_size"] = layout.get("micro_batch_size", 1) * self.microbatches_per_rank * dp
-        for name, hint in _REQUIRED.items():
-            if run.get(name) is None and name == "model" and self.model_name:
-                if (variable := re.fullmatch(r"\$\{(\w+)\}", self.model_name)) is not None:
-                    told = f"{self.source}: the model: ${variable[1]} is not set in the script"
-                    raise SpecError(told, f"add --model NAME, or --set {variable[1]}=VALUE")
-                raise SpecError(
-                    f"{self.source}: unknown model {printable(self.model_name, 80)!r}",
-                    "add --model with a name that `plan models` lists, or with the model's config.json",
-                )
-            if run.get(name) is None:
-                least = least_gpus(layout)
-                multiple = f", a multiple of {least}" if name == "num_gpus" and least > 1 else ""
-                raise SpecError(f"{self.source}: {name} is not in the configuration", hint + multiple)
+        self._refuse_missing(run)
         if not self.predicts_further and isinstance(run["model"], str):
             spec = load_model(run["model"])
             if spec.num_nextn_predict_layers:
@@ -241,6 +229,22 @@ class ImportedRun:
             shards = run["num_gpus"] // (layout["tp"] * layout["pp"] * self.optimizer_instances)
             layout["fsdp"] = max(1, shards)
         return {name: value for name, value in run.items() if value is not None}
+
+    def _refuse_missing(self, run: Fields) -> None:
+        """Raise SpecError for a field that is still missing, or whose model nobody knows."""
+        for name, hint in _REQUIRED.items():
+            if run.get(name) is None and name == "model" and self.model_name:
+                if (variable := re.fullmatch(r"\$\{(\w+)\}", self.model_name)) is not None:
+                    told = f"{self.source}: the model: ${variable[1]} is not set in the script"
+                    raise SpecError(told, f"add --model NAME, or --set {variable[1]}=VALUE")
+                raise SpecError(
+                    f"{self.source}: unknown model {printable(self.model_name, 80)!r}",
+                    "add --model with a name that `plan models` lists, or with the model's config.json",
+                )
+            if run.get(name) is None:
+                least = least_gpus(run["parallelism"])
+                multiple = f", a multiple of {least}" if name == "num_gpus" and least > 1 else ""
+                raise SpecError(f"{self.source}: {name} is not in the configuration", hint + multiple)
 
     def offload_all(self, name: str, value: object = "true") -> None:
         """FSDP's CPUOffload, which the setting `name` says, of a run that shards its weights."""

@@ -15,6 +15,7 @@ from planner.export.keyed_settings import (
     dialect,
     first,
     flat,
+    is_any_on,
     is_off,
     is_on,
     number,
@@ -219,13 +220,10 @@ def _set_batch(imported: ImportedRun, settings: Settings, is_rl: bool) -> None:
                 f"{longest:,}: --seq-length {longest} prices the longest alone"
             )
         samples = number(settings, "actor_rollout_ref.rollout.n") or 1
-        update, prompts = (
-            number(settings, f"{_ACTOR}ppo_mini_batch_size") or 256,
-            number(settings, "data.train_batch_size"),
-        )
+        update = number(settings, f"{_ACTOR}ppo_mini_batch_size") or 256
+        prompts = number(settings, "data.train_batch_size")
         run["global_batch_size"] = update * samples
-        offloads = (f"{_ACTOR}{part}.optimizer_offload" for part in ("fsdp_config", "megatron"))
-        is_alone = any(is_on(settings.get(name)) for name in offloads)
+        is_alone = is_any_on(settings, *(f"{_ACTOR}{part}.optimizer_offload" for part in ("fsdp_config", "megatron")))
         asks = str(settings.get("algorithm.adv_estimator", "gae")) == "gae" or is_on(settings.get("critic.enable"))
         keeps = not any(name.startswith("critic.") and name.endswith("optimizer_offload") and is_on(value)
                         for name, value in settings.items())  # fmt: skip
