@@ -1,6 +1,6 @@
 """A small job taken through every command: what an installed planner must do, wherever it is started.
 
-`scripts/matrix` runs the lines with each Python and each version of what we depend on; tests/test_no_network.py runs
+`scripts/matrix` runs the lines with each Python and each version of what we depend on; tests/test_packaging.py runs
 them where no socket may leave the machine.
 """
 

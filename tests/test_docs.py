@@ -1,15 +1,27 @@
-"""The documents say what the program does."""
+"""The documents say what the program does.
+
+Pages say what the commands print: their blocks are run again, and those that take long are parsed.
+The example notebook: its cells run in their order, and it is kept without outputs.
+The skill for agents: every command in it runs, and questions of public threads have theirs in its table.
+"""
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
+import sys
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
+import matplotlib
 import pytest
+import yaml
 
+from planner import Plan
 from planner.cli import main
-from planner.cli.app import COMMANDS
+from planner.cli.app import COMMANDS, _root
 from planner.cli.inputs import read_job, read_limits
 from planner.cli.options import SearchOptions
 
@@ -24,7 +36,7 @@ LINES = list(dict.fromkeys(line for line in SHELL.splitlines() if line.startswit
 ENDLESS = ("plan serve", "plan mcp --folder runs")
 """Commands that end when they are interrupted; tests/cli/test_help.py does so."""
 SHOWN = set(re.findall(r"<!-- \$ (plan .*?)(?: \| .*?)?(?: # long)? -->", GUIDE))
-"""The commands whose outputs are shown; tests/test_guide.py runs them."""
+"""The commands whose outputs are shown; tests/test_docs.py runs them."""
 
 
 @pytest.mark.thorough(3)
@@ -122,3 +134,195 @@ def test_the_options_of_the_recipes_page_are_understood(line: str, monkeypatch: 
     options = {name[2:]: value for name, value in zip(words[::2], words[1::2], strict=True)}
     asked = SearchOptions(**{name: int(value) if name == "gpus" else value for name, value in options.items()})
     assert read_limits(asked, read_job(asked)).time_limit_s > 0
+
+
+SHOWING = [ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in ("FINETUNE", "ACCURACY", "OBSERVE"))]
+PAGES = [*sorted((ROOT / "docs" / "guide").glob("*.md")), ROOT / "docs" / "physics" / "program.md"]
+TYPED = re.compile(r"^```sh\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+NOTHING_FITS = 3
+_DRAWS = re.compile(r" --(svg|plot) \S+")
+
+
+@pytest.fixture(scope="module")
+def outputs() -> ModuleType:
+    """The module that writes the blocks."""
+    sys.path.insert(0, str(ROOT / "scripts"))
+    try:
+        from reference import outputs  # type: ignore[import-not-found, unused-ignore]
+
+        return outputs
+    finally:
+        sys.path.pop(0)
+
+
+def without_seconds(text: str) -> str:
+    return re.sub(r"solved as ILP in\s+[0-9.]+\s+m?s", "solved as ILP in …", text)
+
+
+@pytest.mark.usefixtures("priced_once")
+@pytest.mark.parametrize("page", [*PAGES, *SHOWING], ids=lambda page: page.stem)
+def test_a_page_shows_what_its_commands_print(
+    page: Path, outputs: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.chdir(tmp_path)
+    outputs.link_docs(tmp_path)
+    printed: dict[str, str] = {}
+
+    def run(words: list[str]) -> str:
+        if (line := shlex.join(words)) not in printed:
+            code, told = main(words), capsys.readouterr()
+            assert code in (0, NOTHING_FITS), f"plan {line}: {told.err}"
+            printed[line] = told.err if code else told.out
+        return printed[line]
+
+    for block in outputs.blocks(page.read_text()):
+        if not block.is_long:
+            shown = outputs.output_of(block, tmp_path, run)
+            said = f"run scripts/readme {page.relative_to(ROOT)}"
+            assert without_seconds(block.shown) == without_seconds(shown), said
+
+
+def parsed(line: str) -> Any:
+    """The context of a command line that is parsed and not run."""
+    program, *words = shlex.split(line)
+    assert program == "plan"
+    root = _root()
+    if words and words[0] in COMMANDS:
+        top = root.make_context("plan", [], resilient_parsing=True)
+        return root.get_command(top, words[0]).make_context(words[0], words[1:], parent=top)
+    return root.make_context("plan", words)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_what_a_page_has_one_type_is_understood_and_shown(page: Path, outputs: ModuleType) -> None:
+    """Each line in a block of `sh` is a command with an output below it, but for the file that it may draw."""
+    text = page.read_text()
+    shown = {block.command for block in outputs.blocks(text) if not block.is_file}
+    typed = [line for code in TYPED.findall(text) for line in code.splitlines()]
+    for line in typed:
+        parsed(line)
+        assert _DRAWS.sub("", line) in shown, line
+    for command in shown:
+        if command.startswith("plan "):
+            parsed(command)
+
+
+def test_the_sections_of_an_answer_are_its_paragraphs(outputs: ModuleType) -> None:
+    page = "<!-- $ plan models | section B | section D | head -3 # long -->\n```text\n```\n"
+    (block,) = outputs.blocks(page)
+    assert (block.command, block.is_long) == ("plan models", True)
+    assert block.cut("A\n\nB\nb\n\nC\n\nD\nd\n") == "B\nb\n\n"
+    with pytest.raises(AssertionError, match="no paragraph"):
+        block.cut("A\n\nC\n")
+
+
+def test_a_file_of_a_page_is_there_for_its_commands(outputs: ModuleType, tmp_path: Path) -> None:
+    page = "<!-- file a.log -->\n```text\none\ntwo\n```\n\n<!-- $ cat a.log | tail -1 -->\n```text\nold\n```\n"
+    assert outputs.rewritten(page, tmp_path, lambda words: "") == page.replace("old", "two")
+
+
+def test_every_picture_of_the_guide_is_drawn_by_a_command_and_small() -> None:
+    drawn = (ROOT / "scripts" / "docs").read_text()
+    pictures = {name for page in PAGES for name in re.findall(r"\]\(pictures/([\w.-]+)\)", page.read_text())}
+    assert pictures == {file.name for file in (ROOT / "docs" / "guide" / "pictures").iterdir()}
+    for name in pictures:
+        assert name.removesuffix(".svg") in drawn
+        assert (ROOT / "docs" / "guide" / "pictures" / name).stat().st_size < 100_000
+
+
+def test_the_program_is_written_with_the_names_of_its_rows_and_variables() -> None:
+    """Each name of the tables stands in the code that makes variables and rows."""
+    page = (ROOT / "docs" / "physics" / "program.md").read_text()
+    code = "\n".join(file.read_text() for file in (ROOT / "planner" / "search" / "ilp").glob("*.py"))
+    tables = re.findall(r"^\| (.+?) \| (.+?) \|", page, re.MULTILINE)
+    cells = [first if first.startswith("`") else second for first, second in tables]
+    names = {name for cell in cells for name in re.findall(r"`([a-zA-Z]+)[\w…]*`", cell)}
+    assert {"filled", "chunk", "T", "memory", "grows", "exposed", "holds"} <= names
+    assert [name for name in sorted(names) if not re.search(rf'"{name}["_]', code)] == []
+
+
+NOTEBOOKS = sorted((ROOT / "examples").glob("*.ipynb"))
+MOST_BYTES = 20_000
+
+
+def code_of(notebook: Path) -> list[str]:
+    cells = json.loads(notebook.read_text(encoding="utf-8"))["cells"]
+    return ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+
+
+@pytest.mark.usefixtures("priced_once")
+def test_the_cells_run_in_order_and_say_what_the_text_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As a kernel would run them, with pictures drawn to no screen."""
+    (notebook,) = NOTEBOOKS
+    matplotlib.use("Agg")
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {}
+    for number, code in enumerate(code_of(notebook), 1):
+        exec(compile(code, f"{notebook.name}, code cell {number}", "exec"), names)
+    best, points = names["best"], names["points"]
+    names["plt"].close("all")
+    assert Plan.load("plan.json").parallelism == best.parallelism
+    assert best.step.step_s <= names["ours"].step.step_s
+    assert sum(stage.num_layers for stage in best.stages) == names["model"].num_hidden_layers
+    efficiencies = [points[0].step_s * 8 / (step.step_s * n) for n, step in zip(names["counts"], points, strict=True)]
+    assert [step.step_s for step in points] == sorted((step.step_s for step in points), reverse=True)
+    assert efficiencies[-1] < 1, "the step shortens by less than the GPUs grow"
+    assert "proof: proven" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.name)
+def test_notebooks_are_small_and_have_no_outputs(notebook: Path) -> None:
+    data = json.loads(notebook.read_text(encoding="utf-8"))
+    assert (data["nbformat"], len(notebook.read_bytes()) < MOST_BYTES) == (4, True)
+    assert [cell for cell in data["cells"] if cell.get("outputs") or cell.get("execution_count")] == []
+    assert len({cell["id"] for cell in data["cells"]}) == len(data["cells"])
+
+
+SKILL = (ROOT / "skills/planner/SKILL.md").read_text()
+QUESTIONS: list[dict[str, Any]] = yaml.safe_load((Path(__file__).parent / "skill_questions.yaml").read_text())
+SCRIPT = """torchrun --nproc_per_node 8 pretrain_gpt.py --num-layers 16 --hidden-size 2048 --num-attention-heads 32 \\
+  --ffn-hidden-size 8192 --seq-length 2048 --max-position-embeddings 2048 --micro-batch-size 1 --global-batch-size 32 \\
+  --swiglu --bf16 --vocab-size 32000 --disable-bias-linear --setting-of-tomorrow 1
+"""
+
+
+def command(words: list[str]) -> str:
+    """The command of a line; empty for the main job."""
+    return words[1] if len(words) > 1 and words[1] in COMMANDS else ""
+
+
+NAMED = {command(shlex.split(text)) for text in re.findall(r"`(plan [^`]+)`", SKILL)}
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """A saved plan and a launch script, whose paths stand for {saved} and {script}."""
+    folder = tmp_path_factory.mktemp("skill")
+    saved, script = folder / "plan.json", folder / "run.sh"
+    assert main(["--model", "1b", "--gpus", "16", "-o", str(saved)]) == 0
+    script.write_text(SCRIPT)
+    return {"saved": str(saved), "script": str(script)}
+
+
+def test_there_are_twenty_questions_of_threads() -> None:
+    assert len({row["thread"] for row in QUESTIONS}) == 20
+
+
+@pytest.mark.parametrize("row", QUESTIONS, ids=lambda row: row["thread"])
+def test_the_command_of_a_question_is_in_the_skill_and_answers(
+    row: dict[str, Any], files: dict[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = shlex.split(row["run"].format(**files))
+    assert command(words) in NAMED
+    assert main(words[1:]) == row.get("code", 0), capsys.readouterr().err
+    assert capsys.readouterr().out
+
+
+def test_the_pages_of_llms_txt_exist() -> None:
+    pages = re.findall(r"\]\(([^)]+)\)", (ROOT / "llms.txt").read_text())
+    assert pages
+    assert [page for page in pages if not (ROOT / page).is_file()] == []

@@ -1,7 +1,14 @@
-"""The wheel holds everything that a plan needs, and nothing else."""
+"""The wheel holds everything that a plan needs, and nothing else.
+
+The table of licences says what the installed packages state, and all of them go with Apache 2.0.
+No command reaches for the network: where every socket that leaves the machine is refused, all of them still work.
+"""
 
 from __future__ import annotations
 
+import importlib.machinery
+import importlib.util
+import os
 import re
 import subprocess
 import sys
@@ -10,10 +17,13 @@ import tomllib
 import zipfile
 from email.parser import Parser
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 import yaml
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 import planner
 from planner.distribution import DISTRIBUTION, install_line
@@ -58,7 +68,7 @@ def test_the_wheel_holds_the_package_its_data_and_nothing_else(wheel: zipfile.Zi
     }
     assert set(wheel.namelist()) - own == info
     assert {Path(name).suffix for name in wheel.namelist()} <= {
-        "", ".py", ".typed", ".yaml", ".json", ".jsonl", ".csv", ".gz", ".j2", ".js", ".css", ".txt",
+        "", ".py", ".typed", ".yaml", ".json", ".jsonl", ".csv", ".gz", ".j2", ".js", ".css", ".svg", ".txt",
     }  # fmt: skip
 
 
@@ -135,3 +145,143 @@ def test_the_citation_and_the_changelog_have_the_version() -> None:
 def test_the_licence_is_apache_2() -> None:
     assert "Apache License" in (ROOT / "LICENSE").read_text()
     assert (ROOT / "LICENSE").read_text().count("\n") > 190
+
+
+@pytest.fixture(scope="module")
+def licences() -> ModuleType:
+    """tools/licences as a module."""
+    loader = importlib.machinery.SourceFileLoader("licences", str(ROOT / "tools" / "licences"))
+    spec = importlib.util.spec_from_loader("licences", loader)
+    assert spec is not None
+    module = importlib.util.module_from_spec(spec)
+    loader.exec_module(module)
+    return module
+
+
+def test_the_table_is_what_the_installed_packages_say(licences: ModuleType) -> None:
+    written = {row.name: row.licence for row in licences.written_rows(licences.TABLE.read_text())}
+    installed = {row.name: row.licence for row in licences.installed_rows()}
+    differing = {
+        name: (licence, written.get(name)) for name, licence in installed.items() if written.get(name) != licence
+    }
+    assert differing == {}, "tools/licences writes the table anew; read what changed"
+    assert all(licences.is_permitted(licence) for licence in written.values()), written
+
+
+def test_every_package_that_is_asked_for_has_a_row(licences: ModuleType) -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    needs = [*project["dependencies"], *extras["serve"], *extras["probe"]]
+    names = {canonicalize_name(Requirement(need).name) for need in needs}
+    assert names <= {row.name for row in licences.written_rows(licences.TABLE.read_text())}
+
+
+@pytest.mark.parametrize(
+    ("licence", "is_permitted"),
+    [
+        ("MIT", True), ("Apache-2.0 OR GPL-3.0-only", True), ("Apache-2.0 AND (BSD-3-Clause OR GPL-2.0-only)", True),
+        ("GPL-3.0-only", False), ("MIT AND AGPL-3.0-or-later", False), ("unknown", False), ("Proprietary", False),
+    ],
+)  # fmt: skip
+def test_what_does_not_go_with_apache_2_is_refused(licences: ModuleType, licence: str, is_permitted: bool) -> None:
+    assert licences.is_permitted(licence) is is_permitted
+
+
+def test_a_row_of_a_package_that_is_not_installed_is_kept(licences: ModuleType) -> None:
+    text = licences.TABLE.read_text()
+    rows = licences.installed_rows()
+    absent = licences.rewritten(text, [licences.Row("zzz-absent", "MIT", "extra probe"), *rows])
+    assert "| `zzz-absent` | MIT | extra probe |" in licences.rewritten(absent, rows)
+
+
+GUARD = '''
+"""Refuse every socket that leaves this machine, in this process and in all that it starts, and write it down."""
+import os, sys
+
+LOCAL = ("127.0.0.1", "localhost", "::1", "")
+
+def leaves(event, args):
+    if event in ("socket.connect", "socket.bind", "socket.sendto"):
+        address = args[1]
+        return isinstance(address, tuple) and address[0] not in LOCAL
+    if event in ("socket.getaddrinfo", "socket.gethostbyname", "socket.gethostbyaddr"):
+        return args[0] is not None and args[0] not in LOCAL
+    return event in ("urllib.Request", "ftplib.connect", "smtplib.connect")
+
+def hook(event, args):
+    if leaves(event, args):
+        with open(os.environ["REACHED"], "a") as file:
+            file.write(f"{event} {args[:2]!r} {sys.argv}\\n")
+        raise OSError(f"no network: {event}")
+
+sys.addaudithook(hook)
+'''
+RUN = """
+import contextlib, io, pathlib, shlex, sys
+import smoke
+from planner.cli import main
+
+smoke.prepare(pathlib.Path())
+for line in smoke.FIRST:
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        code = main(shlex.split(line))
+    if code:
+        sys.exit(f"{line}: exit {code}: {err.getvalue()}")
+print(len(smoke.FIRST), "lines")
+"""
+ASK = """
+import socket, urllib.request, sys
+for reach in (
+    lambda: socket.create_connection(("192.0.2.1", 80), 1),
+    lambda: socket.getaddrinfo("example.org", 80),
+    lambda: urllib.request.urlopen("http://example.org"),
+    lambda: socket.socket().bind(("0.0.0.0", 0)),
+):
+    try:
+        reach()
+    except OSError as error:
+        print(error)
+"""
+SERVE = """
+import http.client, signal, subprocess, sys
+words = [sys.executable, "-m", "planner.cli", "serve", "--port", "0", "-q"]
+server = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
+host, _, port = server.stdout.readline().strip().rstrip("/").rpartition("/")[2].partition(":")
+link = http.client.HTTPConnection(host, int(port), timeout=60)
+link.request("GET", "/?model=llama-3.2-1b&gpus=8")
+text = link.getresponse().read().decode()
+server.send_signal(signal.SIGINT)
+print(host, '<option selected="selected">llama-3.2-1b</option>' in text, server.wait(30))
+"""
+
+
+def run(code: str, folder: Path) -> tuple[str, str]:
+    """What a process without a network prints, and where it and those that it started reached to."""
+    site, reached = folder / "site", folder / "reached"
+    site.mkdir()
+    reached.touch()
+    (site / "sitecustomize.py").write_text(GUARD)
+    paths = os.pathsep.join(map(str, (site, ROOT, ROOT / "scripts")))
+    environment = {**os.environ, "PYTHONPATH": paths, "REACHED": str(reached)}
+    done = subprocess.run([sys.executable, "-c", code], cwd=folder, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout, reached.read_text()
+
+
+def test_the_guard_refuses_what_leaves_the_machine(tmp_path: Path) -> None:
+    out, reached = run(ASK, tmp_path)
+    assert out.count("no network: ") == 4
+    assert len(reached.splitlines()) == 4
+
+
+def test_no_command_reaches_for_the_network(tmp_path: Path) -> None:
+    out, reached = run(RUN, tmp_path)
+    assert out.endswith(" lines\n")
+    assert reached == ""
+
+
+def test_the_page_listens_on_this_machine_alone_and_reaches_nowhere(tmp_path: Path) -> None:
+    pytest.importorskip("uvicorn", reason="needs the serve extra")
+    out, reached = run(SERVE, tmp_path)
+    assert (out, reached) == ("127.0.0.1 True 130\n", "")

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from planner.errors import LayoutError, SpecError
 from planner.specs.base import Fields, Named, Said
 from planner.specs.model import ModelSpec
-from planner.specs.reading import parse_json, parse_yaml, printable, text_beside
+from planner.specs.reading import parse_json, parse_yaml, printable, shipped_table, text_beside
 from planner.specs.registry import load_model, model_names
 
 
@@ -130,42 +130,16 @@ class Undecided(NamedTuple):
     run: Fields
 
 
-def _layout(run: Said, **fields: Any) -> Fields | None:
-    layout = run["parallelism"]
-    return None if all(layout.get(k) == v for k, v in fields.items()) else {"parallelism": {**layout, **fields}}
-
-
-def _feature(run: Said, name: str, value: Any) -> Fields | None:
-    features = run.get("features") or {}
-    return None if features.get(name) == value else {"features": {**features, name: value}}
-
-
-_COULD_BE: tuple[tuple[str, str, Callable[[Said], Fields | None]], ...] = (
-    (
-        r"peft|lora|adapter|tuner|freeze|train_type|finetuning", "adapters are trained, of rank 16",
-        lambda run: None if run.get("adapters") else {"adapters": {"rank": 16, "targets": ["all-linear"]}},
-    ),
-    (
-        r"recompute|checkpointing|remat|\bAC\b", "whole layers are recomputed",
-        lambda run: _layout(run, recompute="full"),
-    ),
-    (
-        r"offload", "the optimizer's states are on the host",
-        lambda run: {**(_layout(run, zero_stage=max(1, run["parallelism"].get("zero_stage") or 0)) or {}),
-                     **(_feature(run, "optimizer_offload", 1.0) or {})},
-    ),
-    (
-        r"zero|fsdp|shard|distributed[-_.]optim|deepspeed", "weights, gradients and states are sharded",
-        lambda run: _layout(run, zero_stage=3),
-    ),
-    (
-        r"fp8|fp4|quant|precision|dtype", "products are in fp8",
-        lambda run: None if run["dtype"] == "fp8" else {"dtype": "fp8"},
-    ),
-    (r"dispatch|deepep|hybridep", "tokens go by DeepEP", lambda run: _feature(run, "dispatcher", "deepep")),
-    (r"compile", "the model is compiled", lambda run: _feature(run, "compile", True)),
-)  # fmt: skip
-"""Names of settings, what they could say where nobody knows them, and the fields of the run then."""
+def _as_said(run: Said, row: Said) -> Fields | None:
+    """The fields of a run that a row of the table says; None where the run has them."""
+    layout, features = run["parallelism"], run.get("features") or {}
+    least = {name: max(number, layout.get(name) or 0) for name, number in row.get("at_least", {}).items()}
+    said = {
+        "parallelism": {**layout, **least, **row.get("layout", {})},
+        "features": {**features, **row.get("features", {})},
+        **{name: value for name, value in row.get("fields", {}).items() if not (name == "adapters" and run.get(name))},
+    }
+    return {name: value for name, value in said.items() if value and value != run.get(name)} or None
 
 
 _REQUIRED = {
@@ -313,10 +287,16 @@ class ImportedRun:
         """The run as each setting that is not understood could make it, where that can be priced."""
         found = []
         for name in self.unknown:
-            row = next((row for row in _COULD_BE if re.search(row[0], name, re.IGNORECASE)), None)
-            if row is not None and (other := row[2](run)) is not None:
-                found.append(Undecided(name, row[1], {**run, **other}))
+            rows = shipped_table("export/dialects.yaml")["undecided"].items()
+            row = next((row for pattern, row in rows if re.search(pattern, name, re.IGNORECASE)), None)
+            if row is not None and (other := _as_said(run, row)) is not None:
+                found.append(Undecided(name, row["says"], {**run, **other}))
         return found
+
+    def note_unpacked(self) -> None:
+        """Note that sequences of different lengths are not packed into one."""
+        if (length := self.run["seq_length"]) is not None:
+            self.notes.append(f"sequences are not packed: priced as if each were {length:,} tokens long")
 
     def rename(self, names: Mapping[str, str]) -> None:
         """Call settings as the configuration does, where a reader knows them by other names."""

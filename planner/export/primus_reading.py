@@ -115,7 +115,7 @@ def _over_bases(own: Tree, read: Callable[[str], Tree]) -> Tree:
 _GPUS_OF_A_NODE = 8
 _MAX_DEPTH = 10
 _OTHER_MODELS = re.compile(r"mamba|zebra|deepseek_v4|kimi_k3")
-"""Parts of the names of presets whose models are no transformer that the planner has."""
+"""Parts of the names of presets whose models are none that Megatron-LM's arguments say."""
 _HARDWARE = re.compile(r"(?<![a-z0-9])MI(300|325|350|355)X?(?![a-z0-9])", re.IGNORECASE)
 _DEFAULT_HARDWARE = "mi300x"
 _LEFT_OUT = re.compile(
@@ -127,12 +127,18 @@ _LEFT_OUT = re.compile(
 _ROW = table()["primus"]
 
 
+def _published(preset_name: str) -> str | None:
+    """The shipped model of a preset that has keys of its own."""
+    models: dict[str, str] = _ROW["published"]
+    return models.get(re.sub(r"\.ya?ml$", "", preset_name))
+
+
 def read_primus(config: ConfigFile) -> ImportedRun:
     """The run that an experiment describes. Raises SpecError for what is none, and for trainers of no GPT."""
     config, given = _launched(config)
     module = trainer_of(_experiment(config))
     name = str(module.get("model") or "")
-    if module.get("framework") == "megatron":
+    if module.get("framework") == "megatron" and _published(name) is None:
         if (found := _OTHER_MODELS.search(name)) is not None:
             check_is_transformer({"model_type": found[0]})
         if isinstance(said := module.get("overrides"), dict):
@@ -180,7 +186,9 @@ def values_of(config: ConfigFile, given: Tree | None = None) -> tuple[Tree, Tree
     overrides = overrides | {name: value for name, value in (given or {}).items() if name != "NNODES"}
     if "config" not in module:
         return overrides, overrides, []
-    of_model = preset(config, "models", framework, module.get("model"))
+    # keys of a preset that Megatron-LM has not say what the published model is
+    model = module.get("model")
+    of_model = {} if _published(str(model)) else preset(config, "models", framework, model)
     of_module = preset(config, "modules", framework, module.get("config"))
     missing = [str(module[key])[:60] for key, found in (("config", of_module), ("model", of_model)) if found is None]
     base = _ROW["presets"][framework] if of_module is None else of_module
@@ -212,7 +220,7 @@ def trainer_of(experiment: Tree) -> Tree:
 
 def _read_megatron(values: Tree, written: Tree, model: str) -> ImportedRun:
     """Megatron-LM's arguments; a model that they do not describe is the one of the preset's name."""
-    named = None if "num_layers" in values else model_called(model)
+    named = _published(model) or (None if "num_layers" in values else model_called(model))
     if (mixture := moe_of(named)) is not None:
         values = {"num_experts": mixture["num_experts"], **values}
     imported = run_of_keys(values, written, named)

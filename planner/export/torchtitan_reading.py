@@ -12,7 +12,8 @@ from planner.export.followed.python_recipe import Evaluator, chosen_recipe
 from planner.export.followed.python_values import CallRecord, Unknown
 from planner.export.followed.shell_script import Script, read_script
 from planner.export.imported_run import ConfigFile, ImportedRun, new_run
-from planner.export.keyed_settings import dialect, flat, is_on, refused_settings
+from planner.export.keyed_settings import dialect, first, flat, is_on, refused_settings
+from planner.export.megatron.option_rows import options_of
 from planner.export.named_models import (
     FLAVORS,
     Model,
@@ -136,7 +137,8 @@ def read_settings(config: ConfigFile, script: Script) -> tuple[Fields, Named]:
         settings, unreadable = read_recipe(config)
         settings["recipe"] = True
     else:
-        settings = _toml(text) if _is_toml(text) else {**_of_file(config), **override_settings(script)}
+        is_toml = re.search(r"^\[(parallelism|training|model)\]", text, re.MULTILINE)
+        settings = _toml(text) if is_toml else {**_of_file(config), **override_settings(script)}
     if not any(name.startswith(("parallelism.", "training.")) for name in settings):
         raise SpecError(
             "no torchtitan settings found", "give a recipe, a TOML file, or a script with --parallelism.… options"
@@ -145,20 +147,14 @@ def read_settings(config: ConfigFile, script: Script) -> tuple[Fields, Named]:
 
 
 def of_today(settings: Fields) -> Fields:
-    """Settings under today's names, with the dtype that converters ask for."""
+    """Settings under today's names, with the dtype that converters of a TOML file, or its older switch, ask for."""
     settings = {_ROW.renamed.get(name, name): value for name, value in settings.items()}
-    return settings | _converted(settings)
-
-
-def _converted(settings: Fields) -> Fields:
-    """The dtype that converters of a TOML file, or its older switch, ask for."""
-    converters = settings.get("model.converters") or settings.get("job.converters") or []
-    names = " ".join(map(str, converters)) if isinstance(converters, list) else str(converters)
-    if "mx" in names:
-        return {"dtype": "mxfp8"}
-    if "float8" in names or settings.get("float8.enable") is True:
-        return {"dtype": "fp8", "float8.recipe_name": settings.get("float8.recipe_name") or "tensorwise"}
-    return {}
+    converters = str(first(settings, "model.converters", "job.converters", default=""))
+    if "mx" in converters:
+        settings["dtype"] = "mxfp8"
+    elif "float8" in converters or settings.get("float8.enable") is True:
+        settings |= {"dtype": "fp8", "float8.recipe_name": settings.get("float8.recipe_name") or "tensorwise"}
+    return settings
 
 
 def _of_file(config: ConfigFile) -> Fields:
@@ -182,10 +178,6 @@ def is_recipe(text: str) -> bool:
     return bool(re.search(r"ParallelismConfig|TrainingConfig|Trainer\.Config|import .*model_registry", text))
 
 
-def _is_toml(text: str) -> bool:
-    return bool(re.search(r"^\[(parallelism|training|model)\]", text, re.MULTILINE))
-
-
 def _toml(text: str) -> Fields:
     """Settings of a TOML file, as torchtitan took them up to 2025."""
     return flat(parse_toml(text, "", "give the file that --job.config_file names"))
@@ -194,20 +186,13 @@ def _toml(text: str) -> Fields:
 def override_settings(script: Script) -> Fields:
     """`--section.key value`; a bare option is true, `--section.no-key` is false."""
     settings: Fields = {}
-    key = ""
-    for word in script.words:
-        if word.startswith("--"):
-            key, equals, value = word[2:].partition("=")
-            key = key.replace("-", "_") if "." in key else key
-            section, _, name = key.rpartition(".")
-            if name.startswith("no_"):
-                settings[f"{section}.{name[3:]}"], key = False, ""
-            elif "." in key or key in ("module", "config"):
-                settings[key] = _literal(value) if equals else True
-            else:
-                key = ""
-        elif key and settings.get(key) is True:
-            settings[key] = _literal(word)
+    for option, words in options_of(script.words).items():
+        key = option[2:].replace("-", "_") if "." in option else option[2:]
+        section, _, name = key.rpartition(".")
+        if name.startswith("no_"):
+            settings[f"{section}.{name[3:]}"] = False
+        elif "." in key or key in ("module", "config"):
+            settings[key] = _literal(words[0]) if words else True
     if isinstance(config := settings.get("config"), str):
         flavor = flavor_of(str(settings.get("module", "")), config)
         settings |= {"model.name": flavor[0], "model.flavor": flavor[1]} if flavor else {}
@@ -316,22 +301,17 @@ def _read_recompute(imported: ImportedRun, settings: Fields, model: Model | None
 def _features(settings: Fields) -> Fields:
     """Features of the run: asynchronous tensor parallelism, and which parts are compiled where a setting gives that."""
     dist_gemm = settings.pop("model.tp_gemm_backend", None) == "dist_gemm"
-    features: Fields = {"async_tp": dist_gemm or bool(_first(settings, "compile.enable_async_tensor_parallel"))}
+    features: Fields = {"async_tp": dist_gemm or bool(first(settings, "compile.enable_async_tensor_parallel"))}
     if settings.get("model.moe_comm_backend") in ("deepep", "hybridep"):
         features["dispatcher"] = settings.pop("model.moe_comm_backend")
-    features["deterministic"] = _first(settings, "debug.deterministic", "training.deterministic") is True
-    compiled = _first(settings, "compile.enable", "training.compile")
-    components = _first(settings, "compile.components") or ["model", "loss"]
+    features["deterministic"] = first(settings, "debug.deterministic", "training.deterministic") is True
+    compiled = first(settings, "compile.enable", "training.compile")
+    components = first(settings, "compile.components") or ["model", "loss"]
     if isinstance(compiled, bool):
         features["compile"] = compiled and "model" in components
         if "compile.enable" in settings:  # the older switch compiled no loss
             features["cross_entropy_fusion"] = compiled and "loss" in components
     return features
-
-
-def _first(settings: Fields, *names: str) -> Any:
-    """The value of the first of the names that is set."""
-    return next((settings[name] for name in names if settings.get(name) is not None), None)
 
 
 def _whole(settings: Fields, name: str, default: int) -> int:
@@ -345,9 +325,8 @@ def _whole(settings: Fields, name: str, default: int) -> int:
 
 
 def _seq_length(settings: Fields) -> int | None:
-    name = next(
-        (name for name in ("training.max_context_length", "training.seq_len") if settings.get(name) is not None), ""
-    )
+    names = ("training.max_context_length", "training.seq_len")
+    name = next((name for name in names if settings.get(name) is not None), "")
     length = _whole(settings, name, 0)
     if name and length < 1:
         raise SpecError(f"{name}: {length} is below 1", "write the tokens of a sequence")

@@ -6,13 +6,14 @@ import re
 from collections.abc import Collection
 
 from planner.errors import SpecError
-from planner.export.followed.shell_script import read_script
+from planner.export.followed.shell_script import Script, read_script
 from planner.export.huggingface.trainer_reading import run_of_arguments
 from planner.export.imported_run import ConfigFile, ImportedRun, yaml_of
 from planner.export.keyed_settings import (
     KeyedSettings,
     Settings,
     dialect,
+    first,
     flat,
     is_off,
     is_on,
@@ -40,7 +41,7 @@ def read_verl(config: ConfigFile) -> ImportedRun:
     """The run of a script or a YAML. Raises SpecError where neither trains a model."""
     settings, words = _overrides(config)
     is_rl = any(name.startswith("actor_rollout_ref.") for name in settings)
-    model = settings.get(_MODEL + "path") or settings.get("model.path") or settings.get("model.partial_pretrain")
+    model = first(settings, _MODEL + "path", "model.path", "model.partial_pretrain")
     if not settings:
         raise SpecError("the text overrides none of verl's settings", "give the script that calls verl.trainer")
     is_megatron = any(".megatron." in name for name in settings) or "megatron" in words
@@ -97,9 +98,8 @@ def _of_megatron(settings: Settings, model: str, is_rl: bool) -> ImportedRun:
         keys["micro_batch_size"] = settings[micro]
     imported = read_keys("verl-megatron", keys, _num_gpus(settings), named=model_called(model) if model else None)
     imported.rename({**names, "micro_batch_size": micro})
-    rank = settings.get(f"{_MODEL}lora.rank") or settings.get(f"{_MODEL}lora_rank") or settings.get("model.lora.rank")
-    if rank:
-        targets = settings.get(f"{_MODEL}lora.target_modules") or settings.get("model.lora.target_modules")
+    if rank := first(settings, f"{_MODEL}lora.rank", f"{_MODEL}lora_rank", "model.lora.rank"):
+        targets = first(settings, f"{_MODEL}lora.target_modules", "model.lora.target_modules")
         add_lora(imported, {"dim": rank, "target_modules": targets})
     imported.predicts_further = is_on(settings.get(f"{_MODEL}mtp.enable_train"))
     _offload(imported, settings, f"{_ACTOR}megatron.")
@@ -110,37 +110,35 @@ def _of_megatron(settings: Settings, model: str, is_rl: bool) -> ImportedRun:
 def _of_fsdp(settings: Settings, model: str, is_rl: bool) -> ImportedRun:
     """FSDP around a model of transformers."""
     actor, own = (_ACTOR, _MODEL) if is_rl else ("", "model.")
-    get = settings.get
-    arguments: Settings = {
-        "model_name_or_path": model,
-        "per_device_train_batch_size": get(f"{actor}ppo_micro_batch_size_per_gpu") if is_rl
-        else get("data.micro_batch_size_per_gpu", 4),
-        "gradient_checkpointing": get(f"{own}enable_gradient_checkpointing", True),
-        "fsdp": "full_shard", "bf16": True, "use_liger_kernel": get(f"{own}use_liger"),
-        "activation_offloading": get(f"{own}enable_activation_offload"),
-        "context_parallel_size": get(f"{actor}ulysses_sequence_parallel_size")
-        or get(f"{actor}fsdp_config.ulysses_sequence_parallel_size") or get("engine.ulysses_sequence_parallel_size"),
-        **({"lora_rank": get(f"{own}lora_rank"), "lora_target": get(f"{own}target_modules", "all-linear")}
-           if get(f"{own}lora_rank") else {}),
-        "packing": True,
-    }  # fmt: skip
-    keyed = KeyedSettings(
-        {k: v for k, v in arguments.items() if v not in (None, "")}, read_script(""), _num_gpus(settings)
-    )
-    imported = run_of_arguments(keyed, ConfigFile("", None), _ROW)
-    imported.source = "verl"
     micro = f"{actor}ppo_micro_batch_size_per_gpu" if is_rl else "data.micro_batch_size_per_gpu"
     unsaid = {
         f"{own}enable_gradient_checkpointing": True,
         micro: None if is_rl else 4,
         f"{actor}fsdp_config.fsdp_size": -1,
     }
+    get, given = settings.get, {**unsaid, **settings}
+    sequence = "ulysses_sequence_parallel_size"
+    arguments: Settings = {
+        "model_name_or_path": model,
+        "per_device_train_batch_size": given[micro],
+        "gradient_checkpointing": given[f"{own}enable_gradient_checkpointing"],
+        "fsdp": "full_shard", "bf16": True, "use_liger_kernel": get(f"{own}use_liger"), "packing": True,
+        "activation_offloading": get(f"{own}enable_activation_offload"),
+        "context_parallel_size": first(
+            settings, actor + sequence, f"{actor}fsdp_config.{sequence}", f"engine.{sequence}"
+        ),
+    }  # fmt: skip
+    if rank := get(f"{own}lora_rank"):
+        arguments |= {"lora_rank": rank, "lora_target": get(f"{own}target_modules", "all-linear")}
+    arguments = {key: value for key, value in arguments.items() if value not in (None, "")}
+    keyed = KeyedSettings(arguments, Script(), _num_gpus(settings))
+    imported = run_of_arguments(keyed, ConfigFile("", None), _ROW)
+    imported.source = "verl"
     imported.assumed = {path: str(value) for path, value in unsaid.items() if path not in settings}
     size = number(settings, f"{actor}fsdp_config.fsdp_size", "engine.fsdp_size", "model.fsdp_config.fsdp_size") or -1
     if size > 0:
         imported.run["parallelism"]["fsdp"] = size
-    prefix = f"{actor}fsdp_config." if is_rl else "model.fsdp_config."
-    _offload(imported, settings, prefix)
+    _offload(imported, settings, f"{actor}fsdp_config." if is_rl else "model.fsdp_config.")
     _list_unread(imported, settings, ())
     return imported
 
@@ -187,6 +185,13 @@ def _mean_length(settings: Settings, longest: int, unknown: int) -> int:
     return min(longest, max(known, default=64 * -(-unknown // 64)))
 
 
+def _keeps_reference(settings: Settings) -> bool:
+    """A reference model stays on the GPUs: Megatron's, unless it is offloaded (FSDP's always is)."""
+    asks = any(is_on(settings.get(name)) for name in (f"{_ACTOR}use_kl_loss", "algorithm.use_kl_in_reward"))
+    is_megatron = any(name.startswith(f"{_ACTOR}megatron.") for name in settings)
+    return asks and is_megatron and not is_on(settings.get("actor_rollout_ref.ref.megatron.param_offload"))
+
+
 def _rollout_fraction(settings: Settings) -> float:
     """The share of memory that generation takes where the actor stays beside it: weights and states on the GPU."""
     offloads = any(is_on(settings.get(f"{_ACTOR}{part}.param_offload")) for part in ("fsdp_config", "megatron"))
@@ -198,9 +203,9 @@ def _set_batch(imported: ImportedRun, settings: Settings, is_rl: bool) -> None:
     """Sequences of an update and their length; of dynamic micro-batches those that hold so many tokens."""
     run, layout = imported.run, imported.run["parallelism"]
     whole = number(settings, f"{_ACTOR}ppo_micro_batch_size" if is_rl else "data.micro_batch_size")
+    ranks = layout.get("tp", 1) * layout.get("pp", 1) * layout.get("cp", 1)
     if whole and run["num_gpus"]:
         # the older name counts the sequences of all replicas
-        ranks = layout.get("tp", 1) * layout.get("pp", 1) * layout.get("cp", 1)
         layout["micro_batch_size"] = max(1, whole * ranks // run["num_gpus"])
     prompt, response = number(settings, "data.max_prompt_length"), number(settings, "data.max_response_length")
     if is_rl:
@@ -229,13 +234,13 @@ def _set_batch(imported: ImportedRun, settings: Settings, is_rl: bool) -> None:
             alone=is_alone,
             share=_rollout_fraction(settings),
             critics=int(asks and keeps),
+            frozen=int(_keeps_reference(settings)),
         )
         if (prompts or 1024) < update and not is_dynamic:
             imported.refused.append(f"data.train_batch_size {prompts or 1024} is below ppo_mini_batch_size {update}")
         if is_dynamic:
             tokens = number(settings, f"{_ACTOR}ppo_max_token_len_per_gpu") or 16384
             room = max(1, tokens * layout.get("cp", 1) // run["seq_length"])
-            ranks = layout.get("tp", 1) * layout.get("pp", 1) * layout.get("cp", 1)
             each = max(1, run["global_batch_size"] * ranks // (run["num_gpus"] or ranks))
             # a rank's sequences in as few balanced micro-batches as have room for them, here of one size
             balanced = each / -(-each // room)

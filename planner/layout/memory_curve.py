@@ -77,9 +77,8 @@ def memory_curves(
     candidate: Candidate, timeline: Timeline, ranks: Iterable[int] | None = None
 ) -> tuple[MemoryCurve, ...]:
     """The curve of each rank, or of some; `timeline` is the replay of the candidate's whole order."""
-    return tuple(
-        _curve(candidate, timeline, rank) for rank in (range(timeline.schedule.pp) if ranks is None else ranks)
-    )
+    ranks = range(timeline.schedule.pp) if ranks is None else ranks
+    return tuple(_curve(candidate, timeline, rank) for rank in ranks)
 
 
 class _Change(NamedTuple):
@@ -276,16 +275,16 @@ class Part:
         """The rows that add up to what the part keeps of a micro-batch."""
         if self.mode != "none":
             layer = kept_tensors(pricing, shape, self.layer_items, self.mode)
-            if self.mode != FULL:
-                layer = _gone_with_layer(layer)
+            layer = layer if self.mode == FULL else _gone_with_layer(layer)
             others = (*self.before, *self.behind)
             return layer + (kept_tensors(pricing, shape, others) if others else [])
         rows = kept_tensors(pricing, shape, self.items)
         if self.name == "layer":
             return _gone_with_layer(rows)
         if self.name == "head":
-            gone = [held(logits, operator="cross-entropy") for logits in pricing.overwritten_logits(self.items)]
-            rows = [row for row in rows if row.name not in {one.name for one in gone}]
+            logits = memory.overwritten_logits(self.items, pricing.runtime)
+            gone = {held(each, operator="cross-entropy").name for each in logits}
+            rows = [row for row in rows if row.name not in gone]
         return rows
 
 
@@ -460,7 +459,8 @@ STATICS: dict[str, Rows] = {"weights": weights, "gradients": gradients, "optimiz
 def loss_tensors(pricing: Pricing, shape: Shape, parts: Sequence[Part]) -> list[Held]:
     """The tensors of the loss of a rank's head."""
     head = next(part for part in parts if part.name == "head")
-    return [held(tensor) for tensor in pricing.loss_tensors(head.items, shape)]
+    layer = pricing.layer(pricing.model.layers[-1], shape)
+    return [held(tensor) for tensor in memory.loss_tensors(head.items, layer, pricing.runtime)]
 
 
 def backward_tensors(pricing: Pricing, shape: Shape, parts: Sequence[Part]) -> tuple[Part, list[Held]]:

@@ -366,31 +366,27 @@ class Follower:
 
     def standing(self, final: bool = False) -> FollowedRun:
         """The run as it stands now."""
-        watch = self.watch
-        record = self._reader.leading()
-        found = FollowedRun(source=self.where, final=final, allowed_steps=watch.allowed_steps)
+        watch, record, last = self.watch, self._reader.leading(), self.last_step()
+        common: Fields = {"source": self.where, "final": final, "allowed_steps": watch.allowed_steps}
         if not record.numbers:
-            return found.model_copy(update={"says": "no line of a step yet"})
+            return FollowedRun(**common, says="no line of a step yet")
+        plan = self._held if isinstance(self._held, Plan) else None
         window = self.window()
-        last = self.last_step()
+        seen = window if plan is None else with_mfu(window, plan)
         is_silent = self.ended == "silent"
-        seen = with_mfu(window, self._held) if isinstance(self._held, Plan) else window
         rings = watch.rings or is_silent
-        values: Fields = {
-            "step_s": record.seconds[-1],
-            "predicted_step_s": self._held.step.step_s if isinstance(self._held, Plan) else None,
-            "step": record.numbers[-1], "total_steps": None if last is None else last[1], "num_steps": self.num_steps,
-            "window_steps": seen.num_steps, "window_step_s": seen.step_s, "place": watch.place, "rings": rings,
-            "band_s": None if watch.band is None else (watch.band.low_s, watch.band.high_s),
-            "band_source": self._held_source, "out_steps": watch.out_steps, "tokens_per_s": seen.tokens_per_s,
-            "mfu": seen.mfu, "peak_memory_bytes": seen.peak_memory_bytes,
-            "eta_s": None if last is None or seen.step_s is None else max(0, last[1] - last[0]) * seen.step_s,
-            "causes": self.judged(window).causes if final and rings else (),
-        }  # fmt: skip
-        silent = (
-            f"no step for {(self.now() - self._step_at_s) / 60:.0f} minutes, where one takes {seen.step_s or 0:.4g} s"
-        )
-        return found.model_copy(update={**values, "says": silent if is_silent else sentence(watch)})
+        silent_s, says = self.now() - self._step_at_s, sentence(watch)
+        if is_silent:
+            says = f"no step for {silent_s / 60:.0f} minutes, where one takes {seen.step_s or 0:.4g} s"
+        return FollowedRun(
+            **common, says=says, rings=rings, step_s=record.seconds[-1], step=record.numbers[-1],
+            predicted_step_s=None if plan is None else plan.step.step_s, total_steps=None if last is None else last[1],
+            num_steps=self.num_steps, window_steps=seen.num_steps, window_step_s=seen.step_s, place=watch.place,
+            band_s=None if watch.band is None else (watch.band.low_s, watch.band.high_s),
+            band_source=self._held_source, out_steps=watch.out_steps, tokens_per_s=seen.tokens_per_s, mfu=seen.mfu,
+            peak_memory_bytes=seen.peak_memory_bytes, causes=self.judged(window).causes if final and rings else (),
+            eta_s=None if last is None or seen.step_s is None else max(0, last[1] - last[0]) * seen.step_s,
+        )  # fmt: skip
 
     def answer(self, last_steps: bool) -> Observed | None:
         """The answer of `plan observe` by the last steps, or by all that are kept; None without a step."""

@@ -32,6 +32,7 @@ from planner.observe.accounts import (
 from planner.observe.case import ObservedCase, fewer_recomputed, grid_of, moves, running, stage_of
 from planner.observe.observation import MemorySeries
 from planner.observe.steady import SIGMA_OF_MAD, slope_of
+from planner.observe.traces.dumps import SnapshotOutOfMemory
 from planner.observe.traces.events import DATA_RANGES, HOST, TraceStep
 from planner.specs.base import Texts
 from planner.specs.units import GIB, MIB
@@ -107,6 +108,12 @@ class RunFiles(ObservedCase):
         )
 
     @cached_property
+    def failures(self) -> list[SnapshotOutOfMemory]:
+        """The allocations that failed, by memory snapshots."""
+        snapshots = self.recorded.snapshots if self.recorded else ()
+        return [one.out_of_memory for one in snapshots if one.out_of_memory]
+
+    @cached_property
     def on_host(self) -> bool:
         """True where a trace has no GPU's events."""
         return any(rank.report.device == HOST for rank in self.ranks)
@@ -129,6 +136,10 @@ class RunFiles(ObservedCase):
             for found, expected in self.accounts
             if expected and group in found.exchanges and group in expected.exchanges
         ]
+
+
+def _beyond(seconds: float, least_s: float, says: str, where: str = "") -> Finding | None:
+    return None if seconds < least_s else Finding(says, seconds, where)
 
 
 def rank_name(rank: Traced) -> str:
@@ -274,19 +285,16 @@ def gradient_timers(files: RunFiles) -> Finding | None:
     if not timers or prediction is None or prediction.kind == "run" or files.ranks:
         return None
     found_s, due_s = sum(timers), prediction.breakdown.get("exposed_dp_s", 0.0)
-    if found_s - due_s < EXPOSED * files.step_s + 0.16 * due_s:
-        return None
     says = f"timers of gradients and parameters show {in_seconds(found_s)} of a step, {in_seconds(due_s)} expected"
-    return Finding(says, found_s - due_s, "dp")
+    return _beyond(found_s - due_s, EXPOSED * files.step_s + 0.16 * due_s, says, "dp")
 
 
 def uneven_experts(files: RunFiles) -> Finding | None:
     """Every rank waits in exchanges of experts, since the late one changes."""
     known = [found.late_s - (due.late_s or 0.0) for found, due in files.exchanges("ep") if found.late_s is not None]
-    if len(known) < 2 or min(known) < 0.04 * files.step_s:
-        return None
-    says = f"each rank waits {in_seconds(min(known))} more of a step in exchanges of experts: the late one changes"
-    return Finding(says, min(known), "ep")
+    least_s = min(known) if len(known) > 1 else 0.0
+    says = f"each rank waits {in_seconds(least_s)} more of a step in exchanges of experts: the late one changes"
+    return _beyond(least_s, 0.04 * files.step_s, says, "ep")
 
 
 def _apart(files: RunFiles, part: str) -> tuple[float, float]:
@@ -301,11 +309,9 @@ def host_gaps(files: RunFiles) -> Finding | None:
     if files.has_log and files.ranks:
         found_s -= max(0.0, files.wall_s - files.step_s)  # the profiler's own
     share = GAPS if any(due for _, due in files.accounts) else GAPS_UNPRICED
-    if found_s - due_s < share * files.step_s + 0.3 * due_s:
-        return None
     held = f", {in_seconds(due_s)} expected" if due_s else ""
     says = f"GPUs wait {in_seconds(found_s)} of a step for their hosts to launch work{held}"
-    return Finding(says, found_s - due_s)
+    return _beyond(found_s - due_s, share * files.step_s + 0.3 * due_s, says)
 
 
 def data_waits(files: RunFiles) -> Finding | None:
@@ -355,18 +361,17 @@ def low_clocks(files: RunFiles) -> Finding | None:
 def standing_stages(files: RunFiles) -> Finding | None:
     """Stages that stand still longer than the order of the passes says."""
     found_s, due_s = _apart(files, PIPELINE)
-    least_s = 0.05 * files.step_s + 0.2 * due_s
-    if files.num_stages in (None, 1) or not all(due for _, due in files.accounts) or found_s - due_s < least_s:
+    if files.num_stages in (None, 1) or not all(due for _, due in files.accounts):
         return None
     says = f"stages stand still for {in_seconds(found_s)} of a step, {in_seconds(due_s)} by their order"
-    return Finding(says, found_s - due_s)
+    return _beyond(found_s - due_s, 0.05 * files.step_s + 0.2 * due_s, says)
 
 
 def fragments(files: RunFiles) -> Finding | None:
     """Allocations that found no block until the cache was freed, or that failed although enough bytes lay free."""
-    observation, recorded = files.observation, files.recorded
-    for oom in (snapshot.out_of_memory for snapshot in (recorded.snapshots if recorded else ())):
-        if oom is not None and oom.fragmented:
+    observation = files.observation
+    for oom in files.failures:
+        if oom.fragmented:
             says = f"{oom.requested_bytes / GIB:.1f} GiB were refused while {oom.inactive_bytes / GIB:.1f} GiB lay"
             return Finding(f"{says} reserved and free, {oom.largest_free_block_bytes / GIB:.1f} GiB in one block")
     for one in observation.failed_allocations:
@@ -405,10 +410,9 @@ def _growth(row: MemorySeries) -> Finding | None:
 
 def out_of_memory(files: RunFiles) -> Finding | None:
     """Errors of allocations that failed, as the log or a snapshot has them, beside what was planned of the stage."""
-    observation, recorded = files.observation, files.recorded
-    broken = [s.out_of_memory for s in (recorded.snapshots if recorded else ()) if s.out_of_memory]
-    if broken:
-        return Finding(f"an allocation of {broken[-1].requested_bytes / GIB:.2f} GiB failed")
+    observation = files.observation
+    if files.failures:
+        return Finding(f"an allocation of {files.failures[-1].requested_bytes / GIB:.2f} GiB failed")
     if not observation.failed_allocations:
         return Finding(f"{observation.num_ooms:,} allocations failed") if observation.num_ooms else None
     one = max(observation.failed_allocations, key=lambda each: each.requested_bytes)

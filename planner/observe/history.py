@@ -155,11 +155,11 @@ def prices_of(folder: Path, price: Callable[[Path], KeptPrice]) -> Prices:
     """
     files = kept_files(folder)
     known = _saved(folder)
-    if known.files == files and known.planner_version == __version__:
+    if known.planner_version != __version__:
+        known = Prices()
+    if known.files == files:
         return known
     same = {name for name, state in files.items() if known.files.get(name) == state}
-    if known.planner_version != __version__:
-        same = set()
     runs = {run.file: run for run in known.runs if run.file in same}
     left_out = {name: reason for name, reason in known.left_out.items() if name in same}
     for name in sorted(files.keys() - same):

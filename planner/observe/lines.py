@@ -81,29 +81,13 @@ def lines(path: str, tally: Tally, advance: Callable[[], None] = lambda: None) -
     `tally` the reason. Raises SpecError for a file that is missing, empty or binary.
     """
     where = label(path)
-    rest = b""
+    new = NewLines(tally=tally)
     with opened(path) as file:
         for block in _blocks(file, tally, where, advance):
-            first, *others = split(block)
-            rest = (rest + first)[: MAX_LINE_BYTES + 1]
-            for part in others:
-                yield _counted(rest, tally)
-                rest = part[: MAX_LINE_BYTES + 1]
-    if rest:
-        yield _counted(rest, tally)
+            yield from new.of(block)
+    yield from new.last()
     if not tally.num_bytes:
         raise SpecError(f"{where}: is empty", "name a log with steps in it")
-
-
-def split(block: bytes) -> list[bytes]:
-    """The parts of a block between the ends of lines: the first ends a line, the last begins one."""
-    return _BREAKS.split(block)
-
-
-def _counted(line: bytes, tally: Tally) -> bytes:
-    tally.num_lines += 1
-    tally.num_cut += len(line) > MAX_LINE_BYTES
-    return line[:MAX_LINE_BYTES]
 
 
 def _blocks(file: BufferedReader, tally: Tally, where: str, advance: Callable[[], None]) -> Iterator[bytes]:
@@ -156,8 +140,9 @@ class LineSource(Protocol):
 class NewLines:
     """The whole lines of blocks; the last one is held back until its end comes."""
 
-    def __init__(self, where: str = "") -> None:
-        self.where, self.rest, self._begun = where, b"", False
+    def __init__(self, where: str = "", tally: Tally | None = None) -> None:
+        self.where, self.rest, self._begun = where, b"", not where
+        self._tally = tally or Tally()
 
     def of(self, block: bytes) -> list[bytes]:
         """The lines that this block ends, without their ends and cut to the longest that is read; SpecError where the
@@ -168,15 +153,19 @@ class NewLines:
                 raise _packed(self.where)
             if is_binary(block[:4096]):
                 raise SpecError(f"{self.where}: is a binary file", "name a text log")
-        *whole, last = split(self.rest + block)
-        self.rest = last[:MAX_LINE_BYTES]
-        return [line[:MAX_LINE_BYTES] for line in whole]
+        *whole, last = _BREAKS.split(self.rest + block)
+        self.rest = last[: MAX_LINE_BYTES + 1]
+        return [self._counted(line) for line in whole]
+
+    def _counted(self, line: bytes) -> bytes:
+        self._tally.num_lines += 1
+        self._tally.num_cut += len(line) > MAX_LINE_BYTES
+        return line[:MAX_LINE_BYTES]
 
     def last(self) -> list[bytes]:
         """The line without an end, where nothing can follow it."""
-        rest = self.rest
-        self.rest = b""
-        return [rest] if rest else []
+        rest, self.rest = self.rest, b""
+        return [self._counted(rest)] if rest else []
 
 
 class FileEnd:

@@ -318,6 +318,28 @@ def working_set(op: Operator, runtime: RuntimeSpec) -> tuple[Saved, ...]:
     return (Saved("gradients", (needed,), dtype="bytes"),)
 
 
+def overwritten_logits(head: Sequence[Item], runtime: RuntimeSpec) -> tuple[Saved, ...]:
+    """The logits among the tensors that a head keeps, where their gradient overwrites them."""
+    if runtime.keeps_softmax:
+        return ()
+    return next(op for op in operators_of(head) if op.family == "loss").saved[:1]
+
+
+def loss_tensors(head: Sequence[Item], layer: Sequence[Item], runtime: RuntimeSpec) -> tuple[Saved, ...]:
+    """Tensors that the loss of a head, behind the last `layer`, needs beside what is held."""
+    loss = next(op for op in operators_of(head) if op.family == "loss")
+    if not runtime.fused_cross_entropy:
+        return working_set(loss, runtime)
+    logits = next(op for op in operators_of(head) if op.name == "head")
+    # beside the logits' gradient, the gathered input and its gradient, and gradients that are never filled
+    beside = (
+        Saved("gathered input of the head, and its gradient", (2, logits.m, logits.k)),
+        *unused_gradients((*head, *layer), runtime),
+    )
+    overwritten = tuple(tensor._replace(name="logits") for tensor in overwritten_logits(head, runtime))
+    return (*(overwritten or working_set(loss, runtime)), *beside)
+
+
 def _attention_working_set(op: Operator, runtime: RuntimeSpec) -> tuple[Saved, ...]:
     # where keys and values are gathered, those of the whole sequence and their gradients
     keys = op.kv_len if runtime.cp_comm_type == "all_gather" else op.q_len

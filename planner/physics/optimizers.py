@@ -10,9 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Literal, NamedTuple
 
-from planner.physics.kernels import product_s, stream_s
+from planner.physics.cost import PartCost
+from planner.physics.kernels import clip_s, host_update_s, optimizer_s, product_s, stream_s
+from planner.physics.memory import sharded_parameters, sharded_update_s
 from planner.physics.operators import BF16, FP32, Item, Operator, operators_of
-from planner.shape import Number, maximum, minimum, where
+from planner.shape import Number, Shape, maximum, minimum, where
 from planner.specs.hardware import HardwareSpec
 from planner.trainers.optimizers import BLOCK, LEAST_NARROW, LEAST_PAGED, Optimizer
 from planner.trainers.spec import RuntimeSpec
@@ -69,6 +71,35 @@ def states_of(tensor: Tensor, runtime: RuntimeSpec) -> States:
     scales: Number = where(is_narrow, moments * FP32 / BLOCK * elements, 0.0)
     leaves = row.is_paged & (size >= LEAST_PAGED)
     return States(where(leaves, 0.0, states) + scales, where(leaves, states, 0.0))
+
+
+def state_costs(
+    items: Sequence[Item], hidden_size: int, shape: Shape, hardware: HardwareSpec, runtime: RuntimeSpec
+) -> dict[str, Number]:
+    """Bytes and seconds of the states of an optimizer other than AdamW, by fields of a part's cost."""
+    if runtime.optimizer == "adamw":
+        return {}
+    return {
+        "state_bytes": state_bytes(items, hidden_size, runtime, expert=False),
+        "expert_state_bytes": state_bytes(items, hidden_size, runtime, expert=True),
+        "state_update_s": state_update_s(items, hidden_size, shape.tp, hardware, runtime, expert=False),
+        "expert_state_update_s": state_update_s(items, hidden_size, shape.etp, hardware, runtime, expert=True),
+    }
+
+
+def update_s(part: PartCost, shape: Shape, hardware: HardwareSpec, runtime: RuntimeSpec) -> Number:
+    """Seconds of an optimizer step on this rank's shard of a part whose parameters are counted.
+
+    Gradients are measured, scaled and zeroed in it too.
+    """
+    dense, expert = part.trained_dense_parameters, part.trained_expert_parameters
+    shard = sharded_parameters(dense, expert, shape, runtime)
+    offloaded = runtime.optimizer_offload_fraction * shard
+    clipped_s = clip_s(hardware, shard, dense + expert, runtime)
+    gpu_s = optimizer_s(hardware, shard - offloaded, runtime)
+    if runtime.optimizer != "adamw":
+        gpu_s = sharded_update_s(part, shape, runtime)
+    return gpu_s + host_update_s(hardware, offloaded, runtime) + clipped_s
 
 
 def state_bytes(items: Sequence[Item], hidden_size: int, runtime: RuntimeSpec, expert: bool) -> Number:

@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from planner.physics import compute
-from planner.physics.adapters import OF_ADAPTERS
+from planner.physics.adapters import OF_ADAPTERS, without_adapters
 from planner.physics.communication import exchange_tiers_s, group_of
 from planner.physics.cost import PartCost
 from planner.physics.kernels import PassSeconds, is_narrow
@@ -104,6 +104,19 @@ class Passes:
         elif runtime.overlaps_shared_experts:
             self._hide_behind_shared_experts(seconds, operators)
         return self._with_late_ranks(self._with_launches(seconds, items, shape, priced), items, shape)
+
+    def with_plain_forwards(self, seconds: dict[str, Number], items: Sequence[Item], shape: Shape) -> dict[str, Number]:
+        """Seconds of a part's passes, with those of forwards without a gradient in the forward.
+
+        They come after the forward that keeps its tensors and before the backward, free their own tensors one after the
+        other, and need less for a moment than the loss's backward does, which has the gradients of the logits too.
+        """
+        times = self.runtime.plain_forwards
+        if not times:
+            return seconds
+        plain = self.seconds(without_adapters(items), shape)
+        names = ("forward_s", *(f"{group}_forward_s" for group in COMM_GROUPS))
+        return seconds | {name: seconds[name] + times * plain[name] for name in names}
 
     def _add_shown(
         self,
@@ -353,7 +366,9 @@ class Passes:
         # what prepares counts of tokens is gone once, whether they are known before or a graph replays it
         layer = min(runtime.moe_host_factor, runtime.launched_fraction) * runtime.moe_kernels
         chosen = runtime.index_kernels * (self.model.indexer is not None and runtime.fuses_sparse_attention)
-        return self._host_kernels_s(layer + chosen + runtime.expert_kernels * moe.num_experts / shape.ep)
+        trains_biases = self.model.has_mlp_bias and not runtime.fuses_experts and self.training.adapters is None
+        each = runtime.expert_kernels + runtime.bias_kernels * trains_biases
+        return self._host_kernels_s(layer + chosen + each * moe.num_experts / shape.ep)
 
     def _host_kernels_s(self, kernels: Number) -> Number:
         """Host seconds of so many kernels of a layer with experts, whose casts and pieces count too."""

@@ -34,7 +34,6 @@ from planner.physics.memory import is_decoder_layer, offloaded_bytes, shown_s
 from planner.physics.operators import (
     BF16,
     Item,
-    Saved,
     kept_by_torchao,
     num_parameters,
     num_tensors,
@@ -44,7 +43,7 @@ from planner.physics.operators import (
     wide_parameters,
     within_documents,
 )
-from planner.physics.optimizers import state_bytes, state_update_s, workspace_bytes
+from planner.physics.optimizers import state_costs, update_s
 from planner.physics.passes import COMM_GROUPS, Passes, lateness
 from planner.shape import Number, Shape, maximum, minimum, where
 from planner.specs.cluster import ClusterSpec
@@ -116,7 +115,9 @@ class Pricing:
         layers: dict[tuple[LayerKind, Recompute], PartCost] = {}
         for kind in model.kinds:
             items = self.layer(kind, shape)
-            layers.update({(kind, mode): part for mode, part in self._modes(items, shape, modes).items()})
+            plain = self._plain(items, shape)
+            for mode in modes:
+                layers[kind, mode] = plain if mode == "none" else self._recomputed(items, shape, plain, mode)
         own_head = self._head(shape, shares_embedding=False)
         if self.runtime.counts_moments:
             # a layer's backward comes when all that the head kept is gone
@@ -179,9 +180,10 @@ class Pricing:
         parts += [(self.embedding_items(shape), 1), (self.head_items(shape, shares_embedding=False), 1)]
         if self.model.num_nextn_predict_layers:
             parts.append((self.mtp_block(shape), self.model.num_nextn_predict_layers))
-        passes = ((self._with_plain_forwards(self.passes.seconds(items, shape), items, shape), n) for items, n in parts)
+        passes = self.passes
         total_s: Number = 0.0
-        for seconds, count in passes:
+        for items, count in parts:
+            seconds = passes.with_plain_forwards(passes.seconds(items, shape), items, shape)
             total_s = total_s + count * PartCost(**seconds).total_s
         self._latest.clear()  # the layers of a whole grid are large
         return total_s
@@ -251,11 +253,6 @@ class Pricing:
     @property
     def _documents(self) -> Documents:
         return masked_documents(self.training, self.runtime)
-
-    def _modes(self, items: Sequence[Item], shape: Shape, modes: Sequence[Recompute]) -> dict[Recompute, PartCost]:
-        """Cost of one layer under each recompute mode."""
-        plain = self._plain(items, shape)
-        return {mode: plain if mode == "none" else self._recomputed(items, shape, plain, mode) for mode in modes}
 
     def _recomputed(self, items: Sequence[Item], shape: Shape, plain: PartCost, mode: Recompute) -> PartCost:
         """Cost in another recompute mode of a layer that costs `plain` without recomputing.
@@ -351,11 +348,15 @@ class Pricing:
             frozen_parameters=num_parameters(items, trained=False),
             frozen_expert_parameters=num_parameters(items, expert=True, trained=False),
             frozen_wide_parameters=wide_parameters(items, trained=False),
-            **self._states(items, shape),
+            **state_costs(items, self.model.hidden_size, shape, self.cluster.hardware, self.runtime),
             **self._reference(items),
         )
         left = self.offloaded_bytes_of(items)
         seconds = self._pass_seconds(items, shape, counted, left) if self.counts_seconds else {}
+        # Python copies, sums and hooks go tensor by tensor in an optimizer step
+        copies_s = (
+            self.runtime.tensor_kernels * num_tensors(items) * compute.issue_s(self.cluster.hardware, self.runtime)
+        )
         own = memory.transient_bytes(items, self.runtime) + memory.unused_gradient_bytes(items, self.runtime)
         part = replace(
             counted,
@@ -363,14 +364,14 @@ class Pricing:
             live_bytes=self._kept_bytes(items),
             # what was sent away is back while the part's backward runs
             transient_bytes=own + left,
-            tensors_s=self._tensors_s(items) if self.counts_seconds else 0.0,
+            tensors_s=copies_s if self.counts_seconds else 0.0,
         )
         return self.sharded(part, shape)
 
     def _pass_seconds(self, items: Sequence[Item], shape: Shape, counted: PartCost, left: Number) -> dict[str, Number]:
         """Seconds of a part's passes, with the copies of its weights and of the `left` bytes that wait on the host."""
         hardware, runtime = self.cluster.hardware, self.runtime
-        seconds = self._with_plain_forwards(self._seconds(items, shape), items, shape)
+        seconds = self.passes.with_plain_forwards(self._seconds(items, shape), items, shape)
         alone, zero = shape.pp == 1, shape.zero_stage
         trained = counted.parameters - counted.frozen_parameters
         is_gathered = (zero == 3) * alone * (shape.shard_size > 1)
@@ -400,7 +401,7 @@ class Pricing:
         seconds: dict[str, Number] = {}
         if self.counts_seconds:
             seconds["reduce_s"], seconds["gather_s"] = self.exchanges.part_s(part, shape)
-            seconds["optimizer_s"] = self.update_s(part, shape) + part.tensors_s
+            seconds["optimizer_s"] = update_s(part, shape, self.cluster.hardware, self.runtime) + part.tensors_s
         return replace(part, weights_bytes=weights, gradients_bytes=gradients, optimizer_bytes=optimizer, **seconds)
 
     def _with_table(
@@ -420,34 +421,14 @@ class Pricing:
         """Cost of final norm, head and loss, with the memory that the logits take while the loss runs."""
         items = self.head_items(shape, shares_embedding)
         part = self._plain(items, shape)
-        loss_bytes = sum(tensor.num_bytes for tensor in self.loss_tensors(items, shape))
+        layer = self.layer(self.model.layers[-1], shape)
+        loss_bytes = sum(tensor.num_bytes for tensor in memory.loss_tensors(items, layer, self.runtime))
         if not self.runtime.fused_cross_entropy:
             return replace(part, logits_bytes=loss_bytes)
         # logits that the gradient overwrites live from the loss to the head's backward, which comes next
-        logits_bytes = sum(tensor.num_bytes for tensor in self.overwritten_logits(items))
+        logits_bytes = sum(tensor.num_bytes for tensor in memory.overwritten_logits(items, self.runtime))
         live_bytes = part.live_bytes - logits_bytes
         return replace(part, live_bytes=live_bytes, transient_bytes=loss_bytes, logits_bytes=loss_bytes)
-
-    def overwritten_logits(self, items: Sequence[Item]) -> tuple[Saved, ...]:
-        """The logits among the tensors that a head keeps, where their gradient overwrites them."""
-        if self.runtime.keeps_softmax:
-            return ()
-        return next(op for op in operators_of(items) if op.family == "loss").saved[:1]
-
-    def loss_tensors(self, items: Sequence[Item], shape: Shape) -> tuple[Saved, ...]:
-        """Tensors that the loss of a head needs beside what is held."""
-        loss = next(op for op in operators_of(items) if op.family == "loss")
-        if not self.runtime.fused_cross_entropy:
-            return memory.working_set(loss, self.runtime)
-        logits = next(op for op in operators_of(items) if op.name == "head")
-        # beside the logits' gradient, the gathered input and its gradient, and gradients that are never filled
-        layer = self.layer(self.model.layers[-1], shape)
-        beside = (
-            Saved("gathered input of the head, and its gradient", (2, logits.m, logits.k)),
-            *memory.unused_gradients((*items, *layer), self.runtime),
-        )
-        overwritten = tuple(tensor._replace(name="logits") for tensor in self.overwritten_logits(items))
-        return (*(overwritten or memory.working_set(loss, self.runtime)), *beside)
 
     def _mtp(
         self, shape: Shape, layers: dict[tuple[LayerKind, Recompute], PartCost], block: PartCost, copy: PartCost
@@ -464,21 +445,6 @@ class Pricing:
                 parts[mode] = block.changed_by(layers[last, "none"], layers[last, mode])
         return {mode: part.times(model.num_nextn_predict_layers) + copy for mode, part in parts.items()}
 
-    def update_s(self, part: PartCost, shape: Shape) -> Number:
-        """Seconds of an optimizer step on this rank's shard of a part whose parameters are counted.
-
-        Gradients are measured, scaled and zeroed in it too.
-        """
-        hardware, runtime = self.cluster.hardware, self.runtime
-        dense, expert = part.trained_dense_parameters, part.trained_expert_parameters
-        shard = memory.sharded_parameters(dense, expert, shape, runtime)
-        offloaded = runtime.optimizer_offload_fraction * shard
-        clip_s = kernels.clip_s(hardware, shard, dense + expert, runtime)
-        gpu_s = kernels.optimizer_s(hardware, shard - offloaded, runtime)
-        if runtime.optimizer != "adamw":
-            gpu_s = memory.sharded_update_s(part, shape, runtime)
-        return gpu_s + kernels.host_update_s(hardware, offloaded, runtime) + clip_s
-
     def _reference(self, items: Sequence[Item]) -> dict[str, Number]:
         """Parameters that forwards without a gradient read, by fields of a part's cost."""
         if not self.runtime.plain_forwards:
@@ -489,45 +455,6 @@ class Pricing:
             "reference_expert_parameters": num_parameters(own, expert=True),
             "reference_wide_parameters": wide_parameters(own) + wide_parameters(own, trained=False),
         }
-
-    def _with_plain_forwards(
-        self, seconds: dict[str, Number], items: Sequence[Item], shape: Shape
-    ) -> dict[str, Number]:
-        """Seconds of a part's passes, with those of forwards without a gradient in the forward.
-
-        They come after the forward that keeps its tensors and before the backward, free their own tensors one after the
-        other, and need less for a moment than the loss's backward does, which has the gradients of the logits too.
-        """
-        times = self.runtime.plain_forwards
-        if not times:
-            return seconds
-        plain = self.passes.seconds(without_adapters(items), shape)
-        names = ("forward_s", *(f"{group}_forward_s" for group in COMM_GROUPS))
-        return seconds | {name: seconds[name] + times * plain[name] for name in names}
-
-    def _states(self, items: Sequence[Item], shape: Shape) -> dict[str, Number]:
-        """Bytes and seconds of the states of an optimizer other than AdamW, by fields of a part's cost."""
-        hardware, runtime, hidden = self.cluster.hardware, self.runtime, self.model.hidden_size
-        if runtime.optimizer == "adamw":
-            return {}
-        return {
-            "state_bytes": state_bytes(items, hidden, runtime, expert=False),
-            "expert_state_bytes": state_bytes(items, hidden, runtime, expert=True),
-            "state_update_s": state_update_s(items, hidden, shape.tp, hardware, runtime, expert=False),
-            "expert_state_update_s": state_update_s(items, hidden, shape.etp, hardware, runtime, expert=True),
-        }
-
-    def update_workspace_bytes(self, shape: Shape) -> float:
-        """Bytes that the update of the model's largest tensor needs for a moment, beside its states."""
-        parts = (self.embedding_items(shape), self.head_items(shape, self.model.tie_word_embeddings))
-        layers = (self.layer(kind, shape) for kind in self.model.kinds)
-        hidden = self.model.hidden_size
-        return max(float(workspace_bytes(items, hidden, self.runtime)) for items in (*parts, *layers))
-
-    def _tensors_s(self, items: Sequence[Item]) -> Number:
-        """Host seconds of an optimizer step on a part: Python copies, sums and hooks go tensor by tensor."""
-        kernels = self.runtime.tensor_kernels * num_tensors(items)
-        return kernels * compute.issue_s(self.cluster.hardware, self.runtime)
 
     def tail_s(self, shape: Shape, hidden_s: Number | None = None) -> Number:
         """Seconds at the end of a step: gradient norm over all ranks, tied-embedding gradients between first and last

@@ -25,6 +25,7 @@ from planner.physics.cost import CostTable, PartCost
 from planner.physics.layers import padded_vocab
 from planner.physics.memory import constant_bytes, is_decoder_layer, reserved_bytes, sharded_parameters
 from planner.physics.operators import BF16, FP32, Item, Saved, num_parameters
+from planner.physics.optimizers import workspace_bytes
 from planner.physics.pricing import Pricing
 from planner.shape import Number, Shape, minimum
 from planner.specs.units import GIB
@@ -207,14 +208,16 @@ def late_gradients_bytes(pricing: Pricing, table: CostTable, cost: PartCost) -> 
 
 def copied_gradients_bytes(pricing: Pricing, table: CostTable, cost: PartCost) -> float:
     """Bytes of the fp32 copies that an optimizer makes: of its shard's 16-bit gradients, or of its largest tensor."""
-    runtime = pricing.runtime
+    runtime, model, shape = pricing.runtime, pricing.model, table.shape
     if runtime.optimizer_row.workspace[0]:
-        return pricing.update_workspace_bytes(table.shape)
+        parts = [pricing.embedding_items(shape), pricing.head_items(shape, model.tie_word_embeddings)]
+        parts += (pricing.layer(kind, shape) for kind in model.kinds)
+        return max(float(workspace_bytes(items, model.hidden_size, runtime)) for items in parts)
     if not runtime.widens_gradients or runtime.gradient_bytes == FP32:
         return 0.0
     dense, expert = cost.trained_dense_parameters, cost.trained_expert_parameters
     on_gpu = 1 - memory.offloaded_gradients(runtime)
-    return FP32 * on_gpu * float(sharded_parameters(dense, expert, table.shape, runtime))
+    return FP32 * on_gpu * float(sharded_parameters(dense, expert, shape, runtime))
 
 
 SCORED_BYTES = 10
@@ -226,14 +229,17 @@ latter, 24,576 tokens × 152,064)."""
 def between_updates_bytes(pricing: Pricing, table: CostTable, cost: PartCost) -> float:
     """Bytes beside a rank's weights, gradients and states while no micro-batch is trained on.
 
-    They are an optimizer's copies of gradients, the logits of log-probabilities, or what generation takes beside the
-    weights; before the latter two gradients, and states that are on the host meanwhile, have made room.
+    They are an optimizer's copies of gradients, the logits of log-probabilities, or what generation takes (vLLM 0.9
+    counts its own share of memory beside what was there); before the latter two gradients that are none, and states
+    that are on the host meanwhile, have made room.
     """
     objective, shape = pricing.training.objective, table.shape
     logits = objective.scored_tokens * float(padded_vocab(pricing.model, shape, pricing.runtime)) / float(shape.tp)
     scored = SCORED_BYTES * logits * (float(cost.logits_bytes) > 0)
-    generates = objective.rollout_fraction * pricing.cluster.hardware.memory_bytes - float(cost.weights_bytes)
-    freed = float(cost.gradients_bytes) + objective.scored_alone * float(cost.optimizer_bytes)
+    generates = objective.rollout_fraction * pricing.cluster.hardware.memory_bytes
+    # Megatron's gradients have a buffer that stays
+    freed = float(cost.gradients_bytes) * (pricing.runtime.family != "megatron")
+    freed += objective.scored_alone * float(cost.optimizer_bytes)
     return max(copied_gradients_bytes(pricing, table, cost), max(scored, generates) - freed)
 
 

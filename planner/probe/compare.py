@@ -311,35 +311,31 @@ def compare_stage(
     ranks: Sequence[RankResult],
     tolerance_fraction: float | None,
     alone: bool,
-    holds_as_planned: bool = True,
-    steps_as_planned: bool = True,
-    attends_as_priced: bool = True,
-    host_keeps_up: bool = True,
+    *,
+    passes: bool = True,
+    optimizer: bool = True,
+    peak: bool = True,
 ) -> list[ComparedQuantity]:
-    """Seconds and bytes of one stage's ranks.
+    """Seconds and bytes of one stage's ranks, of which passes, the optimizer's step and the peak may be shown alone.
 
     `least` is the plan without waits. `alone` means that peers were emulated, so that its seconds include no exchange.
-    A slice of the plan may have another number of micro-batches in flight than planned, or handle the gradients of more
-    ranks in its optimizer step. Passes are not judged where attention ran in a kernel that nothing prices,
-    or where a host that issues a stage alone takes longer than the GPU.
     """
-    stage, quick = plan.best.stages[plan_stage], least.best.stages[plan_stage]
+    stage, judged = plan.best.stages[plan_stage], tolerance_fraction if passes else None
     planned, at_least = (
         (each.forward_s + each.forward_comm_s * (not alone), each.backward_s + each.backward_comm_s * (not alone))
-        for each in (stage, quick)
+        for each in (stage, least.best.stages[plan_stage])
     )
-    names = ("forward", "backward")
-    pass_tolerance = tolerance_fraction if attends_as_priced and host_keeps_up else None
     own = _passes_s(ranks, lambda chunk: (chunk.own_forward_s, chunk.own_backward_s))
     among = _passes_s(ranks, lambda chunk: (chunk.forward_s, chunk.backward_s))
+    rows = list(zip(("forward", "backward"), planned, at_least, own, among, strict=True))
     comparisons = [
-        compared(name, "s", planned_s, measured_s, pass_tolerance, plan_stage, least_s)
-        for name, planned_s, measured_s, least_s in zip(names, planned, own, at_least, strict=True)
+        compared(name, "s", planned_s, own_s, judged, plan_stage, least_s)
+        for name, planned_s, least_s, own_s, _ in rows
     ]
     if any(chunk.quiet_forward_s is not None for rank in ranks for chunk in rank.chunks):
         comparisons += [
-            compared(f"{name} among messages", "s", planned_s, measured_s, None, plan_stage)
-            for name, planned_s, measured_s in zip(names, planned, among, strict=True)
+            compared(f"{name} among messages", "s", planned_s, among_s, None, plan_stage)
+            for name, planned_s, _, _, among_s in rows
         ]
     weight_grads = [chunk.weight_grad_s for rank in ranks for chunk in rank.chunks if chunk.weight_grad_s is not None]
     if weight_grads:
@@ -347,16 +343,13 @@ def compare_stage(
         comparisons.append(compared("weight gradient", "s", stage.weight_grad_s, seconds, None, plan_stage))
     optimizer_s = median(step.optimizer_s for rank in ranks for step in rank.steps)
     # an embedding table takes longer to update than it is priced at: physics/kernels.py, TABLE_BYTES
-    optimizer_tolerance = tolerance_fraction if steps_as_planned and "embedding" not in stage.holds else None
+    judged = tolerance_fraction if optimizer and "embedding" not in stage.holds else None
     least_s, planned_s = _optimizer_s(plan, stage)
-    comparisons.append(
-        compared("optimizer", "s", planned_s, optimizer_s, optimizer_tolerance, plan_stage, least=least_s)
-    )
+    comparisons.append(compared("optimizer", "s", planned_s, optimizer_s, judged, plan_stage, least=least_s))
     memories = [rank.memory for rank in ranks if rank.memory is not None]
-    if not memories:
-        return comparisons
-    holds_as_planned = holds_as_planned and attends_as_priced
-    return comparisons + _compare_memory(plan, plan_stage, memories, tolerance_fraction, holds_as_planned)
+    if memories:
+        comparisons += _compare_memory(plan, plan_stage, memories, tolerance_fraction, peak)
+    return comparisons
 
 
 def _passes_s(ranks: Sequence[RankResult], of: Callable[[ChunkSeconds], tuple[float, float]]) -> list[float]:

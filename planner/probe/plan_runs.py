@@ -30,7 +30,7 @@ from planner.probe.run import ChunkSpec, ProbeRun, SleepSeconds
 from planner.schedule.actions import Schedule
 from planner.schedule.replay import replay
 from planner.shape import Shape
-from planner.specs.base import Fields, Spec
+from planner.specs.base import Fields
 from planner.specs.model import ModelSpec
 from planner.specs.training import tokens_split
 from planner.specs.units import gib
@@ -296,36 +296,19 @@ def scaled_model(model: ModelSpec, hidden_size: int, num_layers: int, seq_length
     }  # fmt: skip
     changes |= {name: value for name, value in smaller.items() if getattr(model, name) is not None}
     if model.mla is not None:
-        changes["mla"] = model.mla.model_copy(
-            update={
-                "q_lora_rank": None if model.mla.q_lora_rank is None else hidden_size // 2,
-                "kv_lora_rank": hidden_size // 2,
-                "qk_nope_head_dim": HEAD_DIM,
-                "qk_rope_head_dim": HEAD_DIM,
-                "v_head_dim": HEAD_DIM,
-            }
-        )
-    if model.moe is not None:
-        moe = model.moe
+        dims = dict.fromkeys(("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), HEAD_DIM)
+        rank = None if model.mla.q_lora_rank is None else hidden_size // 2
+        changes["mla"] = {**model.mla.model_dump(), **dims, "q_lora_rank": rank, "kv_lora_rank": hidden_size // 2}
+    if (moe := model.moe) is not None:
         experts = max(grid.ep, 4) if max(grid.ep, 4) % grid.ep == 0 else grid.ep
-        changes["moe"] = moe.model_copy(
-            update={
-                "num_experts": experts,
-                "num_experts_per_tok": min(moe.num_experts_per_tok, 2, experts),
-                "moe_intermediate_size": 16,
-                "shared_expert_intermediate_size": unit if moe.shared_expert_intermediate_size else 0,
-                "first_k_dense_replace": min(1, moe.first_k_dense_replace),
-                "moe_layer_freq": min(2, moe.moe_layer_freq),
-                # four experts are too few for groups of them
-                "n_group": None,
-                "topk_group": None,
-            }
-        )
-    return ModelSpec.model_validate({**model.model_dump(), **{k: _plain(v) for k, v in changes.items()}})
-
-
-def _plain(value: object) -> object:
-    return value.model_dump() if isinstance(value, Spec) else value
+        changes["moe"] = {
+            **moe.model_dump(), "num_experts": experts, "num_experts_per_tok": min(moe.num_experts_per_tok, 2, experts),
+            "moe_intermediate_size": 16,
+            "shared_expert_intermediate_size": unit * bool(moe.shared_expert_intermediate_size),
+            "first_k_dense_replace": min(1, moe.first_k_dense_replace), "moe_layer_freq": min(2, moe.moe_layer_freq),
+            "n_group": None, "topk_group": None,  # four experts are too few for groups of them
+        }  # fmt: skip
+    return ModelSpec.model_validate({**model.model_dump(), **changes})
 
 
 MEAN_SLEEP_S = 0.012

@@ -147,16 +147,9 @@ def judge_ranks(
         for rank, stage in enumerate(stages):
             ranks = [measured_rank for measured_rank in measured.ranks if measured_rank.stage == rank]
             comparisons += compare_stage(
-                eager,
-                least,
-                stage,
-                ranks,
-                tolerance,
-                alone=False,
-                holds_as_planned=in_flight_as_planned[rank],
-                steps_as_planned=measured.run.dp_stands_for == 1,
-                attends_as_priced=attends_as_priced,
-            )
+                eager, least, stage, ranks, tolerance, alone=False, passes=attends_as_priced,
+                optimizer=measured.run.dp_stands_for == 1, peak=in_flight_as_planned[rank] and attends_as_priced,
+            )  # fmt: skip
         pipeline_tolerance = tolerance if attends_as_priced else None
         comparisons += compare_pipeline(eager, least, measured.run, measured.ranks, stages, pipeline_tolerance)
         comparisons += compare_exchanges(plan.cluster, measured.run, measured.ranks)
@@ -351,9 +344,9 @@ def _probe_stages(plan: Plan, options: ProbeOptions, run: ProbeRun, grid: RankGr
     priced = not unpriced(ranks, plan.cluster.hardware)
     keeps_up = host_keeps_up(eager, least, options.tolerance_fraction)
     for rank in ranks:
-        stage = rank.stage
+        judged = priced and keeps_up[rank.stage]
         comparisons += compare_stage(
-            eager, least, stage, [rank], tolerance, alone=True, attends_as_priced=priced, host_keeps_up=keeps_up[stage]
+            eager, least, rank.stage, [rank], tolerance, alone=True, passes=judged, peak=priced
         )
     step_s = None
     if options.stages == "all" and measured.out_of_memory is None:

@@ -88,17 +88,21 @@ class MeasuredTable:
     """The columns of one CSV file. Numbers become float arrays (empty cells NaN), text becomes string arrays."""
 
     def __init__(self, rows: list[dict[str, str]]) -> None:
-        self.num_rows = len(rows)
-        self._cells = {name: [row[name] for row in rows] for name in rows[0]} if rows else {}
+        self._cells = {name: np.array([row[name] for row in rows]) for name in (rows[0] if rows else ())}
 
     def __contains__(self, column: str) -> bool:
         return column in self._cells
 
+    @property
+    def num_rows(self) -> int:
+        return len(next(iter(self._cells.values()), ()))
+
     def number(self, column: str) -> FloatArray:
-        return np.array([float(cell) if cell else np.nan for cell in self._cells[column]])
+        cells = self._cells[column]
+        return np.where(cells == "", "nan", cells).astype(float)
 
     def text(self, column: str) -> npt.NDArray[np.str_]:
-        return np.array(self._cells[column])
+        return self._cells[column]
 
     def seconds(self, column: str) -> FloatArray:
         """A column of microseconds, in seconds."""
@@ -106,13 +110,12 @@ class MeasuredTable:
 
     def rows(self) -> list[dict[str, str]]:
         """All rows as text, by column."""
-        return [{name: cells[row] for name, cells in self._cells.items()} for row in range(self.num_rows)]
+        return [dict(zip(self._cells, row, strict=True)) for row in zip(*self._cells.values(), strict=True)]
 
     def where(self, keep: npt.NDArray[np.bool_]) -> MeasuredTable:
         """The rows for which `keep` is true."""
         table = MeasuredTable([])
-        table.num_rows = int(keep.sum())
-        table._cells = {name: [c for c, k in zip(cells, keep, strict=True) if k] for name, cells in self._cells.items()}
+        table._cells = {name: cells[keep] for name, cells in self._cells.items()}
         return table
 
 

@@ -1,14 +1,7 @@
-"""Builders of the action lists of named schedules: looped 1F1B, zero bubble, both directions.
+"""Builders of the action lists of named schedules.
 
-Writes the action list of one rank from patterns such as `F0 I1 W1`, counting micro-batches per chunk.
-
-Orders in which the stages of a rank are pp apart: GPipe, 1F1B and its descendants, breadth-first.
-
-Orders that split the backward and move weight gradients into the bubbles: ZB-H1, ZB-H2, ZB-V.
-
-Orders in which micro-batches travel in both directions: DualPipe, its V form, Chimera.
-
-V-Half and V-Min: one block of slots is repeated for every micro-batch, and the gaps at both ends are closed.
+Stages of a rank that are pp apart: GPipe, 1F1B and its descendants, breadth-first. Split backwards, whose weight
+gradients fill the bubbles: ZB-H1, ZB-H2, ZB-V, V-Half, V-Min. Both directions: DualPipe, its V form, Chimera.
 """
 
 from __future__ import annotations

@@ -1,18 +1,9 @@
-"""Lower bounds of the steps of many shapes at once, as arrays.
+"""Closed-form lower bounds of the step over thousands of nodes at once: a shape, its schedule and how it recomputes.
 
-Properties of the nodes' schedules that the bounds need, as arrays with rows of nodes and columns of ranks.
-
-Memory that layers need on each rank, and a test of whether all ranks together have it.
-
-Lower bounds of the seconds that a step takes outside its pipeline, for thousands of nodes at once.
-
-A lower bound of the pipeline with interleaved stages: ranks take equal chunks, as the integer program cuts them.
-
-Closed-form lower bounds of the step over thousands of nodes at once: a shape, its schedule and how it recomputes.
-
-They are relaxations of the integer program, so no node that could win is lost. Ranks take any number of layers that
-their memory and time allow (equal chunks if stages interleave, as in the program), and recompute as little as fits.
-Only together must they hold the model.
+Arrays have rows of nodes and, where they tell ranks apart, columns of ranks. The bounds are relaxations of the integer
+program, so no node that could win is lost. Ranks take any number of layers that their memory and time allow (equal
+chunks if stages interleave, as in the program), and recompute as little as fits. Only together must they hold the
+model.
 """
 
 from __future__ import annotations
@@ -26,6 +17,7 @@ import numpy as np
 
 from planner.layout.seconds import reduce_overlap_fraction
 from planner.physics.cost import PartCost
+from planner.physics.optimizers import update_s
 from planner.physics.stage_memory import relaxed_peak_bytes
 from planner.schedule.builders import v_placement
 from planner.schedule.orders import SCHEDULES, chunks_in_flight, in_flight_microbatches, placement
@@ -249,7 +241,7 @@ def all_optimizers_s(shapes: PricedShapes) -> FloatArray:
     counted = [(table.layers[kind, "none"], count) for kind, count in pricing.kind_counts.items()] + [(table.head, 1)]
     total = np.zeros(len(shapes.kernel))
     for part, count in counted:
-        total = total + count * pricing.update_s(shapes.counted(part), shapes.shape)
+        total = total + count * update_s(shapes.counted(part), shapes.shape, pricing.cluster.hardware, pricing.runtime)
     return total
 
 
@@ -375,21 +367,14 @@ def busiest_rank_s(
     busiest = np.maximum(shapes.work_s(base) / shapes.shape.pp, beside_s.max(axis=1))
     counts = shapes.pricing.kind_counts
     modes: tuple[Recompute, ...] = (base, FULL) if may_recompute else (base,)
-    for kind, count in counts.items():
-        if count >= RARE * model.num_hidden_layers:
-            plain, full = shapes.table.layers[kind, base], shapes.table.layers[kind, FULL]
-            busiest = _holding_bound_s(shapes, (plain, full), count, may_recompute, orders.in_flight, beside_s, busiest)
+    layers, least = shapes.table.layers, RARE * model.num_hidden_layers
+    held = [((layers[kind, base], layers[kind, FULL]), count) for kind, count in counts.items() if count >= least]
     if len(counts) > 1:
-        plain, full = (cheapest([shapes.table.layers[kind, mode] for kind in model.kinds]) for mode in (base, FULL))
-        busiest = _holding_bound_s(
-            shapes,
-            (plain, full),
-            model.num_hidden_layers,
-            may_recompute,
-            orders.in_flight,
-            beside_s,
-            busiest,
-        )
+        plain, full = (cheapest([layers[kind, mode] for kind in model.kinds]) for mode in (base, FULL))
+        held.append(((plain, full), model.num_hidden_layers))
+    for layer, count in held:
+        busiest = _holding_bound_s(shapes, layer, count, may_recompute, orders.in_flight, beside_s, busiest)
+    if len(counts) > 1:
         busiest = np.where(exceeds_all_ranks(shapes, modes, orders), np.inf, busiest)
     return np.asarray(busiest)
 

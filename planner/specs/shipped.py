@@ -59,7 +59,7 @@ _SAYS_NO_SIZE = re.compile(
 """Parts of names that do not change a model's sizes."""
 _IN_A_CACHE = re.compile(r"models--[\w.-]+?--([\w.-]+)")
 """A folder of the hub's cache, `models--Qwen--Qwen3-8B/snapshots/…`."""
-_AFTER_ITS_SIZE = re.compile(r"(.*\d[bm])((?!-(?:vl|vision|omni|audio|vla)\b)[-_][a-z]+)+")
+_AFTER_ITS_SIZE = re.compile(r"(.*\d[bm])((?!-(?:vl|vision|omni|audio|vla)\b)[-_]([a-z]+|v\d+(\.\d+)?))+")
 """A name that goes on with words after its size, as a fine-tuned or converted one does."""
 _OTHERS = {
     "gpt175b": "gpt3-175b", "gpt3175b": "gpt3-175b", "llama38b": "llama-3.1-8b", "llama370b": "llama-3.1-70b",
@@ -83,7 +83,8 @@ _OTHERS = {
 
 def model_called(name: str) -> str | None:
     """The shipped model that a repository of the hub, a class or a flavor names; None where there is none."""
-    path = name.rstrip("/").lower()
+    # ModelScope's folders have underscores for a point
+    path = re.sub(r"(?<=\d)_{2,3}(?=\d)", ".", name.replace("\\", "/").rstrip("/").lower())
     cached = _IN_A_CACHE.search(path)
     own = (cached[1] if cached else path).rpartition("/")[2].rpartition("__")[2]
     signless, short = _signless(own), _signless(_SAYS_NO_SIZE.sub("", own))

@@ -113,7 +113,7 @@ class ObjectiveSpec(Spec):
     scored_alone: bool = False
     """The optimizer's states are on the host while log-probabilities are computed, and answers generated."""
     rollout_fraction: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """Share of a GPU's memory that generation takes between updates, the trained weights included."""
+    """Share of a GPU's memory that generation takes between updates, beside what is trained."""
     critics: NonNegativeInt = Field(default=0, le=8)
     """Models of the same size that are trained on the same GPUs: their weights and states stay there."""
     frozen_copies: NonNegativeInt = Field(default=0, le=8)

@@ -497,6 +497,9 @@ class Host(Group):
     kernels of an eager layer. It shows unless the GPU takes longer or a CUDA graph replays the whole iteration."""
     expert_kernels: Overhead = 0.0
     """Host time for each expert of the rank, whose products and casts are launched one by one; counted likewise."""
+    bias_kernels: Overhead = 0.0
+    """The same for the biases of an expert that trains them: they are added and summed, and their gradients handed to
+    the main ones, expert by expert."""
     awaits_token_counts: bool = True
     """The host waits for the numbers of tokens that experts get, and cannot run ahead of the GPU."""
     moe_host_factor: Overhead = 1.0

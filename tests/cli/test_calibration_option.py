@@ -74,27 +74,6 @@ def test_a_search_is_calibrated_too_and_says_what_it_took(
 
 
 @pytest.mark.thorough(0)
-def test_the_panel_the_report_and_explain_list_what_was_corrected(
-    plan_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    probe = save_probe(plan_file, 1.2)
-    assert main([*LAYOUT, "--calibration", str(probe), "-q", "--force", "-o", str(tmp_path / "p.json")]) == 0
-    corrections = json.loads((tmp_path / "p.json").read_text())["cluster"]["hardware"]["corrections"]
-    products = next(row for row in corrections if row["name"] == "products")
-    assert (products["before"], products["verdict"]) == (1.0, "corrected")
-    assert products["after"] == products["measured"] == pytest.approx(1.2, rel=0.02)
-    capsys.readouterr()
-    for arguments in (LAYOUT, ["explain", *JOB, "--tp", "2", "--pp", "4", "--dp", "2", "--time-limit", "1"]):
-        assert main([*arguments, "--calibration", str(probe), "-q"]) == 0
-        shown = capsys.readouterr().out
-        assert "What a probe corrected" in shown
-        assert "products" in shown
-        assert "→ × 1.2" in shown
-    assert main(["report", str(tmp_path / "p.json"), "-q", "--force", "-o", str(tmp_path / "p.html")]) == 0
-    assert "What a probe corrected" in (tmp_path / "p.html").read_text()
-
-
-@pytest.mark.thorough(0)
 def test_seconds_that_factors_do_not_explain_leave_the_profile_and_widen_the_interval(
     plan_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -213,14 +192,6 @@ def test_without_history_the_plan_is_the_same_to_the_byte(
     assert again.read_bytes() == plan_file_of_history.read_bytes(), "an empty folder changes nothing"
 
 
-@pytest.mark.thorough(0)
-def test_a_calibration_that_is_named_wins(run_file: Path, history: Path, tmp_path: Path) -> None:
-    alone = planned([*LAYOUT_OF_HISTORY, "--calibration", str(run_file)], tmp_path)
-    assert main(["validate", "--add", str(run_file), "-q"]) == 0
-    both = planned([*LAYOUT_OF_HISTORY, "--calibration", str(run_file)], tmp_path)
-    assert both.inputs_sha256 == alone.inputs_sha256
-
-
 def test_a_run_of_another_trainer_is_doubted_and_not_kept_for_this_one(
     run_file: Path, history: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -234,20 +205,6 @@ def test_a_run_of_another_trainer_is_doubted_and_not_kept_for_this_one(
     shown = capsys.readouterr()
     assert json.loads(shown.out)["cluster"]["hardware"]["corrections"] == []
     assert "of yours" not in shown.err
-
-
-@pytest.mark.thorough(0)
-def test_a_sweep_takes_it_and_says_so_once(run_file: Path, history: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    sweep = ["sweep", "--model", "8b", "--gpus", "8,16", "-s", "8192", "-b", "64", "--dp", "4,8", "--top", "1"]
-    sweep += ["--tp", "1", "--pp", "1", "--time-limit", "2"]
-    plain = answer(sweep, capsys)
-    assert main(["validate", "--add", str(run_file), "-q"]) == 0
-    capsys.readouterr()
-    assert main([*sweep, "--json"]) == 0
-    shown = capsys.readouterr()
-    assert shown.err.count("1 run of yours") == 1
-    steps = [[point["step_s"] for point in one["points"]] for one in (plain, json.loads(shown.out))]
-    assert all(after > 1.01 * before for before, after in zip(*steps, strict=True))
 
 
 def test_a_broken_file_is_one_warning_and_no_more(

@@ -14,6 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import yaml
 
 from planner.cli import main
 from planner.distribution import DISTRIBUTION
@@ -21,6 +22,8 @@ from planner.profile import doctor as examine
 from planner.profile.doctor import Gpu
 from planner.profile.doctor import _trouble as trouble_of
 from planner.search.ilp import solver as self_test
+
+TABLES = yaml.safe_load((Path(__file__).parent / "tables.yaml").read_text())
 
 NVIDIA = 'echo "NVIDIA H100 80GB HBM3, 81559, 550.54.15"; echo "NVIDIA H100 80GB HBM3, 81559, 550.54.15"'
 AMD = json.dumps(
@@ -90,27 +93,13 @@ def test_rocm_smi_names_those_of_amd(bare_machine: Path, capsys: pytest.CaptureF
     assert found["profile"].startswith("mi300x,")
 
 
-@pytest.mark.parametrize(
-    ("name", "memory_gib", "profile"),
-    [
-        ("NVIDIA A100-SXM4-40GB", 39.4, "a100-sxm-40gb"),
-        ("NVIDIA GB10", None, "dgx-spark-128gb"),
-        ("Some Other GPU", 24.0, None),
-    ],
-)
+@pytest.mark.parametrize(("name", "memory_gib", "profile"), TABLES["the_profile_is_the_one_named_after_the_gpu"])
 def test_the_profile_is_the_one_named_after_the_gpu(name: str, memory_gib: float | None, profile: str | None) -> None:
     found = examine.profile_of(Gpu(name=name, memory_gib=memory_gib))
     assert (found and found.name) == profile
 
 
-@pytest.mark.parametrize(
-    ("script", "says"),
-    [
-        ("echo 'NVIDIA-SMI has failed' >&2; exit 9", "nvidia-smi: NVIDIA-SMI has failed"),
-        ("true", "nvidia-smi lists no GPU"),
-        ("printf '\\377\\000'", "nvidia-smi lists no GPU"),
-    ],
-)
+@pytest.mark.parametrize(("script", "says"), TABLES["a_tool_that_fails_is_told_and_nothing_breaks"])
 def test_a_tool_that_fails_is_told_and_nothing_breaks(
     script: str, says: str, bare_machine: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -55,10 +55,6 @@ def test_what_is_not_given_comes_from_the_models_published_training() -> None:
     assert (job.cluster.hardware.name, job.cluster.num_gpus, job.runtime) == ("h100-sxm-80gb", 2048, "megatron")
 
 
-def test_a_longer_sequence_keeps_the_published_tokens_per_step() -> None:
-    assert own_read_job({**JOB, "seq_length": 131072}).training.global_batch_size == 128
-
-
 def test_batches_in_tokens() -> None:
     assert own_read_job({**JOB, "batch_tokens": "16777216"}).training.global_batch_size == 2048
     # 3,906 sequences is what 16M exactly are; 4,096 is what 2,048 GPUs divide, and what 16·2²⁰ are

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from planner.answer import Plan
 from planner.export.megatron.bridge_files import bridge_overrides, export_bridge, hydra
 from planner.export.refusal import Inexpressible
 from planner.specs.model import ModelSpec
+
+TABLES = yaml.safe_load((Path(__file__).parent / "tables.yaml").read_text())
 
 Planned = Callable[..., Plan]
 
@@ -52,15 +56,7 @@ def test_words_are_hydra_s(planned: Planned) -> None:
     assert data["world_size"] == 2048
 
 
-@pytest.mark.parametrize(
-    ("dtype", "features", "expected"),
-    [
-        ("bf16", {}, {"bf16": True, "fp16": False, "grad_reduce_in_fp32": True, "fp8": None}),
-        ("bf16", {"fp32_grad_accum": False}, {"bf16": True, "grad_reduce_in_fp32": False}),
-        ("fp16", {}, {"fp16": True, "grad_reduce_in_fp32": True}),
-        ("fp8", {}, {"fp8": "hybrid", "fp8_param_gather": True, "grad_reduce_in_fp32": False}),
-    ],
-)
+@pytest.mark.parametrize(("dtype", "features", "expected"), TABLES["precision_is_said_in_full"])
 def test_precision_is_said_in_full(
     planned: Planned, dtype: str, features: dict[str, Any], expected: dict[str, Any]
 ) -> None:
@@ -74,14 +70,7 @@ def test_precision_is_said_in_full(
     assert hydra({"a": {"b": None}, "c": "x"}) == '{a:{b:null},c:"x"}'
 
 
-@pytest.mark.parametrize(
-    ("model", "features", "fused"),
-    [
-        ("llama-3.1-70b", {}, {"bias_activation_fusion": True, "apply_rope_fusion": True}),
-        ("gpt3-175b", {}, {"bias_activation_fusion": True, "apply_rope_fusion": False}),
-        ("nemotron-4-340b", {}, {"bias_activation_fusion": False, "apply_rope_fusion": True}),
-    ],
-)
+@pytest.mark.parametrize(("model", "features", "fused"), TABLES["fusions_do_not_depend_on_what_is_installed"])
 def test_fusions_do_not_depend_on_what_is_installed(
     planned: Planned, model: str, features: dict[str, Any], fused: dict[str, bool]
 ) -> None:

@@ -23,6 +23,8 @@ from planner.specs.registry import load_hardware, load_model
 from planner.specs.training import Parallelism, TrainingSpec
 from planner.trainers.load import load_runtime
 
+TABLES = yaml.safe_load((Path(__file__).parent / "tables.yaml").read_text())
+
 ABLE = ("hf",)
 """Targets that write adapters."""
 
@@ -115,15 +117,7 @@ def test_the_probe_refuses_adapters() -> None:
     assert "--to hf" in str(caught.value.hint)
 
 
-@pytest.mark.parametrize(
-    ("layout", "reason"),
-    [
-        ({"recompute": "selective"}, "recompute_selective"),
-        ({"recompute": "full", "recompute_num_layers": 2}, "recompute_some_layers"),
-        ({"zero_stage": 3, "gpus": 8, "adapters": {"base_bits": 8}}, "base_bits"),
-        ({"gpus": 8, "tp": 2, "dp": 4}, "model_parallel_not_expressible"),
-    ],
-)
+@pytest.mark.parametrize(("layout", "reason"), TABLES["hf_refuses_what_its_files_cannot_say"])
 def test_hf_refuses_what_its_files_cannot_say(layout: dict[str, Any], reason: str) -> None:
     with pytest.raises(Inexpressible) as caught:
         bundle_of(_plan(**layout), ["hf"], force=True)

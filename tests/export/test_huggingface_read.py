@@ -231,6 +231,8 @@ def test_further_tokens_are_predicted_only_where_it_is_asked_for(command: str, b
         ("~/.cache/models--Qwen--Qwen3-8B/snapshots/0a1b", "qwen3-8b", 16),
         ("unsloth/Qwen3-8B-bnb-4bit", "qwen3-8b", 4),
         ("x/Llama-3.1-8B-Lexi-Uncensored", "llama-3.1-8b", 16),
+        ("~/models/Qwen2___5-7B-Instruct", "qwen2.5-7b", 16),
+        ("'E:\\hub\\models--x--Qwen3.5-27B-heretic-v2\\snapshots\\0a1b'", "qwen3.5-27b", 16),
         ("x/Llama-3-8b-262k", None, 16),
     ],
 )
@@ -286,6 +288,8 @@ def test_log_probabilities_between_updates_are_priced(text: str, scored: tuple[i
         (_VERL + "algorithm.adv_estimator=grpo actor_rollout_ref.actor.fsdp_config.param_offload=True", {}),
         (_VERL + "actor_rollout_ref.rollout.gpu_memory_utilization=0.8 critic.model.fsdp_config.optimizer_offload=True",
          {"rollout_fraction": 0.8}),
+        (_VERL + "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2 actor_rollout_ref.actor.use_kl_loss=1",
+         {"rollout_fraction": 0.5, "critics": 1, "frozen_copies": 1}),
         (_OPENRLHF, {"critics": 1, "frozen_copies": 2}),
         (_OPENRLHF + "--ref_reward_offload", {"critics": 1}),
         (_OPENRLHF.replace("train_ppo", "train_ppo_ray") + "--colocate_actor_ref", {"frozen_copies": 1}),

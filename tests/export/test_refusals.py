@@ -1,10 +1,18 @@
-"""What trainers refuse by their own checks is told, and what an export cannot express is refused, by name."""
+"""What trainers refuse by their own checks is told, and what an export cannot express is refused, by name.
+
+The table of options holds each option once, and every function that it names.
+Runs have the length, optimizer and intervals that are planned, in every trainer's files.
+Virtual stages come out in model order, wherever the ranks hold them, with what each recomputes.
+"""
 
 from __future__ import annotations
 
 import json
+import re
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,12 +20,18 @@ import yaml
 
 from planner.answer import Plan
 from planner.errors import SpecError
+from planner.export.export import bundle_of
 from planner.export.import_run import read_configuration
 from planner.export.keyed_settings import table as dialects
-from planner.export.megatron.option_rows import broken_rows, options_of, table
+from planner.export.megatron import model_options, plan_options
+from planner.export.megatron.option_rows import all_rows, broken_rows, options_of, rows_of, table
 from planner.export.megatron.script_reading import named_refusals, refusals
 from planner.export.refusal import Inexpressible
+from planner.export.run_settings import run_settings
+from planner.export.stages import is_even, is_looped, recomputed_layers, virtual_stages
 from planner.export.targets import TRAINERS
+from planner.export.trainer_files import Arguments, filled
+from planner.specs.registry import load_model, model_names
 
 PLANS = [
     (target, *row)
@@ -163,3 +177,248 @@ def test_a_plan_that_a_target_cannot_express_is_refused_by_name(
         TRAINERS[target].write(planned(**options))
     assert caught.value.exit_code == 2
     assert set(reasons) <= {reason.name for reason in caught.value.reasons}
+
+
+ROOT = Path(str(plan_options.__file__)).parents[1]
+_CODECS = {"model": model_options.CODECS, "layout": plan_options.CODECS}
+_TWICE = {
+    "--lr-decay-style", "--ckpt-format", "--tokenizer-type", "--train-iters", "--eval-iters", "--eval-interval",
+    "--no-bias-gelu-fusion",
+}  # fmt: skip
+"""Options whose value depends on the section that a run has."""
+
+
+def test_an_option_has_one_row() -> None:
+    counts = Counter(row.name for row in all_rows())
+    assert {name for name, count in counts.items() if count > 1} == _TWICE
+    paths = [path for name, path in {row.name: row.bridge for row in all_rows()}.items() if path]
+    assert len(set(paths)) == len(paths), "a field of Bridge is the value of one option"
+
+
+@pytest.mark.parametrize("part", _CODECS)
+def test_rows_and_functions_name_each_other(part: str) -> None:
+    named = {row.by for rows in rows_of(part).values() for row in rows} - {""}
+    assert named == set(_CODECS[part])
+
+
+def test_switches_and_dtypes_set_options_of_some_row() -> None:
+    """But for those that Megatron-Bridge and Primus need no word for."""
+    rows = {row.name for row in all_rows()}
+    settings: list[Arguments] = [
+        row for rows in table()["switches"].values() for row in rows if not row.get("read_only")
+    ]
+    settings += [*table()["dtypes"].values(), *table()["narrow_weights"].values()]
+    unknown = {name for row in settings for name in row if name.startswith("--")} - rows
+    assert unknown == {
+        "--enable-cuda-graph", "--external-cuda-graph", "--moe-enable-deepep", "--grad-reduce-in-bf16",
+        "--exp-avg-dtype", "--exp-avg-sq-dtype", "--muon-tp-mode",
+    }  # fmt: skip
+
+
+def test_rows_of_settings_are_filled_and_left_out() -> None:
+    layout = SimpleNamespace(pp=4, vpp=1)
+    row = {
+        "pp": "=layout.pp", "vpp?": "=chunks", "mtp??": "=blocks", "tune??": "=tunes", "flag?": {"if": "=flag", "x": 1},
+        "lr": ["=arguments.get('--lr', 1)", "='--lr' in arguments"],
+        "variable?": {"if": "=layout.pp", "value": "=as it is"},
+    }  # fmt: skip
+    values = {"layout": layout, "chunks": 0, "blocks": 0, "tunes": None, "flag": False, "arguments": {"--min-lr": 0}}
+    assert filled(row, values) == {"pp": 4, "mtp": 0, "lr": [1, False], "variable": "=as it is"}
+
+
+def test_every_file_of_the_settings_is_written() -> None:
+    sources = "\n".join(path.read_text() for path in ROOT.rglob("*.py"))
+    files = yaml.safe_load((ROOT / "settings.yaml").read_text())
+    assert [name for name in files if f'"{name}"' not in sources] == []
+
+
+Planned = Callable[..., Plan]
+
+
+def test_a_published_model_learns_as_it_was_published(planned: Planned) -> None:
+    run = run_settings(planned("llama-3.1-405b", 2048, tp=8, pp=16, seq_length=8192, batch=2048, tokens=15.6e12))
+    assert run.num_steps == round(15.6e12 / (8192 * 2048))
+    assert (run.optimizer.learning_rate, run.optimizer.min_learning_rate, run.warmup_steps) == (8e-5, 8e-7, 8000)
+    assert "arXiv:2407.21783" in run.notes[1]
+    assert "--tokens" not in run.notes[0]
+
+
+def test_defaults_say_that_they_are(planned: Planned) -> None:
+    run = run_settings(planned("qwen3-8b", 16))
+    assert run.optimizer.learning_rate == 3e-4
+    assert "none is published" in run.notes[1]
+    assert "20 for each active parameter, since the plan states none (--tokens)" in run.notes[0]
+    assert run_settings(planned("qwen2.5-72b", 64, tp=4, pp=4)).optimizer.learning_rate == 1.5e-4
+
+
+def test_a_short_run_warms_up_for_a_tenth_of_it(planned: Planned) -> None:
+    run = run_settings(planned("llama-3.1-8b", 16, batch=64, tokens=64 * 2048 * 50))
+    assert (run.num_steps, run.warmup_steps) == (50, 5)
+    assert run_settings(planned("llama-3.1-8b", 16, batch=64, tokens=1)).num_steps == 1
+
+
+def test_a_rate_that_falls_at_the_end_falls_over_that_share(planned: Planned) -> None:
+    run = run_settings(planned("deepseek-v3", 512, pp=8, ep=64, layout="Et*7|(t*8|)*6t*6mL"))
+    assert run.decay_steps == round(0.32 * (run.num_steps - run.warmup_steps))
+
+
+@pytest.mark.parametrize(("gpus", "minutes"), [(8, 10), (1024, 10), (2048, 20), (16384, 140)])
+def test_timeouts_grow_with_the_ranks(planned: Planned, gpus: int, minutes: int) -> None:
+    run = run_settings(planned("llama-3.1-8b", gpus))
+    assert (run.init_timeout_minutes, run.timeout_minutes) == (minutes, 10)
+
+
+def test_saves_are_as_often_as_the_plan_says(planned: Planned) -> None:
+    plan = planned("llama-3.1-8b", 1024, tokens=1e12)
+    assert plan.goodput is not None
+    run = run_settings(plan)
+    assert run.save_interval_steps == round(plan.goodput.checkpoint_interval_s / plan.step.step_s)
+    assert run.kept_save_interval_steps % run.save_interval_steps == 0
+    assert run.evaluation_interval_steps * plan.goodput.evaluation_fraction >= 10 / 3
+
+
+def test_more_gpus_save_more_often(planned: Planned) -> None:
+    few, many = (planned("llama-3.1-8b", num_gpus) for num_gpus in (8, 1024))
+    seconds = [run_settings(plan).save_interval_steps * plan.step.step_s for plan in (few, many)]
+    assert seconds[0] > 2 * seconds[1]
+    assert seconds[0] < 3600 + few.step.step_s
+
+
+@pytest.mark.parametrize("name", model_names())
+def test_published_optimizers_name_their_source(name: str) -> None:
+    training = load_model(name).training
+    if training is not None and training.optimizer is not None:
+        optimizer = training.optimizer
+        assert "arXiv" in optimizer.source
+        assert optimizer.min_learning_rate < optimizer.learning_rate < 1e-3
+
+
+JOBS: dict[str, dict[str, Any]] = {
+    "megatron": {"model": "qwen3-30b-a3b", "gpus": 16, "ep": 8},
+    "bridge": {"model": "qwen3-30b-a3b", "gpus": 16, "ep": 8, "runtime": "bridge"},
+    "torchtitan": {"model": "llama-3.1-8b", "gpus": 16, "tp": 2, "runtime": "torchtitan"},
+    "torch": {"model": "llama-3.1-8b", "gpus": 16, "tp": 2, "runtime": "torch-eager"},
+    "deepspeed": {"model": "llama-2-7b", "gpus": 16, "runtime": "deepspeed", "zero_stage": 3},
+}
+PROOF = "random tokens and saves nothing"
+"""The torch runner trains nothing that is kept: it shows that a layout runs."""
+NEEDS: dict[str, dict[str, str]] = yaml.safe_load(Path(__file__).with_name("run_needs.yaml").read_text())
+
+
+@pytest.mark.parametrize("need", NEEDS)
+@pytest.mark.parametrize("target", JOBS)
+def test_every_need_is_met_or_named(exported: Callable[[str], str], target: str, need: str) -> None:
+    pattern = PROOF if target == "torch" else NEEDS[need][target]
+    assert re.search(pattern, exported(target)), f"{target}: {need}"
+
+
+@pytest.fixture(scope="module")
+def exported(planned: Planned) -> Callable[[str], str]:
+    """exported(target): the text of all files and notes of an export; each is made once."""
+    texts: dict[str, str] = {}
+
+    def text_of(target: str) -> str:
+        if target not in texts:
+            bundle = bundle_of(planned(**JOBS[target]), [target])
+            texts[target] = "\n".join([*(file.text for file in bundle.files), *bundle.notes])
+        return texts[target]
+
+    return text_of
+
+
+FROM_THE_LAUNCHER = {"NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "MOCK", "PREFLIGHT", "NUMA_BINDING", "PLAN_DIR", "GPUS"}
+FROM_ELSEWHERE = re.compile(r"SLURM_\w+|BASH\w*|PWD|PATH|PYTHONPATH|TMPDIR")
+"""Variables of Slurm and of the shell itself."""
+
+
+@pytest.mark.parametrize("target", JOBS)
+def test_launchers_read_no_variable_that_nobody_sets(planned: Planned, target: str) -> None:
+    bundle = bundle_of(planned(**JOBS[target]), [target])
+    for file in bundle.files:
+        if not file.executable:
+            continue
+        code = re.sub(r"^\s*#.*$", "", file.text, flags=re.MULTILINE)
+        read = set(re.findall(r"\$\{?([A-Za-z_]\w*)", code))
+        assigned = set(re.findall(r"(?:^|[\s;(])([A-Za-z_]\w*)\+?=", code)) | {"HOSTS"}
+        placeholders = {place.name for place in file.placeholders}
+        unknown = {name for name in read - assigned - placeholders if not FROM_ELSEWHERE.fullmatch(name)}
+        assert unknown <= FROM_THE_LAUNCHER, f"{file.name}: {unknown}"
+
+
+@pytest.mark.parametrize(
+    ("target", "name"), [("torchtitan", "planned_recipe.py"), ("deepspeed", "planned_training.py")]
+)
+def test_a_program_reads_no_variable_that_nobody_names(planned: Planned, target: str, name: str) -> None:
+    bundle = bundle_of(planned(**JOBS[target]), [target])
+    program = next(file.text for file in bundle.files if file.name == name)
+    read = set(re.findall(r'environ(?:\.get\(|\[)"(\w+)"', program))
+    assert read - {"MOCK"} == {place.name for place in bundle.placeholders if not place.is_optional}
+
+
+def test_environments_are_the_vendors(planned: Planned) -> None:
+    names = {}
+    for hardware in ("h100", "mi300x"):
+        for target in ("megatron", "torchtitan"):
+            plan = planned("llama-3.1-8b", 16, hardware=hardware, runtime=target)
+            command = TRAINERS[target].write(plan).command
+            assert command is not None
+            names[hardware, target] = set(command.environment)
+    for target in ("megatron", "torchtitan"):
+        assert {"HSA_NO_SCRATCH_RECLAIM", "GPU_MAX_HW_QUEUES", "NCCL_IB_GID_INDEX"} <= names["mi300x", target]
+        assert not any(name.startswith(("HSA", "RCCL", "GPU_")) for name in names["h100", target])
+    assert "NCCL_NVLS_ENABLE" not in names["mi300x", "megatron"]
+
+
+def test_interleaved_chunks_follow_each_other(planned: Planned) -> None:
+    plan = planned("llama-3.1-8b", 16, pp=4, vpp=2, layers_per_stage=(1, 5, 4, 4, 4, 5, 5, 4))
+    stages = virtual_stages(plan.best, 32)
+    assert [(s.rank, s.chunk) for s in stages] == [(0, 0), (1, 0), (2, 0), (3, 0), (0, 1), (1, 1), (2, 1), (3, 1)]
+    assert [s.num_layers for s in stages] == [1, 5, 4, 4, 4, 5, 5, 4]
+    assert [s.embedding for s in stages] == [True] + [False] * 7
+    assert [s.head for s in stages] == [False] * 7 + [True]
+    assert is_looped(stages, 4)
+    assert not is_even(stages)
+
+
+def test_v_shaped_chunks_come_back(planned: Planned) -> None:
+    plan = planned("llama-3.1-8b", 4, runtime="torch-eager", pp=4, vpp=2, schedule="zb-v")
+    stages = virtual_stages(plan.best, 32)
+    assert [s.rank for s in stages] == [0, 1, 2, 3, 3, 2, 1, 0]
+    assert not is_looped(stages, 4)
+    assert is_even(stages)
+
+
+def test_mtp_follows_its_rank_s_layers(planned: Planned) -> None:
+    plan = planned("deepseek-v3", 1024, ep=64, pp=16, vpp=2, layout="Et*3|(tt|)*29m|L")
+    stages = virtual_stages(plan.best, 61)
+    assert [j for j, s in enumerate(stages) if s.mtp] == [30]
+    assert stages[30].num_layers == stages[31].num_layers == 0
+    assert not stages[30].is_empty
+
+
+def test_stages_that_leave_layers_out_are_refused(planned: Planned) -> None:
+    plan = planned("llama-3.1-8b", 16, pp=4)
+    first = plan.best.stages[0].model_copy(update={"chunks": ((0, 7),)})
+    broken = plan.best.model_copy(update={"stages": (first, *plan.best.stages[1:])})
+    with pytest.raises(SpecError, match=r"\[\(0, 7\)\].* do not hold 32 layers once"):
+        virtual_stages(broken, 32)
+    with pytest.raises(SpecError, match="expected 1 for each of pp 4"):
+        virtual_stages(plan.best.model_copy(update={"stages": plan.best.stages[1:]}), 32)
+
+
+@pytest.mark.parametrize(
+    ("saved", "expected"),
+    [(((1,), (3,), (0,), (0,)), [1, 0, 3, 0, 0, 0, 0, 0]), ((), [4, 0, 0, 0, 0, 0, 0, 0])],
+    ids=["of each chunk", "of the rank"],
+)
+def test_chunks_recompute_as_planned(planned: Planned, saved: tuple[tuple[int, ...], ...], expected: list[int]) -> None:
+    best = planned("llama-3.1-8b", 4, runtime="torch-eager", pp=2, vpp=4).best
+    none = ((0,),) * 4 if saved else ()
+    counts = [({"full": 4, "none": 12}, saved), ({"none": 16}, none)]
+    stages = [
+        stage.model_copy(update={"recompute": modes, "num_recomputed": num_recomputed})
+        for stage, (modes, num_recomputed) in zip(best.stages, counts, strict=True)
+    ]
+    best = best.model_copy(update={"stages": tuple(stages)})
+    assert sum(recomputed_layers(best, virtual_stages(best, 32))) == 4
+    assert recomputed_layers(best, virtual_stages(best, 32)) == expected

@@ -113,7 +113,7 @@ NOT_TYPED_IN: dict[str, str] = {
     "cli/views.py": _A_PLAN,
     "cli/sweep_command.py": _SEARCHES,
     "decide/": _A_PLAN,
-    "files.py": "tests/test_files.py has it",
+    "files.py": "tests/test_interrupted.py has it",
     "plan_file.py": _A_PLAN,
     "specs/phases.py": _A_FILE,
     "specs/architectures/": _A_FILE,

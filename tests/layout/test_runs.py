@@ -1,20 +1,40 @@
-"""A line of JSON becomes the arguments of evaluate."""
+"""A line of JSON becomes the arguments of evaluate.
+
+Layouts under changed assumptions: each step is what pricing the layout with the change by hand gives.
+Assumptions told with a plan: only those that matter, with the effect that setting them then has.
+Published runs of a model whose layers scan lie inside the intervals of its plans.
+"""
 
 from __future__ import annotations
 
 import json
+import re
+from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+from planner.answer import AS_PLANNED, Plan, RobustStep
+from planner.cli.inputs import read_described, read_job
+from planner.cli.options import JobOptions, LayoutOptions
 from planner.errors import SpecError
-from planner.layout.evaluate import pricing_of
+from planner.layout import variation as robust
+from planner.layout.evaluate import evaluate, pricing_of
 from planner.layout.given import fill_dp
+from planner.layout.price import reprice
 from planner.layout.runs import evaluate_lines, network_gb_per_s, parse_run
-from planner.specs.training import Parallelism
+from planner.layout.variation import NUM_LAYOUTS, assumed_steps, other_assumptions, robust_steps, told_assumptions
+from planner.physics.pricing import Pricing
+from planner.report.rows import robust_of
+from planner.search.search import plan
+from planner.specs.cluster import ClusterSpec
+from planner.specs.registry import load_hardware, load_model
+from planner.specs.training import Parallelism, SearchLimits, TrainingSpec
 from planner.trainers.generations import NATURAL_IMBALANCE
+from planner.trainers.load import load_runtime
 from planner.trainers.switches import EP_OVERLAP
 
 TABLES = yaml.safe_load((Path(__file__).parent / "tables.yaml").read_text())
@@ -62,15 +82,7 @@ def test_dp_fills_the_cluster_where_none_is_given() -> None:
 
 
 @pytest.mark.parametrize(
-    ("layout", "batch", "dp", "spare"),
-    [
-        ({"tp": 8, "pp": 3}, 85, 85, 8),
-        ({"tp": 8, "pp": 3}, 2048, 64, 512),
-        ({"tp": 8, "pp": 3, "micro_batch_size": 64}, 2048, 32, 1280),
-        ({"tp": 4, "pp": 3, "ep": 8}, 170, 170, 8),
-        ({"pp": 3, "ep": 4}, 12, 12, 2012),
-        ({"pp": 3, "ep": 4}, 34, 1, 2045),
-    ],
+    ("layout", "batch", "dp", "spare"), TABLES["the_dp_to_give_is_the_largest_that_batch_and_experts_allow"]
 )
 def test_the_dp_to_give_is_the_largest_that_batch_and_experts_allow(
     layout: dict[str, int], batch: int, dp: int, spare: int
@@ -198,3 +210,225 @@ def test_fine_tuning_fills_the_fullest_of_many_ranks_with_few_experts_most() -> 
     pricing = pricing_of(run.model, run.cluster, run.training, run.runtime)
     assert [round(float(pricing.imbalance(ep)), 2) for ep in (1, 4, 8)] == [1.0, 1.37, 1.72]
     assert parse_run({"run": asked | {"model": "moonlight", "adapters": {"rank": 8}}}).training.moe_spread == 0.01
+
+
+JOB = LayoutOptions(model="qwen3-30b", gpus=32, hardware="h100", seq_length=4096, global_batch_size=512)
+TUNED, PLAIN = "ep_overlap=true,dispatcher=deepep", "ep_overlap=false,dispatcher=deepep"
+GRIDS = (
+    Parallelism(pp=2, dp=16, ep=8, vpp=4, micro_batch_size=1, schedule="interleaved-1f1b"),
+    Parallelism(tp=2, pp=1, dp=16, ep=16, micro_batch_size=1),
+)
+
+
+def evaluated(grid: Parallelism, **changed: Any) -> Plan:
+    asked = replace(JOB, **changed)
+    job = read_described(asked, read_job(asked))
+    return evaluate(job.model, job.cluster, job.training, grid, runtime=job.runtime_spec)
+
+
+def steps_of(plans: list[Plan]) -> tuple[RobustStep, ...]:
+    trainer = evaluated(GRIDS[0], switch=PLAIN).runtime_spec
+    candidates = [reprice(one, one.best) for one in plans][:NUM_LAYOUTS]
+    return robust_steps([one.best for one in plans][:NUM_LAYOUTS], assumed_steps(candidates, trainer))
+
+
+@cache
+def compared(switch: str = TUNED) -> tuple[dict[str, float], ...]:
+    """The steps of both layouts, by the short name of the assumption, however little it matters."""
+    plans = [evaluated(grid, switch=switch) for grid in GRIDS]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(robust, "TOLD_FRACTION", -1.0)
+        steps = steps_of(plans)
+    return tuple(
+        {step.assumption.partition(":")[0]: step.step_s for step in steps if step.layout == str(one.parallelism)}
+        for one in plans
+    )
+
+
+@pytest.mark.thorough(3)
+@pytest.mark.parametrize(("name", "option"), TABLES["each_step_is_that_of_the_layout_priced_with_the_change"])
+def test_each_step_is_that_of_the_layout_priced_with_the_change(name: str, option: dict[str, Any]) -> None:
+    switch = {"switch": TUNED}
+    for grid, steps in zip(GRIDS, compared(), strict=True):
+        assert steps[AS_PLANNED] == evaluated(grid, **switch).step.step_s
+        assert steps[name] == pytest.approx(evaluated(grid, **switch, **option).step.step_s, rel=1e-3)
+
+
+def test_default_switches_are_those_of_the_trainer() -> None:
+    for grid, steps in zip(GRIDS, compared(), strict=True):
+        by_hand = evaluated(grid, switch=PLAIN).step.step_s
+        assert steps["default switches"] == pytest.approx(by_hand, rel=1e-3)
+        assert steps["default switches"] != pytest.approx(steps[AS_PLANNED], rel=0.02)
+
+
+def test_without_overlap_every_collective_is_waited_for() -> None:
+    fields = ("gradient", "parameter", "tp", "ep", "cp", "fsdp")
+    none = ",".join(f"{field}_overlap_fraction=0" for field in fields) + ",ep_overlap_network_fraction=0"
+    for grid, steps in zip(GRIDS, compared(), strict=True):
+        by_hand = evaluated(grid, switch="dispatcher=deepep", assume=none).step.step_s
+        assert steps["no overlap"] == pytest.approx(by_hand, rel=0.02), "but for what overlapping costs the host"
+
+
+def test_layouts_keep_their_order_and_each_starts_as_planned() -> None:
+    plans = [evaluated(grid) for grid in GRIDS]
+    steps = steps_of(plans)
+    names = list(dict.fromkeys(step.assumption for step in steps))
+    assert names[0] == AS_PLANNED
+    assert all(": " in name for name in names[1:]), "each is explained"
+    assert [step.assumption for step in steps] == names * 2
+    assert [step.layout for step in steps] == [str(one.parallelism) for one in plans for _ in names]
+
+
+def test_an_assumption_is_told_if_it_moves_a_step_or_changes_the_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    plans = [evaluated(grid) for grid in GRIDS]
+    monkeypatch.setattr(robust, "TOLD_FRACTION", 1e9)
+    assert steps_of(plans[:1]) == ()
+    slower, faster = sorted(plans, key=lambda one: -one.step.step_s)
+    others = {step.assumption for step in steps_of([slower, faster])}
+    assert len(others) > 1, "the second layout is faster, whatever moves"
+    first = {step.assumption for step in steps_of([faster, slower])}
+    assert len(first) < len(others)
+
+
+def test_a_recipe_that_is_the_trainers_own_stays_as_planned() -> None:
+    for steps in compared(PLAIN):
+        assert steps["default switches"] == pytest.approx(steps[AS_PLANNED], rel=1e-3)
+    plans = [evaluated(grid, switch=PLAIN) for grid in GRIDS]
+    assert not any("switches" in step.assumption for step in steps_of(plans))
+
+
+def search(**options: Any) -> Plan:
+    job = read_job(JobOptions(**options))
+    return plan(job.model, job.cluster, job.training, limits=SearchLimits(), runtime=job.runtime_spec)
+
+
+@pytest.fixture(scope="module")
+def slow() -> Plan:
+    """A job on a slow network, the fastest layout of which hides more exchanges than its neighbour has."""
+    return search(
+        model="8b", gpus=16, hardware="h100", seq_length=8192, global_batch_size=16, assume="network_gb_per_s=8"
+    )
+
+
+@pytest.mark.thorough(0)
+def test_the_layout_that_loses_least_need_not_be_the_fastest(slow: Plan) -> None:
+    table = robust_of(slow.best)
+    assert table is not None
+    assert table.least > 0
+    assert table.losses[table.least] < 0.5 * table.losses[0]
+    assert f"alternative {table.least} loses at most" in table.remarks[0]
+
+
+def test_the_answer_compares_the_best_with_its_alternatives(slow: Plan) -> None:
+    shown = [slow.best, *slow.alternatives][: robust.NUM_LAYOUTS]
+    assert list(dict.fromkeys(step.layout for step in slow.best.robust)) == [str(one.parallelism) for one in shown]
+    planned = [step.step_s for step in slow.best.robust if step.assumption == AS_PLANNED]
+    assert planned == [one.step.step_s for one in shown]
+    assert not any(other.robust for other in slow.alternatives)
+    assert Plan.model_validate_json(slow.model_dump_json()) == slow
+
+
+def test_an_answer_of_one_layout_compares_nothing() -> None:
+    job = read_job(JobOptions(model="8b", gpus=8, hardware="h100", global_batch_size=64))
+    one = plan(job.model, job.cluster, job.training, limits=SearchLimits(top=1, tp=(8,)), runtime=job.runtime_spec)
+    assert one.best.robust == ()
+    assert evaluated(GRIDS[0]).best.robust == ()
+
+
+def test_the_same_change_is_priced_once() -> None:
+    candidate = reprice(one := evaluated(GRIDS[0]), one.best)
+    for other in other_assumptions(candidate.pricing):
+        changed = other.of(candidate.pricing)
+        assert candidate.priced_as(replace(changed)) is candidate.priced_as(changed)
+
+
+OPTIONS = LayoutOptions(model="deepseek-v3", gpus=256, hardware="h100", seq_length=4096, global_batch_size=512)
+
+
+def _evaluated(**more: Any) -> Plan:
+    asked = replace(OPTIONS, **more)
+    job = read_described(asked, read_job(asked))
+    layout = Parallelism(pp=8, dp=32, ep=32, micro_batch_size=1)
+    return evaluate(job.model, job.cluster, job.training, layout, runtime=job.runtime_spec)
+
+
+def test_each_line_tells_what_setting_its_option_does() -> None:
+    now = _evaluated()
+    assert len(now.assumptions) >= 3
+    for line in now.assumptions:
+        effect, option, value = re.match(r"([+-][\d.]+)% if .* \(--(\S+) (\S+)\)$", line).groups()  # type: ignore[union-attr]
+        then = _evaluated(**{option.replace("-", "_"): value if option in ("assume", "switch") else float(value)})
+        assert then.step.step_s / now.step.step_s - 1 == pytest.approx(float(effect) / 100, abs=6e-4), line
+        assert abs(float(effect)) >= 2
+
+
+def test_the_switches_of_a_run_that_is_described_are_told_and_those_of_a_plan_are_not() -> None:
+    """The recipe of a plan says what its switches are worth."""
+    now = _evaluated(switch="ep_overlap=false,dispatcher=alltoall")
+    assert any("--switch dispatcher=deepep" in line for line in now.assumptions)
+    assert not any("--switch" in line or "ep_overlap" in line for line in told_assumptions(reprice(now, now.best)))
+
+
+def test_a_switch_that_needs_consent_or_breaks_a_rule_is_not_told() -> None:
+    told = " ".join(_evaluated(switch="ep_overlap=true").assumptions)
+    for name in ("bf16_gradients", "nan_checks", "shared_expert_overlap", "full_iteration"):
+        assert name not in told
+
+
+@pytest.mark.parametrize("runtime", ["torch-eager", "megatron"])
+def test_what_a_trainer_has_no_switch_for_is_assumed_by_its_field(runtime: str) -> None:
+    job = read_job(JobOptions(model="8b", gpus=16, hardware="h100", runtime=runtime))
+    pricing = Pricing(model=job.model, training=job.training, cluster=job.cluster, runtime=job.runtime_spec)
+    (words,) = (other.options for other in other_assumptions(pricing) if other.name == "host")
+    assert words[0] == ("--assume" if runtime == "torch-eager" else "--switch")
+    assert read_job(replace(OPTIONS, runtime=runtime, assume="cuda_graphs=true")).runtime_spec.cuda_graphs
+
+
+def test_the_largest_effect_comes_first() -> None:
+    effects = [abs(float(line.split("%")[0])) for line in _evaluated().assumptions]
+    assert effects == sorted(effects, reverse=True)
+
+
+def test_an_assumption_that_does_not_matter_is_not_told() -> None:
+    alone = read_job(JobOptions(model="8b", gpus=1, hardware="h100", global_batch_size=8))
+    told = evaluate(alone.model, alone.cluster, alone.training, Parallelism()).assumptions
+    assert [line for line in told if "overlap" in line] == []
+
+
+@pytest.mark.parametrize(("text", "message"), TABLES["assumptions_that_make_no_sense_are_named"])
+def test_assumptions_that_make_no_sense_are_named(text: str, message: str) -> None:
+    with pytest.raises(SpecError) as caught:
+        read_job(replace(OPTIONS, assume=text))
+    assert caught.value.message.startswith(message)
+    assert caught.value.hint
+
+
+RUNS = [
+    # Megatron-Bridge's performance summaries, 26.06 and 26.07: Nemotron 3 Nano, sequences of 8,192, ep 8
+    ("gb300", 8, "mxfp8", 512, 4, 40_960),
+    ("gb200", 8, "mxfp8", 512, 2, 34_816),
+    ("b300", 8, "mxfp8", 512, 4, 37_316),
+    ("b200", 8, "mxfp8", 512, 2, 32_768),
+    ("h100", 16, "fp8", 1024, 1, 14_719),
+]
+"""GPU, number of them, dtype, sequences a step and a micro-batch, tokens a second and GPU."""
+
+
+@pytest.mark.parametrize(("gpu", "count", "dtype", "batch", "micro_batch", "tokens_per_s"), RUNS)
+def test_a_published_run_lies_in_its_interval(
+    gpu: str, count: int, dtype: str, batch: int, micro_batch: int, tokens_per_s: float
+) -> None:
+    plan = evaluate(
+        load_model("nemotron-3-nano-30b-a3b"),
+        ClusterSpec(hardware=load_hardware(gpu), num_gpus=count),
+        TrainingSpec(seq_length=8192, global_batch_size=batch, dtype=dtype),
+        Parallelism(tp=1, pp=1, dp=count, ep=8, micro_batch_size=micro_batch),
+        # as the summaries' recipes have it
+        runtime=load_runtime("megatron").with_features({"bf16_gradients": True})[0],
+        says_switches=False,
+    )
+    assert plan.fits
+    low_s, high_s = plan.best.step.step_s_interval or (0.0, 0.0)
+    measured_s = batch * 8192 / count / tokens_per_s
+    assert low_s < measured_s < high_s
+    assert measured_s == pytest.approx(plan.best.step.step_s, rel=0.15)

@@ -1,21 +1,40 @@
-"""Seconds of a step: short replays stand for long ones only where the pipeline repeats itself."""
+"""Seconds of a step: short replays stand for long ones only where the pipeline repeats itself.
+
+The exchanges inside passes add up to the prices of their stage, one after the other, in the order of the layers.
+What a step takes beside its pipeline, in closed form.
+The compute of a step is cut into terms that add up to it, and that move with what they are named after.
+Runs of examples: padded, packed, and as long as each other where nothing is padded.
+"""
 
 from __future__ import annotations
 
 import random
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import fields, replace
+from functools import cache
 from typing import Any
 
+import numpy as np
 import pytest
+from pinned_numbers import LAYOUTS
 from toys import Problem, legal_counts, toy_cluster, toy_model, toy_problem, toy_training
 
+from planner.answer import Plan, RunCost
 from planner.layout.candidate import Candidate, Split, activation_peaks_bytes, by_rank, stage_costs
-from planner.layout.seconds import run_pipeline
+from planner.layout.evaluate import evaluate
+from planner.layout.price import reprice
+from planner.layout.seconds import outside_pipeline, run_pipeline
+from planner.layout.step import KINDS, LATE, PassExchange, compute_terms, exchanges_of_passes, mean_step_s
 from planner.physics.cost import CostTable
+from planner.physics.passes import COMM_GROUPS
 from planner.physics.stage_memory import stage_memory
 from planner.schedule.orders import build_schedule
 from planner.schedule.replay import Durations, makespan_s, replay
 from planner.shape import Shape
+from planner.specs.cluster import ClusterSpec
+from planner.specs.registry import load_hardware, load_model
+from planner.specs.training import AdapterSpec, DocumentLength, Parallelism, TrainingSpec
+from planner.trainers.documents import Lengths
 
 
 def priced(problem: Problem, **sizes: Any) -> CostTable:
@@ -135,3 +154,265 @@ def test_one_stage_has_no_hops_in_a_cluster_of_one_tier() -> None:
             problem.pricing, priced(problem, pp=pp, num_microbatches=4), Split((4 // pp,) * pp), "1f1b"
         )
         assert candidate.run(True).makespan_s > 0
+
+
+EXCHANGING = [layout for layout in LAYOUTS if {"tp", "cp", "ep"} & layout[4].keys()]
+
+
+def candidate_of(model: str, num_gpus: int, trainer: str, dtype: str, sizes: dict[str, Any]) -> Candidate:
+    hardware = load_hardware("mi355x" if trainer.startswith("primus") else "h100")
+    training = TrainingSpec(seq_length=4096, global_batch_size=64, dtype=dtype)  # type: ignore[arg-type]
+    cluster = ClusterSpec(hardware=hardware, num_gpus=num_gpus)
+    plan = evaluate(model, cluster, training, Parallelism(**sizes), runtime=trainer)
+    return reprice(plan, plan.best)
+
+
+def exposed_s(exchanges: tuple[PassExchange, ...], group: str) -> float:
+    return sum(exchange.exposed_s for exchange in exchanges if exchange.group == group)
+
+
+@pytest.mark.thorough(3)
+@pytest.mark.parametrize(("model", "num_gpus", "trainer", "dtype", "sizes"), EXCHANGING)
+def test_they_add_up_to_the_prices_of_every_stage(
+    model: str, num_gpus: int, trainer: str, dtype: str, sizes: dict[str, Any]
+) -> None:
+    candidate = candidate_of(model, num_gpus, trainer, dtype, sizes)
+    each, by_part, by_pass = (exchanges_of_passes(candidate, together) for together in ("", "part", "pass"))
+    for stage, cost in enumerate(candidate.costs):
+        lengths_s = {"F": cost.forward_total_s, "B": cost.backward_total_s, "I": cost.input_grad_total_s}
+        for kind in KINDS:
+            way = "forward" if kind == "F" else "backward"
+            for group in COMM_GROUPS:
+                priced_s = float(getattr(cost, f"{group}_{way}_s"))
+                for passes in (each, by_part, by_pass):
+                    assert exposed_s(passes[stage, kind], group) == pytest.approx(priced_s, rel=1e-9, abs=1e-15)
+            ends_s = 0.0
+            for exchange in each[stage, kind]:
+                assert exchange.start_s >= ends_s * (1 - 1e-12)
+                assert min(exchange.exposed_s, exchange.hidden_s) >= 0
+                ends_s = exchange.start_s + exchange.exposed_s
+            assert ends_s <= float(lengths_s[kind]) * (1 + 1e-9)
+            assert len(by_pass[stage, kind]) <= len(by_part[stage, kind]) <= len(each[stage, kind])
+
+
+def test_layers_follow_each_other_and_come_back_in_reverse() -> None:
+    candidate = candidate_of("llama-3.1-8b", 16, "megatron", "bf16", {"tp": 2, "cp": 4, "pp": 2})
+    passes = exchanges_of_passes(candidate)
+    parts = list(dict.fromkeys(exchange.part for exchange in passes[0, "F"]))
+    assert parts == ["embedding", *(f"layer {layer}" for layer in range(16))]
+    assert list(dict.fromkeys(exchange.part for exchange in passes[0, "B"])) == parts[::-1]
+    layer = [exchange for exchange in passes[0, "F"] if exchange.part == "layer 3"]
+    named = [(exchange.group, exchange.name) for exchange in layer if exchange.name not in LATE.values()]
+    assert named == [
+        ("tp", "qkv gather"),
+        ("cp", "cp keys and values"),
+        ("tp", "attention output scatter"),
+        ("tp", "mlp up gather"),
+        ("tp", "mlp down scatter"),
+    ]
+    leads = {exchange.name: exchange.leads for exchange in layer}
+    assert leads["mlp up gather"]
+    assert not leads["mlp down scatter"]
+
+
+def test_a_recomputed_layer_repeats_its_exchanges_before_its_gradients() -> None:
+    sizes = {"tp": 8, "pp": 4, "vpp": 2, "recompute": "full"}
+    candidate = candidate_of("gpt3-175b", 64, "megatron-2021", "bf16", sizes)
+    backward = exchanges_of_passes(candidate)[1, "B"]
+    layer = [exchange.name for exchange in backward if exchange.part == backward[0].part]
+    forward = [exchange.name for exchange in exchanges_of_passes(candidate)[1, "F"]][: len(layer) // 2]
+    assert layer[: len(forward) - 1] == forward[:-1]
+
+
+def test_a_slow_rank_takes_longer_for_them_too() -> None:
+    candidate = candidate_of("llama-3.1-8b", 16, "megatron", "bf16", {"tp": 2, "pp": 2})
+    slow = Candidate(candidate.pricing, candidate.table, candidate.split, candidate.schedule, rank_factors=(1.0, 1.5))
+    even, slowed = exchanges_of_passes(candidate), exchanges_of_passes(slow)
+    assert slowed[0, "F"] == even[0, "F"]
+    assert exposed_s(slowed[1, "B"], "tp") == pytest.approx(1.5 * exposed_s(even[1, "B"], "tp"))
+
+
+FIRST = {"reduce_s": 5.0, "gather_s": 3.0, "forward_s": 1.0, "input_grad_s": 2.0, "weight_grad_s": 0.0}
+"""Seconds of a rank, one micro-batch: exchanges, and nothing else than compute that hides them."""
+
+
+def exposed(
+    pp: int, vpp: int, zero_stage: int, schedule: str, ranks: Sequence[dict[str, float]] = (), **switches: float
+) -> float:
+    """Seconds of exchange that nothing hides, where all that passes could."""
+    problem = toy_problem(toy_model(8), toy_cluster(8), toy_training(8))
+    hides = dict.fromkeys(("gradient_overlap_fraction", "parameter_overlap_fraction", "fsdp_overlap_fraction"), 1.0)
+    pricing = replace(problem.pricing, runtime=problem.pricing.runtime.model_copy(update=hides | switches))
+    shape = Shape(pp=pp, vpp=vpp, dp=2, num_microbatches=4, seq_length=2048, zero_stage=zero_stage, shard_size=2)
+    table = pricing.table(shape)
+    nothing = dict.fromkeys((f.name for f in fields(table.head) if f.name.endswith("_s")), 0.0)
+    costs = [replace(table.head, **{**nothing, **seconds}) for seconds in ranks or [FIRST] * pp]
+    return outside_pipeline(pricing, table, costs, schedule).exposed_dp_s
+
+
+@pytest.mark.parametrize(
+    ("schedule", "pp", "vpp", "zero_stage", "exposed_s"),
+    [
+        ("none", 1, 1, 1, (5 - 2) + (3 - 1)),
+        ("1f1b", 2, 1, 1, (5 - 2) + (3 - 1)),
+        ("none", 1, 1, 2, 4 * (5 - 2) + (3 - 1)),  # gradients of each of four micro-batches
+        ("none", 1, 1, 3, 4 * (5 + 2 * 3 - 3)),  # and weights twice
+        ("1f1b", 2, 1, 3, (5 - 2) + (3 - 1)),  # gathered from the first micro-batch to the last
+        ("interleaved-1f1b", 2, 2, 1, max((5 - 2) / 2, 5 - 1.5 * 2) + max((3 - 1) / 2, 3 - 1.5 * 1)),
+        ("interleaved-1f1b", 4, 2, 1, (5 - 2) / 2 + (3 - 1) / 2),  # the last chunk's alone
+        ("zb-v", 4, 2, 1, (5 - 2) + (3 - 1)),
+    ],
+)
+def test_exposed_exchange(schedule: str, pp: int, vpp: int, zero_stage: int, exposed_s: float) -> None:
+    assert exposed(pp, vpp, zero_stage, schedule) == pytest.approx(exposed_s)
+
+
+@pytest.mark.parametrize(
+    ("pp", "zero_stage", "exposed_s"), [(1, 1, 0.8 * (5 + 3)), (1, 2, 0.8 * (4 * 5 + 3)), (1, 3, 0.8 * 4 * (5 + 2 * 3))]
+)
+def test_what_is_hidden_slows_down_what_hides_it(pp: int, zero_stage: int, exposed_s: float) -> None:
+    """More than the (5 - 2) + (3 - 1) that nothing hides."""
+    assert exposed(pp, 1, zero_stage, "none", contention_fraction=0.8) == pytest.approx(exposed_s)
+
+
+@pytest.mark.parametrize(("pp", "zero_stage", "exposed_s"), [(2, 3, 5 + (3 - 1)), (2, 1, (5 - 2) + (3 - 1))])
+def test_torch_s_stages_wait_for_sharded_reductions(pp: int, zero_stage: int, exposed_s: float) -> None:
+    assert exposed(pp, 1, zero_stage, "1f1b", has_torch_stages=True) == pytest.approx(exposed_s)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "vpp", "exposed_s"),
+    [
+        ("1f1b", 1, (9 - 2 - 2) + (7 - 1 - 1)),  # what the second rank lacks, less a pass of the first
+        ("interleaved-1f1b", 2, (9 - 1.5 * 2 - 2 / 2) + (7 - 1.5 * 1 - 1 / 2)),  # less a chunk's pass
+        ("zb-h1", 1, (9 - 2) + (7 - 1 - 1)),  # whose weight gradients may come last on any rank
+    ],
+)
+def test_the_rank_that_keeps_the_step_waiting_is_not_always_the_first(
+    schedule: str, vpp: int, exposed_s: float
+) -> None:
+    ranks = [FIRST, FIRST | {"reduce_s": 9.0, "gather_s": 7.0}]
+    assert exposed(2, vpp, 1, schedule, ranks) == pytest.approx(exposed_s)
+
+
+def plan_of(model: str, seq_length: int = 4096, dtype: Any = "bf16", **layout: Any) -> Plan:
+    cluster = ClusterSpec(hardware=load_hardware("h100"), num_gpus=32)
+    training = TrainingSpec(seq_length=seq_length, global_batch_size=64, dtype=dtype)
+    return evaluate(load_model(model), cluster, training, Parallelism(**layout))
+
+
+def terms_of(plan: Plan) -> dict[str, float]:
+    candidate = reprice(plan, plan.best)
+    return compute_terms(candidate, int(np.argmax(candidate.run().busy_s)))
+
+
+DENSE = {"tp": 4, "pp": 4, "dp": 2}
+PLANS: dict[str, dict[str, Any]] = {
+    "dense": {"model": "8b", **DENSE},
+    "recomputed": {"model": "8b", **DENSE, "recompute": "full"},
+    "narrow": {"model": "8b", **DENSE, "dtype": "fp8"},
+    "interleaved": {"model": "8b", **DENSE, "vpp": 2, "schedule": "interleaved-1f1b"},
+    "mixture": {"model": "qwen3-30b", "tp": 1, "pp": 2, "dp": 16, "ep": 8},
+    "multi-token prediction": {"model": "glm-4.5-air", "tp": 1, "pp": 2, "dp": 16, "ep": 16},
+}
+
+
+@pytest.mark.parametrize("job", PLANS.values(), ids=list(PLANS))
+def test_the_terms_add_up_to_the_compute_of_the_step(job: dict[str, Any]) -> None:
+    plan = plan_of(**job)
+    terms = terms_of(plan)
+    compute_s = plan.step.breakdown.compute_s
+    assert sum(terms.values()) == pytest.approx(compute_s, rel=1e-9)
+    assert min(terms.values()) > -1e-9 * compute_s
+    assert terms["products_s"] > 0.3 * compute_s
+
+
+def test_each_term_is_of_what_it_names() -> None:
+    plain = terms_of(plan_of("8b", **DENSE))
+    longer = terms_of(plan_of("8b", seq_length=16384, **DENSE))
+    recomputed = terms_of(plan_of("8b", recompute="full", **DENSE))
+    narrow = terms_of(plan_of("8b", dtype="fp8", **DENSE))
+    assert longer["attention_s"] / plain["attention_s"] > 8  # four times the tokens, each over four times the keys
+    assert longer["products_s"] / plain["products_s"] == pytest.approx(4, rel=0.1)
+    assert (plain["recompute_s"], recomputed["products_s"]) == (0.0, plain["products_s"])
+    # a forward is a third of a layer's products, and repeated
+    assert 0.2 < recomputed["recompute_s"] / (plain["products_s"] + plain["attention_s"]) < 0.5
+    assert narrow["products_s"] < 0.75 * plain["products_s"]
+    assert narrow["attention_s"] == pytest.approx(plain["attention_s"])
+
+
+SHORT_AND_LONG: Lengths = ((512, 0.5), (1024, 0.5))
+
+
+@cache
+def _evaluated(
+    lengths: Lengths, batching: str, num_gpus: int = 1, zero_stage: int = 0, seq_length: int = 1024, micro: int = 2
+) -> Plan:
+    documents = tuple(DocumentLength(length=length, share=share) for length, share in lengths)
+    mean = sum(length * share for length, share in lengths)
+    training = TrainingSpec(
+        seq_length=seq_length, global_batch_size=16, document_lengths=documents, batching=batching,  # type: ignore[arg-type]
+        examples=8000, epochs=2, tokens=16_000 * mean, adapters=AdapterSpec(),
+    )  # fmt: skip
+    layout = Parallelism(dp=num_gpus, micro_batch_size=micro, zero_stage=zero_stage)  # type: ignore[arg-type]
+    cluster = ClusterSpec(hardware=load_hardware("h100"), num_gpus=num_gpus)
+    return evaluate(load_model("8b"), cluster, training, layout, runtime="hf")
+
+
+def _cost(plan: Plan) -> RunCost:
+    assert plan.run_cost is not None
+    return plan.run_cost
+
+
+def test_padding_nothing_is_as_long_as_packing() -> None:
+    padded, packed = (_cost(_evaluated(((1024, 1.0),), batching)) for batching in ("padded", "packed"))
+    assert padded.days == pytest.approx(packed.days)
+    assert padded.num_steps == packed.num_steps == 1000
+    assert padded.padding_fraction == 0
+    assert padded.packed_days == pytest.approx(packed.days)
+
+
+def test_packing_is_never_slower_and_says_what_it_gains() -> None:
+    padded, packed = (_cost(_evaluated(SHORT_AND_LONG, batching)) for batching in ("padded", "packed"))
+    assert packed.days < padded.days
+    assert padded.packed_days == pytest.approx(packed.days)
+    assert packed.padding_fraction is None
+    # the longer of two is long in three of four draws
+    assert padded.padding_fraction == pytest.approx(1 - 768 / (0.75 * 1024 + 0.25 * 512))
+    assert padded.num_steps == pytest.approx(1000)
+    assert packed.num_steps == pytest.approx(750)
+
+
+def test_the_mean_step_is_that_of_the_lengths_it_may_have() -> None:
+    plan, short = _evaluated(SHORT_AND_LONG, "padded"), _evaluated(((512, 1.0),), "padded", seq_length=512)
+    expected = 0.75 * plan.best.step.step_s + 0.25 * short.best.step.step_s
+    assert mean_step_s(plan) == pytest.approx(expected, rel=1e-9)
+
+
+def test_the_memory_is_that_of_the_longest() -> None:
+    padded, whole = (_evaluated(lengths, "padded") for lengths in (SHORT_AND_LONG, ((1024, 1.0),)))
+    assert padded.best.stages == whole.best.stages
+
+
+@pytest.mark.parametrize("zero_stage", [0, 3])
+def test_ranks_wait_for_the_one_with_the_longest_examples(zero_stage: int) -> None:
+    plan = _evaluated(SHORT_AND_LONG, "padded", 4, zero_stage)
+    mean_s, longest_s = mean_step_s(plan), plan.best.step.step_s
+    training = plan.training.model_copy(update={"seq_length": 512})
+    short = evaluate(
+        plan.model.spec, plan.cluster, training, Parallelism(dp=4, micro_batch_size=2, zero_stage=zero_stage),  # type: ignore[arg-type]
+        runtime="hf",
+    )  # fmt: skip
+    alone_s = 0.75 * longest_s + 0.25 * short.best.step.step_s
+    assert alone_s < mean_s <= longest_s
+    if zero_stage == 3:
+        # of eight examples one is long but in one draw of 256
+        assert mean_s == pytest.approx(longest_s - (longest_s - short.best.step.step_s) / 256)
+
+
+def test_a_run_in_tokens_alone_has_no_examples() -> None:
+    plan = _evaluated(SHORT_AND_LONG, "packed")
+    training = plan.training.model_copy(update={"examples": None, "document_lengths": None})
+    plain = evaluate(plan.model.spec, plan.cluster, training, Parallelism(micro_batch_size=2), runtime="hf")
+    assert _cost(plain).num_steps is None
+    assert _cost(plain).days == pytest.approx(_cost(plan).days)

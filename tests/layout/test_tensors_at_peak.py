@@ -1,28 +1,50 @@
-"""The tensors alive at a peak add up to it, item by item, and are those that the layer's operators keep."""
+"""The tensors alive at a peak add up to it, item by item, and are those that the layer's operators keep.
+
+A rank's memory over the step: its maximum is the plan's peak, and it is made of what the replay says.
+A saved plan is priced again to the same seconds, and an order made to measure survives the file.
+The recipe of a layout: a dispatcher that the version has, and dtypes that it computes in.
+The seconds and bytes of given layouts are those of before, to nine digits (`scripts/pin`).
+"""
 
 from __future__ import annotations
 
+import json
 from math import prod
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import yaml
+from pinned_numbers import LAYOUTS, layouts
+from toys import MOE, Problem, toy_cluster, toy_model, toy_problem, toy_training
 
-from planner.answer import Plan
+from planner.answer import Plan, PricedLayout
 from planner.answer.memory import MemoryOfStage, MemoryTensor
+from planner.errors import SpecError
 from planner.layout.alive import MAX_ACTIONS, explore, shown, step_of
-from planner.layout.candidate import Candidate
+from planner.layout.candidate import Candidate, Split
 from planner.layout.evaluate import evaluate
-from planner.layout.memory_curve import memory_curves
-from planner.layout.price import reprice
+from planner.layout.memory_curve import MemoryCurve, memory_curves
+from planner.layout.price import order_of, reprice, with_microbatches
+from planner.layout.variation import settled
 from planner.physics.operators import DTYPE_BYTES
-from planner.schedule.replay import replay
+from planner.plan_file import with_alternative
+from planner.schedule.orders import SCHEDULES
+from planner.schedule.replay import makespan_s, replay
+from planner.search.search import plan
+from planner.shape import Shape
 from planner.specs.cluster import ClusterSpec
-from planner.specs.registry import load_hardware
-from planner.specs.training import AdapterSpec, Parallelism, TrainingSpec
+from planner.specs.model import ModelSpec
+from planner.specs.registry import load_hardware, load_model
+from planner.specs.training import AdapterSpec, Dtype, Parallelism, SearchLimits, TrainingSpec
+from planner.trainers.load import load_runtime
+
+TABLES = yaml.safe_load((Path(__file__).parent / "tables.yaml").read_text())
 
 COPIES = "fp32 copies of gradients, beyond what is free"
 ITEMS = ("weights", "gradients", "optimizer", "activations", "logits", "workspace")
-LAYOUTS: tuple[tuple[str, int, str, str, dict[str, Any]], ...] = (
+LAYOUTS_ON_CURVES: tuple[tuple[str, int, str, str, dict[str, Any]], ...] = (
     ("llama-3.1-8b", 16, "megatron", "bf16", {"tp": 2, "pp": 4, "vpp": 2, "micro_batch_size": 1}),
     ("llama-3.1-8b", 16, "megatron", "fp8", {"tp": 2, "cp": 4, "pp": 2, "recompute": "selective"}),
     ("llama-3.1-8b", 16, "torchtitan", "bf16", {"pp": 4, "vpp": 2, "schedule": "zb-v"}),
@@ -46,7 +68,7 @@ def explored(plan: Plan, *stages: int) -> tuple[Candidate, list[MemoryOfStage]]:
 
 
 @pytest.mark.thorough(3)
-@pytest.mark.parametrize("job", LAYOUTS, ids=lambda job: f"{job[0]} {job[2]} {job[3]}")
+@pytest.mark.parametrize("job", LAYOUTS_ON_CURVES, ids=lambda job: f"{job[0]} {job[2]} {job[3]}")
 def test_they_add_up_to_the_peak_and_to_the_plans_items(job: Any) -> None:
     plan = plan_of(*job)
     ends = sorted({0, len(plan.best.stages) - 1})
@@ -96,7 +118,7 @@ def test_frozen_weights_have_rows_and_neither_gradients_nor_states(bits: int) ->
 @pytest.fixture(scope="module")
 def piped() -> MemoryOfStage:
     """Stage 0 of Llama 3.1 8B on four stages of two chunks with tp 2, at a sequence of 4,096."""
-    return explored(plan_of(*LAYOUTS[0]), 0)[1][0]
+    return explored(plan_of(*LAYOUTS_ON_CURVES[0]), 0)[1][0]
 
 
 def named(stage: MemoryOfStage, name: str) -> list[MemoryTensor]:
@@ -133,7 +155,7 @@ def test_micro_batches_in_flight_are_those_that_the_schedule_holds(piped: Memory
 
 
 def test_recomputed_layers_keep_their_input_alone() -> None:
-    _, (stage,) = explored(plan_of(*LAYOUTS[4]), 1)
+    _, (stage,) = explored(plan_of(*LAYOUTS_ON_CURVES[4]), 1)
     recomputed = {tensor.layer for tensor in named(stage, "layer input")}
     assert recomputed == {16, 17, 18}
     kept = {tensor.name for tensor in stage.tensors if tensor.layer in recomputed and tensor.item == "activations"}
@@ -142,7 +164,7 @@ def test_recomputed_layers_keep_their_input_alone() -> None:
 
 
 def test_narrow_products_keep_their_inputs_cast() -> None:
-    _, (stage,) = explored(plan_of(*LAYOUTS[1]), 0)
+    _, (stage,) = explored(plan_of(*LAYOUTS_ON_CURVES[1]), 0)
     assert {tensor.dtype for tensor in named(stage, "attention norm: output")} == {"fp8"}
     assert {tensor.dtype for tensor in named(stage, "attention norm: input")} == {"bf16"}
     # with a sharded optimizer the masters are cast straight to fp8, as they are and transposed
@@ -154,14 +176,14 @@ def test_narrow_products_keep_their_inputs_cast() -> None:
 
 
 def test_changes_are_priced_and_free_memory(piped: MemoryOfStage) -> None:
-    plan = plan_of(*LAYOUTS[0])
+    plan = plan_of(*LAYOUTS_ON_CURVES[0])
     answer = explore(plan, plan.best, reprice(plan, plan.best), (0,))
     assert {"recompute all layers", "recompute mlp"} <= {change.change for change in answer.changes}
     steps_s = [change.step_s for change in answer.changes]
     assert steps_s == sorted(steps_s)
     assert all(change.peak_bytes[0] < piped.peak_bytes for change in answer.changes)
     full = next(change for change in answer.changes if change.change == "recompute all layers")
-    sizes = Parallelism(**LAYOUTS[0][4], recompute="full")
+    sizes = Parallelism(**LAYOUTS_ON_CURVES[0][4], recompute="full")
     again = evaluate(plan.model.spec, plan.cluster, plan.training, sizes, runtime="megatron").best
     assert full.step_s == pytest.approx(again.step.step_s, rel=1e-3)
     assert full.peak_bytes == tuple(stage.memory.peak_allocated_bytes for stage in again.stages)
@@ -175,3 +197,219 @@ def test_of_a_step_too_long_to_show_a_shorter_one_has_the_same_peaks() -> None:
     assert candidate.num_microbatches < 100
     stages = explore(plan, plan.best, candidate, range(4)).stages
     assert [stage.peak_bytes for stage in stages] == [one.memory.peak_allocated_bytes for one in plan.best.stages]
+
+
+def curves_of(candidate: Candidate) -> tuple[MemoryCurve, ...]:
+    return memory_curves(candidate, replay(candidate.order, candidate.durations))
+
+
+def hold(candidate: Candidate) -> None:
+    """Every curve's maximum is its rank's peak, it begins and ends with what outlives the step, and time goes on."""
+    for curve, memory in zip(curves_of(candidate), candidate.memory, strict=True):
+        assert curve.peak_bytes == memory.peak_allocated_bytes
+        assert curve.activations_bytes.max() == memory.activations_bytes
+        assert curve.times_s[0] == 0
+        assert (np.diff(curve.times_s) >= 0).all()
+        assert curve.times_s[-1] == pytest.approx(candidate.step_s, rel=3e-3)
+        parts = (memory.weights_bytes, memory.gradients_bytes, memory.optimizer_bytes)
+        assert sum(parts) <= curve.allocated_bytes.min() == curve.allocated_bytes[-1]
+        assert curve.activations_bytes[-1] == curve.moment_bytes[-1] == 0
+        assert min(curve.activations_bytes.min(), curve.moment_bytes.min()) >= 0
+
+
+@pytest.mark.parametrize(
+    "schedule", [name for name, kind in SCHEDULES.items() if kind.trains_one_copy and kind.max_pp > 1]
+)
+@pytest.mark.parametrize("moe", [None, MOE])
+def test_the_maximum_is_the_peak_in_every_schedule(schedule: str, moe: dict[str, Any] | None) -> None:
+    kind, pp = SCHEDULES[schedule], 4
+    vpp = max(kind.min_vpp, min(kind.max_vpp, 2))
+    problem = toy_problem(toy_model(11, moe=moe))
+    uneven = Split((2, *[1] * (pp * vpp - 2), 11 - pp * vpp)) if vpp == 2 else Split((2, 4, 3, 2))
+    table = problem.pricing.table(Shape.of(pp=pp, vpp=vpp, dp=2, num_microbatches=16, seq_length=2048))
+    hold(Candidate(problem.pricing, table, uneven, schedule))
+
+
+@pytest.mark.thorough(3)
+@pytest.mark.parametrize(("model", "num_gpus", "trainer", "dtype", "sizes"), LAYOUTS)
+def test_the_maximum_is_the_peak_under_every_trainer(
+    model: str, num_gpus: int, trainer: str, dtype: str, sizes: dict[str, Any]
+) -> None:
+    cluster = ClusterSpec(
+        hardware=load_hardware("mi355x" if trainer.startswith("primus") else "h100"), num_gpus=num_gpus
+    )
+    training = TrainingSpec(seq_length=4096, global_batch_size=64, dtype=dtype)  # type: ignore[arg-type]
+    plan = evaluate(model, cluster, training, Parallelism(**sizes), runtime=trainer)
+    candidate = reprice(plan, plan.best)
+    hold(candidate)
+    peaks = [stage.memory.peak_allocated_bytes for stage in plan.stages]
+    assert [curve.peak_bytes for curve in curves_of(candidate)] == peaks
+
+
+def test_copies_of_gradients_are_there_while_the_optimizer_runs() -> None:
+    """Few activations and 16-bit gradients: the copies are the peak, behind the last backward."""
+    runtime = load_runtime("megatron").model_copy(update={"widens_gradients": True, "gradient_bytes": 2})
+    problem = toy_problem(toy_model(8, vocab_size=2048), toy_cluster(1), toy_training(2, seq_length=64), runtime)
+    candidate = Candidate(problem.pricing, problem.pricing.table(Shape.of(seq_length=64)), Split((8,)), "1f1b")
+    hold(candidate)
+    (curve,) = curves_of(candidate)
+    assert curve.peak_s >= candidate.run().makespan_s
+    assert curve.moment_bytes.max() == pytest.approx(4 * candidate.rank_costs[0].parameters, rel=1e-6)
+
+
+def _plan(model: str, gpus: int, runtime: str = "megatron", **limits: object) -> Plan:
+    cluster = ClusterSpec(hardware=load_hardware("h200"), num_gpus=gpus)
+    training = TrainingSpec(seq_length=4096, global_batch_size=64)
+    found = plan(
+        load_model(model), cluster, training, limits=SearchLimits.model_validate({"top": 2, **limits}), runtime=runtime
+    )
+    return Plan.from_json(json.loads(json.dumps(found.to_json())))
+
+
+def _pipeline_s(layout: PricedLayout, tail_s: float) -> float:
+    parts = layout.step.breakdown
+    return layout.step.step_s - parts.exposed_dp_s - parts.optimizer_s - tail_s
+
+
+@pytest.mark.thorough(2)
+@pytest.mark.parametrize(
+    ("model", "limits"),
+    [
+        ("8b", {"pp": (4,)}),
+        ("8b", {"pp": (2,), "recompute": ("full",)}),
+        ("deepseek-v2-lite", {"pp": (2,), "vpp": (1,), "tp": (1,), "switches": "default"}),
+        ("gpt-oss-20b", {"pp": (4,), "tp": (1,), "recompute": ("selective",), "switches": "default"}),
+    ],
+)
+def test_a_saved_plan_is_priced_again_to_the_same_seconds(model: str, limits: dict[str, object]) -> None:
+    saved = _plan(model, 16, **limits)
+    again = reprice(saved, saved.best)
+    expected = _pipeline_s(saved.best, float(again.table.tail_s))
+    assert makespan_s(again.order, again.durations) == pytest.approx(expected, rel=1e-9)
+    assert [round(float(rank.parameters)) for rank in again.rank_costs] == [
+        stage.num_parameters for stage in saved.stages
+    ]
+
+
+def _searched(problem: Problem) -> Plan:
+    found = plan(problem.model, problem.cluster, problem.training, limits=problem.limits, runtime=problem.runtime)
+    return Plan.from_json(json.loads(json.dumps(found.to_json())))
+
+
+@pytest.mark.parametrize(
+    ("model", "limits"),
+    [
+        (toy_model(12), {"schedule": ("interleaved-1f1b",), "vpp": (3,)}),
+        (toy_model(12, moe=MOE), {"schedule": ("1f1b",)}),
+    ],
+    ids=["chunks", "kinds"],
+)
+def test_layers_are_recomputed_where_they_were_saved_to_be(model: ModelSpec, limits: dict[str, Any]) -> None:
+    """Chunks of a stage recompute unequal numbers of layers, or the later kind alone."""
+    saved = _searched(
+        toy_problem(
+            model, toy_cluster(4, memory_gib=5.0), toy_training(32), "torch-eager", pp=(2,), tp=(2,), cp=(1,),
+            micro_batch_size=(4,), zero_stage=(1,), top=1, memory_headroom_gib=0.0, **limits,
+        )
+    )  # fmt: skip
+    again = reprice(saved, saved.best)
+    expected = _pipeline_s(saved.best, float(again.table.tail_s))
+    assert makespan_s(again.order, again.durations) == pytest.approx(expected, rel=1e-9)
+    unsaid = [stage.model_copy(update={"num_recomputed": ()}) for stage in saved.stages]
+    older = reprice(saved, saved.best.model_copy(update={"stages": tuple(unsaid)}))
+    assert makespan_s(older.order, older.durations) != pytest.approx(expected, rel=1e-4), "stages only count them"
+    assert sum(map(sum, older.split.recomputed)) >= sum(stage.recompute["full"] for stage in saved.stages)
+
+
+def test_alternatives_keep_what_priced_them() -> None:
+    """torchtitan compiles no layer whose backward is split, so that one plan may be priced for two runtimes."""
+    saved = _searched(
+        toy_problem(
+            toy_model(8), training=toy_training(8, seq_length=4096), runtime="torchtitan", pp=(2, 4), cp=(1,),
+            micro_batch_size=(1,), schedule=("1f1b", "zb-v"),
+        )
+    )  # fmt: skip
+    layouts = (saved.best, *saved.alternatives)
+    assert {layout.parallelism.schedule for layout in layouts} == {"1f1b", "zb-v"}
+    for number, layout in enumerate(layouts):
+        again = reprice(chosen := with_alternative(saved, number or None), chosen.best)
+        assert again.pricing.runtime.compiled == chosen.runtime_spec.compiled == (not again.order.splits_backward)
+        expected = _pipeline_s(layout, float(again.table.tail_s))
+        assert makespan_s(again.order, again.durations) == pytest.approx(expected, rel=2e-3)
+
+
+def test_an_order_made_to_measure_survives_the_file_and_is_no_slower() -> None:
+    named = _plan("8b", 16, "torch-eager", pp=(4,), schedule=("1f1b", "interleaved-1f1b", "zb-h1", "zb-v"))
+    measured = _plan("8b", 16, "torch-eager", pp=(4,), schedule=("auto",))
+    assert measured.step.step_s <= named.step.step_s * (1 + 1e-9)
+    again = reprice(measured, measured.best)
+    expected = _pipeline_s(measured.best, float(again.table.tail_s))
+    assert makespan_s(again.order, again.durations) == pytest.approx(expected, rel=1e-9)
+    if measured.best.actions:
+        assert measured.parallelism.schedule == "auto"
+        assert [" ".join(map(str, actions)) for actions in order_of(measured.best).ranks] == list(measured.best.actions)
+
+
+def test_a_shorter_step_has_the_micro_batches_asked_for() -> None:
+    saved = _plan("8b", 16, pp=(4,))
+    assert order_of(with_microbatches(saved.best, 8)).num_microbatches == 8
+    with pytest.raises(SpecError, match="made to measure"):
+        with_microbatches(saved.best.model_copy(update={"actions": ("0F0",)}), 4)
+    with pytest.raises(SpecError, match="0 is below 1"):
+        with_microbatches(saved.best, 0)
+
+
+def test_what_a_plan_chose_is_evaluated_to_its_step() -> None:
+    """With its recipe, and with the one layer of 32 that is recomputed whole."""
+    model, cluster = load_model("8b"), ClusterSpec(hardware=load_hardware("h100"), num_gpus=8)
+    training = TrainingSpec(seq_length=8192, global_batch_size=512)
+    found = plan(model, cluster, training)
+    layout = found.best.parallelism
+    assert layout.recompute_num_layers == found.best.stages[0].recompute["full"] < 32
+    assert evaluate(model, cluster, training, found.best).step.step_s == pytest.approx(found.step.step_s, rel=1e-9)
+    again = evaluate(model, cluster, training, layout.replace(), runtime=found.runtime_spec)
+    assert again.step.step_s == pytest.approx(found.step.step_s, rel=1e-9)
+    assert layout.replace(recompute="none").recompute_num_layers is None
+
+
+def cluster(hardware: str, num_gpus: int = 64) -> ClusterSpec:
+    return ClusterSpec(hardware=load_hardware(hardware), num_gpus=num_gpus)
+
+
+@pytest.mark.parametrize(("runtime", "hardware", "dispatcher", "once"), TABLES["a_dispatcher_that_the_version_has"])
+def test_a_dispatcher_that_the_version_has(runtime: str, hardware: str, dispatcher: str, once: bool) -> None:
+    found = settled(load_runtime(runtime), cluster(hardware), load_model("deepseek-v3"))
+    assert (found.dispatcher, found.sends_tokens_once) == (dispatcher, once)
+
+
+def test_a_given_layout_is_priced_with_it() -> None:
+    def priced_with(runtime: str) -> tuple[object, bool]:
+        training = TrainingSpec(seq_length=4096, global_batch_size=256)
+        plan = evaluate("qwen3-30b", cluster("gb200"), training, Parallelism(ep=16, dp=64), runtime=runtime)
+        return plan.best.recipe["dispatcher"], plan.runtime_spec.sends_tokens_once
+
+    assert priced_with("megatron@0.15") == ("alltoall", False)
+    assert priced_with("megatron@0.16") == priced_with("megatron") == ("hybridep", True)
+
+
+def priced(dtype: Dtype, runtime: str) -> str:
+    training = TrainingSpec(seq_length=4096, global_batch_size=256, dtype=dtype)
+    return evaluate("llama-3.1-8b", cluster("b200"), training, Parallelism(dp=64), runtime=runtime).training.dtype
+
+
+def test_four_bits_came_with_a_version() -> None:
+    assert (priced("nvfp4", "megatron@0.15"), priced("mxfp8", "megatron@0.14")) == ("nvfp4", "mxfp8")
+    with pytest.raises(SpecError) as caught:
+        priced("nvfp4", "megatron@0.14")
+    assert "megatron 0.14 has no such recipe, which came with 0.15" in caught.value.message
+    assert caught.value.hint == "--runtime megatron@0.15 has it"
+
+
+PINNED = json.loads((Path(__file__).parents[1] / "pinned" / "layouts.json").read_text())
+
+
+def test_layouts_are_priced_as_before() -> None:
+    now = layouts()
+    assert now.keys() == PINNED.keys()
+    changed = [name for name, values in now.items() if values != pytest.approx(PINNED[name], rel=1e-9)]
+    assert not changed, f"{len(changed)} layouts changed, such as {changed[0]}"

@@ -1,33 +1,52 @@
-"""Switches that a run does not say: the interval of its step covers their likely values, and the worst one is named."""
+"""Switches that a run does not say: the interval of its step covers their likely values, and the worst one is named.
+
+Intervals: around the prediction, wider where less was measured, and as often right as they say.
+The risk of running out of memory: a normal tail of the logarithm, which falls with memory and rises with need.
+"""
 
 from __future__ import annotations
 
 import json
 import math
 from collections.abc import Collection
+from dataclasses import replace
+from statistics import NormalDist
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from toys import toy_problem
 
-from planner.answer import PricedLayout
+from planner.answer import SIGMAS_TO_END, Plan, PricedLayout
 from planner.layout.confidence import (
     DEVIATIONS,
+    HOST_WIDTH,
     TAIL,
+    TRACED_WIDTH,
     TUNED_WIDTH,
+    VISION_WIDTH,
     WIDE,
     Choice,
+    headroom_bytes,
     memory_width,
     mixture_interval,
+    oom_probability,
     width_terms,
 )  # fmt: skip
-from planner.layout.evaluate import evaluate
+from planner.layout.evaluate import evaluate, pricing_of
 from planner.layout.runs import evaluate_lines, parse_run
 from planner.physics.pricing import Pricing
+from planner.search.search import plan
+from planner.shape import Shape
 from planner.specs.cluster import ClusterSpec
+from planner.specs.model import ModelSpec
 from planner.specs.registry import load_hardware, load_model
-from planner.specs.training import Parallelism, TrainingSpec
+from planner.specs.training import Parallelism, SearchLimits, TrainingSpec
+from planner.specs.units import GIB
 from planner.trainers.load import load_runtime
+from planner.trainers.spec import RuntimeSpec
 
 MIXTURE = {
     "model": "qwen3-30b-a3b", "hardware": "b200", "num_gpus": 8, "seq_length": 4096, "global_batch_size": 128,
@@ -226,3 +245,205 @@ def test_gradients_that_show_show_in_every_micro_batch_of_zero_2() -> None:
         for stage in (1, 2)
     )  # fmt: skip
     assert two > 3 * one
+
+
+def _evaluated(model: str = "8b", evidence: str = "family", num_gpus: int = 8) -> Plan:
+    hardware = load_hardware("h100")
+    efficiency = hardware.efficiency.model_copy(update={"evidence": evidence})
+    cluster = ClusterSpec(hardware=hardware.model_copy(update={"efficiency": efficiency}), num_gpus=num_gpus)
+    training = TrainingSpec(seq_length=4096, global_batch_size=num_gpus * 4)
+    return evaluate(load_model(model), cluster, training, Parallelism(tp=2))
+
+
+def _width(plan: Plan) -> float:
+    low_s, high_s = plan.step.step_s_interval or (0.0, 0.0)
+    assert low_s < plan.step.step_s < high_s
+    return math.log(plan.step.step_s / low_s)
+
+
+def _memory_width(plan: Plan) -> float:
+    memory = plan.best.worst_stage.memory
+    assert memory.total_bytes_interval is not None
+    return math.log(memory.total_bytes_interval[1] / memory.total_bytes)
+
+
+def test_less_evidence_makes_wider_intervals() -> None:
+    plans = [_evaluated(evidence=evidence) for evidence in ("probed", "measured", "family", "spec_sheet")]
+    for widths in ([_width(p) for p in plans], [_memory_width(p) for p in plans]):
+        assert widths == sorted(widths)
+        assert widths[-1] > 2 * widths[0]
+
+
+def test_timed_kernels_say_little_of_amds_software_and_a_probe_all() -> None:
+    def width(evidence: str) -> float:
+        hardware = load_hardware("mi300x")
+        efficiency = hardware.efficiency.model_copy(update={"evidence": evidence})
+        cluster = ClusterSpec(hardware=hardware.model_copy(update={"efficiency": efficiency}), num_gpus=8)
+        training = TrainingSpec(seq_length=4096, global_batch_size=32)
+        return _width(evaluate(load_model("8b"), cluster, training, Parallelism(), runtime="primus-megatron"))
+
+    assert width("spec_sheet") > 1.2 * width("measured")
+    assert width("probed") < width("measured") / 2
+
+
+def test_routing_and_scale_each_widen_the_step() -> None:
+    dense = _width(_evaluated())
+    assert _width(_evaluated("deepseek-v2-lite")) > dense
+    few, many = (_evaluated(num_gpus=n) for n in (4096, 65536))
+    shares = [p.step.breakdown.tp_comm_s / p.step.step_s for p in (few, many)]
+    assert shares[0] == pytest.approx(shares[1], rel=0.05)  # the same exchanges: only the scale differs
+    assert _width(many) > _width(few)
+
+
+def test_a_tower_and_layers_traced_in_another_trainer_each_widen_the_step() -> None:
+    tower = load_model("1b").model_copy(update={"vision": object(), "traced": object()})
+    cluster, training = ClusterSpec(hardware="h100", num_gpus=8), TrainingSpec(seq_length=4096, global_batch_size=32)
+    best = _evaluated().best
+
+    def width(model: ModelSpec, runtime: str) -> float:
+        pricing = Pricing(model=model, training=training, cluster=cluster, runtime=load_runtime(runtime))
+        return width_terms(pricing, best, 0.0)["layers"]
+
+    assert width(load_model("1b"), "megatron") == 0
+    assert width(tower, "torch-eager") == VISION_WIDTH
+    assert width(tower, "megatron") == pytest.approx(math.hypot(VISION_WIDTH, TRACED_WIDTH))
+
+
+def test_the_more_of_a_step_is_the_hosts_the_wider_it_is() -> None:
+    megatron = load_runtime("megatron")
+    graphs = megatron.model_copy(update={"cuda_graphs": True})
+
+    def of(model: str, runtime: RuntimeSpec) -> Pricing:
+        training = TrainingSpec(seq_length=2048, global_batch_size=64)
+        cluster = ClusterSpec(hardware=load_hardware("h100"), num_gpus=8)
+        return Pricing(model=load_model(model), training=training, cluster=cluster, runtime=runtime)
+
+    def fraction(model: str, runtime: RuntimeSpec = megatron) -> float:
+        return of(model, runtime).host_fraction(Shape(tp=8, seq_length=2048))
+
+    assert 0 == fraction("llama-3.2-1b", graphs) < fraction("70b") < 0.5 < fraction("llama-3.2-1b") <= 1
+    assert fraction("qwen3-30b-a3b") > 0.5, "its host launches routing and experts as well"
+    best = _evaluated().best
+    alone, shared = (width_terms(of("8b", megatron), best, share) for share in (0.0, 0.5))
+    assert shared == pytest.approx(alone | {"host": 0.5 * HOST_WIDTH})
+
+
+def test_an_alternative_is_undecided_where_its_interval_reaches_below_the_best_ones() -> None:
+    cluster = ClusterSpec(hardware=load_hardware("h100"), num_gpus=8)
+    training = TrainingSpec(seq_length=4096, global_batch_size=64)
+    found = plan(load_model("8b"), cluster, training, limits=SearchLimits(top=5, time_limit_s=60.0))
+    assert found.best.step.step_s_interval is not None
+    for other in found.alternatives:
+        assert other.step.step_s_interval is not None
+        reaches = other.step.step_s_interval[0] <= found.best.step.step_s_interval[1]
+        assert (other in found.undecided) == reaches
+
+
+WIDTHS = st.floats(0.02, 0.5)
+GIBS = st.floats(1.0, 300.0)
+
+
+def evaluated(memory_gib: float = 80.0, tp: int = 8, runtime: str = "megatron", model: str = "8b") -> Plan:
+    hardware = load_hardware("h100").model_copy(update={"memory_gib": memory_gib})
+    training = TrainingSpec(seq_length=4096, global_batch_size=32)
+    return evaluate(
+        load_model(model), ClusterSpec(hardware=hardware, num_gpus=8), training, Parallelism(tp=tp), runtime=runtime
+    )
+
+
+@given(GIBS, GIBS, GIBS, WIDTHS)
+def test_more_memory_and_less_need_are_safer(total: float, capacity: float, more: float, width: float) -> None:
+    risk = oom_probability(total, capacity, width)
+    assert 0 <= oom_probability(total, capacity + more, width) <= risk <= oom_probability(total + more, capacity, width)
+    assert risk <= 1
+
+
+@given(GIBS, WIDTHS)
+def test_the_ends_of_the_interval_have_a_tenth_on_either_side(total: float, width: float) -> None:
+    assert oom_probability(total, total * math.exp(width), width) == pytest.approx(0.1)
+    assert oom_probability(total, total, width) == pytest.approx(0.5)
+    assert oom_probability(total, total * math.exp(-width), width) == pytest.approx(0.9)
+    assert pytest.approx(NormalDist().inv_cdf(0.9)) == SIGMAS_TO_END
+
+
+@given(st.floats(0.001, 0.999), st.floats(0.5, 1.5))
+def test_a_rank_fits_beside_the_headroom_exactly_if_its_risk_is_accepted(risk: float, filled: float) -> None:
+    pricing = toy_problem().pricing
+    capacity = pricing.cluster.hardware.memory_bytes
+    total = filled * (capacity - headroom_bytes(pricing, SearchLimits(oom_risk=risk)))
+    accepted = oom_probability(total, capacity, memory_width(pricing)) <= risk
+    # above one half the rule leaves nothing free, and layouts must fit all the same
+    assert accepted == (filled <= 1) or (risk > 0.5 and accepted) or filled == pytest.approx(1)
+
+
+@given(st.floats(1e-300, 0.998), st.floats(0.001, 0.5))
+def test_more_risk_leaves_less_free(risk: float, more: float) -> None:
+    pricing = toy_problem().pricing
+    free = [headroom_bytes(pricing, SearchLimits(oom_risk=r)) for r in (risk, min(0.999, risk + more))]
+    assert free[0] >= free[1] >= 0
+    assert free[0] < pricing.cluster.hardware.memory_bytes
+
+
+@pytest.mark.parametrize("gib", [0.0, 3.5])
+def test_a_headroom_that_is_asked_for_replaces_the_rule(gib: float) -> None:
+    problem = toy_problem(oom_risk=0.001, memory_headroom_gib=gib)
+    assert problem.pricing.headroom_bytes == gib * GIB
+    assert pricing_of(problem.model, problem.cluster, problem.training, problem.runtime).headroom_bytes == 0
+
+
+def test_a_given_layout_fits_by_its_bytes_and_says_its_risk() -> None:
+    total_gib = evaluated().best.worst_stage.memory.total_bytes / GIB
+    risks = []
+    for filled, fits in ((1.01, False), (0.999, True), (0.95, True), (0.8, True)):
+        best = evaluated(total_gib / filled).best
+        assert best.fits is fits
+        assert best.oom_probability is not None
+        risks.append(best.oom_probability)
+    assert risks == sorted(risks, reverse=True)
+    assert risks[0] > 0.5 > risks[1] > 0.1
+    assert risks[-1] < 0.01
+
+
+def test_the_worst_stage_decides() -> None:
+    plan = evaluated(25.0, tp=4)
+    width = memory_width(toy_problem(load_model("8b")).pricing)
+    totals = [stage.memory.total_bytes for stage in plan.stages]
+    at_width = [oom_probability(total, plan.cluster.hardware.memory_bytes, width) for total in totals]
+    low, high = plan.best.worst_stage.memory.total_bytes_interval or (0.0, 0.0)
+    own = oom_probability(max(totals), plan.cluster.hardware.memory_bytes, math.log(high / low) / 2)
+    assert plan.best.oom_probability == pytest.approx(own)
+    assert max(at_width) == at_width[totals.index(max(totals))]
+
+
+@pytest.mark.parametrize(("surer", "runtime"), [("megatron", "torchtitan"), ("megatron", "nanotron")])
+def test_a_trainer_whose_allocator_is_known_less_well_leaves_more_free(surer: str, runtime: str) -> None:
+    pricing = toy_problem().pricing
+    known, other = (replace(pricing, runtime=load_runtime(name)) for name in (surer, runtime))
+    assert memory_width(other) > memory_width(known)
+    assert headroom_bytes(other, SearchLimits()) > headroom_bytes(known, SearchLimits())
+
+
+def test_gpus_that_idle_bring_utilisation_down() -> None:
+    """Half the GPUs at the same step, but for a node more to be late, do half the model FLOPs a GPU."""
+    model, hardware = load_model("8b"), load_hardware("h100")
+    training = TrainingSpec(seq_length=4096, global_batch_size=32)
+    steps = [
+        evaluate(model, ClusterSpec(hardware=hardware, num_gpus=n), training, Parallelism(tp=8, dp=1)).step
+        for n in (8, 16)
+    ]
+    assert steps[1].step_s == pytest.approx(steps[0].step_s, rel=0.005)
+    assert steps[1].mfu == pytest.approx(steps[0].mfu / 2, rel=0.005)
+    assert steps[1].model_tflops_per_gpu == pytest.approx(steps[0].model_tflops_per_gpu / 2, rel=0.005)
+
+
+def test_what_rocm_holds_is_known_less_well() -> None:
+    """A GPU whose libraries are known less well leaves more free; the two widths are independent."""
+    hardware = load_hardware("mi355x")
+    known = hardware.model_copy(update={"reserved": hardware.reserved.model_copy(update={"width": 0.0})})
+    widths = []
+    for gpu in (hardware, known):
+        cluster = ClusterSpec(hardware=gpu, num_gpus=8)
+        training = TrainingSpec(seq_length=4096, global_batch_size=64)
+        widths.append(memory_width(pricing_of(load_model("8b"), cluster, training, load_runtime("primus-megatron"))))
+    assert widths[0] == pytest.approx(math.hypot(widths[1], hardware.reserved.width))
+    assert widths[0] > widths[1]

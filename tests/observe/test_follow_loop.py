@@ -1,20 +1,27 @@
-"""A followed run: its band, and what ends it: an alarm, its last step, or the end of its input."""
+"""A followed run: its band, and what ends it: an alarm, its last step, or the end of its input.
+
+The end of a file that grows: lines in parts, rotation, truncation, files that come late, and what is no text.
+"""
 
 from __future__ import annotations
 
+import os
 import random
+import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
-from test_observe_signals import report
+from test_observe_truths import report
 from written import BEGIN_S, LLAMA_8B, arguments, iteration, iterations, mlperf, torchtitan
 
 from planner.answer import Plan
 from planner.cli import main
 from planner.errors import SpecError
 from planner.observe.follower import BURST, Band, BandWatch, FollowedRun, Follower
+from planner.observe.lines import MAX_LINE_BYTES, FileEnd, NewLines, StdinEnd, source_of
 
 BAND = Band(9.0, 10.0, "plan.json")
 
@@ -55,21 +62,24 @@ def test_a_run_that_becomes_slow_rings_after_so_many_steps() -> None:
     assert 320 <= at <= 325
 
 
-def test_a_run_that_is_slow_from_its_begin_has_a_warm_up() -> None:
-    assert watched([10.5] * 100)[1] == 44
-    assert watched([30.0, 20.0, *[9.5] * 50, *[10.5] * 22])[1] == 74
+SHORT = {"band": Band(0.45, 0.5, "plan.json")}
 
 
-def test_one_in_ten_slow_steps_is_no_alarm() -> None:
-    assert watched(([9.5] * 9 + [19.0]) * 40)[1] is None
-    assert watched(([9.5] * 5 + [12.0] * 15) * 20)[1] is None
-
-
-def test_short_steps_have_to_be_out_for_two_minutes_unless_far() -> None:
-    band = Band(0.45, 0.5, "plan.json")
-    assert watched([0.47] * 30 + [0.53] * 100, band=band)[1] is None
-    assert watched([0.47] * 30 + [0.53] * 300, band=band)[1] == 30 + 2 + 227
-    assert watched([0.47] * 30 + [0.7] * 100, band=band)[1] == 52
+@pytest.mark.parametrize(
+    ("seconds", "more", "at"),
+    [
+        ([10.5] * 100, {}, 44), ([30.0, 20.0, *[9.5] * 50, *[10.5] * 22], {}, 74),  # slow from its begin: a warm-up
+        (([9.5] * 9 + [19.0]) * 40, {}, None), (([9.5] * 5 + [12.0] * 15) * 20, {}, None),  # one in ten is slow
+        # short steps have to be out for two minutes unless far
+        ([0.47] * 30 + [0.53] * 100, SHORT, None), ([0.47] * 30 + [0.53] * 300, SHORT, 30 + 2 + 227),
+        ([0.47] * 30 + [0.7] * 100, SHORT, 52),
+        # lines that are means need three, and digits that are not printed ring nothing
+        ([9.5] * 10 + [12.0] * 10, {"covers": 10}, 150), ([9.5] * 10 + [12.0] * 2 + [9.5] * 10, {"covers": 10}, None),
+        ([10.04] * 100, {"precision_fraction": 0.005}, None), ([10.2] * 100, {"precision_fraction": 0.005}, 44),
+    ],
+)  # fmt: skip
+def test_the_step_of_the_alarm(seconds: list[float], more: dict[str, Any], at: int | None) -> None:
+    assert watched(seconds, **more)[1] == at
 
 
 def test_below_the_band_rings_unless_only_slow_ones_do() -> None:
@@ -83,16 +93,6 @@ def test_steps_that_the_log_explains_are_not_counted() -> None:
     for number in range(200):
         watch.take(9.5 if number % 2 else 15.0, 1, number % 2 == 0)
     assert (watch.place, watch.out_steps) == ("in band", 0)
-
-
-def test_lines_that_are_means_need_three() -> None:
-    assert watched([9.5] * 10 + [12.0] * 10, covers=10)[1] == 150
-    assert watched([9.5] * 10 + [12.0] * 2 + [9.5] * 10, covers=10)[1] is None
-
-
-def test_digits_that_are_not_printed_are_no_alarm() -> None:
-    assert watched([10.04] * 100, precision_fraction=0.005)[1] is None
-    assert watched([10.2] * 100, precision_fraction=0.005)[1] is not None
 
 
 def test_a_start_begins_anew() -> None:
@@ -255,3 +255,99 @@ def test_hostile_lines_are_passed_over() -> None:
     rubbish = ["\x1b[2J\x1b]0;title\x07", nan, "\0" * 50, "é" * 90_000]
     _, _, last = run([line for step in iterations(STEPS) for line in (*rubbish, step)], is_live=True)
     assert (last.step, last.place) == (81, "in band")
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Path:
+    path = tmp_path / "train.log"
+    path.write_bytes(b"one\ntwo\nthr")
+    return path
+
+
+def append(path: Path, data: bytes) -> None:
+    with path.open("ab") as file:
+        file.write(data)
+
+
+def test_half_a_line_waits_for_its_end(log: Path) -> None:
+    end = FileEnd(str(log))
+    assert end.read() == [b"one", b"two"]
+    assert end.read() == []
+    append(log, b"ee\r\nfour")
+    assert end.read() == [b"three"]
+    append(log, b"\n")
+    assert end.read() == [b"four"]
+
+
+def test_a_file_that_was_renamed_is_read_to_its_end_and_the_new_one_from_its_begin(log: Path) -> None:
+    end = FileEnd(str(log))
+    end.read()
+    log.rename(log.with_suffix(".1"))
+    append(log.with_suffix(".1"), b"ee\nhal")
+    log.write_bytes(b"new\n")
+    assert [end.read() for _ in range(3)] == [[b"three"], [b"new"], []]
+
+
+def test_a_file_that_was_cut_is_read_again_without_its_half_line(log: Path) -> None:
+    said: list[str] = []
+    end = FileEnd(str(log), said.append)
+    end.read()
+    log.write_bytes(b"new\n")
+    assert end.read() == [b"new"]
+    assert len(said) == 1
+    assert "was cut off" in said[0]
+
+
+def test_a_file_that_vanishes_is_waited_for_and_said_once(log: Path) -> None:
+    said: list[str] = []
+    end = FileEnd(str(log), said.append)
+    end.read()
+    log.unlink()
+    assert [end.read() for _ in range(4)] == [[]] * 4
+    assert said == [f"{log}: is not there: waiting for it"]
+    log.write_bytes(b"back\n")
+    assert end.read() == [b"back"]
+
+
+def test_a_file_that_is_not_there_yet(tmp_path: Path) -> None:
+    said: list[str] = []
+    end = FileEnd(str(tmp_path / "later" / "train.log"), said.append)
+    assert [end.read(), end.read(), len(said)] == [[], [], 1]
+    (tmp_path / "later").mkdir()
+    (tmp_path / "later" / "train.log").write_bytes(b"now\n")
+    assert end.read() == [b"now"]
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "says"),
+    [
+        ("train.log.gz", b"", "is packed"), ("train.log", b"\x1f\x8b\x08\0", "is packed"),
+        ("train.log", bytes(1000), "is a binary file"), ("folder", None, "is no regular file"),
+    ],
+)  # fmt: skip
+def test_what_does_not_grow_by_lines_is_refused(tmp_path: Path, name: str, data: bytes | None, says: str) -> None:
+    path = tmp_path / name
+    path.mkdir() if data is None else path.write_bytes(data)
+    with pytest.raises(SpecError, match=says) as caught:
+        source_of(str(path)).read()
+    assert caught.value.hint
+
+
+def test_a_line_without_an_end_takes_no_memory() -> None:
+    lines = NewLines()
+    for _ in range(40):
+        assert lines.of(b"x" * MAX_LINE_BYTES) == []
+    assert lines.of(b"\nnext\n") == [b"x" * MAX_LINE_BYTES, b"next"]
+
+
+def test_standard_input_ends_with_its_last_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    reader, writer = os.pipe()
+    with os.fdopen(reader) as stdin, os.fdopen(writer, "wb", buffering=0) as pipe:
+        monkeypatch.setattr(sys, "stdin", stdin)
+        end = StdinEnd()
+        assert end.read() == []
+        pipe.write(b"one\ntw")
+        assert end.read() == [b"one"]
+        pipe.write(b"o")
+        pipe.close()
+        assert [end.read(), end.read(), end.read()] == [[], [b"two"], None]

@@ -1,4 +1,8 @@
-"""Files of any size and any content: streamed, unpacked, cleaned, and refused with one error."""
+"""Files of any size and any content: streamed, unpacked, cleaned, and refused with one error.
+
+Detection, mixtures, steps printed by many ranks, restarts, and several files of one run.
+Laws of the statistics: slow steps move no median, scale is scale, a drift is found, outliers get their names.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -18,9 +23,12 @@ from written import BEGIN_S, LLAMA_8B, TIMERS, arguments, iteration, iterations,
 from planner.cli.output import dumps
 from planner.errors import SpecError
 from planner.observe import lines as lines_module
+from planner.observe import record as record_module
+from planner.observe.formats import GRAMMARS
 from planner.observe.lines import MAX_LINE_BYTES, Tally, cleaned, lines
 from planner.observe.log_reader import observe
 from planner.observe.observation import Observed
+from planner.observe.steady import Steady, quantile, steady
 from planner.report.observe import render_observed
 
 LOG = "\n".join(iterations([2.0] * 20))
@@ -218,3 +226,207 @@ def test_mutants_of_logs_end_in_an_answer_or_an_error(
         return
     assert dumps(seen.model_dump(mode="json"))
     assert render_observed(seen)
+
+
+def test_grammars_have_names_and_rows() -> None:
+    assert len({grammar.name for grammar in GRAMMARS}) == len(GRAMMARS)
+    assert all(row.holds for grammar in GRAMMARS for row in grammar.rows)
+
+
+@pytest.mark.parametrize(
+    ("text", "kind"),
+    [
+        ("\n".join(iterations([2.0] * 3)), "megatron"),
+        (mlperf([2.0] * 3), "mlperf"),
+        (torchtitan([2.0] * 3), "torchtitan"),
+        ("step_time_s\n2\n", "table"),
+    ],
+)
+def test_the_content_says_the_format(tmp_path: Path, text: str, kind: str) -> None:
+    assert read(tmp_path, "some words before\n" * (kind != "table") + text).sources[0].format == kind
+
+
+def test_two_trainers_in_one_file_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(SpecError, match=r"steps of megatron \(30\) and of torchtitan \(20\)"):
+        read(tmp_path, "\n".join(iterations([2.0] * 30)) + "\n" + torchtitan([2.0] * 20))
+
+
+def test_a_few_lines_of_another_do_not_matter(tmp_path: Path) -> None:
+    seen = read(tmp_path, "\n".join(iterations([2.0] * 30)) + "\n" + torchtitan([2.0] * 3))
+    assert (seen.sources[0].format, seen.num_steps) == ("megatron", 30)
+
+
+def test_a_step_that_ranks_print_late_is_no_restart(tmp_path: Path) -> None:
+    numbers = [1, 2, 1, 3, 2, 4, 4, 3, 5, 4, 5, 6]
+    seen = read(tmp_path, "\n".join(iteration(n, 2.0, BEGIN_S + 2 * n) for n in numbers))
+    assert (seen.series.steps, seen.restarts) == ((1, 2, 3, 4, 5, 6), ())
+    assert any("6 lines" in note for note in seen.notes)
+
+
+def test_a_restart_is_its_lost_work(tmp_path: Path) -> None:
+    again = iterations([2.0] * 30, 21, BEGIN_S + 100 + 300)
+    seen = read(tmp_path, "\n".join([*iterations([2.0] * 50), *again]))
+    (restart,) = seen.restarts
+    assert (restart.from_step, restart.to_step, restart.lost_steps) == (50, 21, 30)
+    assert (restart.lost_s, restart.down_s) == pytest.approx((60.0, 300.0))
+    assert (seen.wall.down_s, seen.wall.steps_s) == pytest.approx((300.0, 160.0))
+
+
+def test_a_restart_after_one_step_is_told_by_the_dump(tmp_path: Path) -> None:
+    dump = arguments(**LLAMA_8B)
+    text = "\n".join([dump, *iterations([2.0] * 5), dump, *iterations([2.0] * 5, 5, BEGIN_S + 20)])
+    (restart,) = read(tmp_path, text).restarts
+    assert (restart.from_step, restart.to_step, restart.lost_steps) == (5, 5, 1)
+
+
+def test_a_restart_without_times_is_told_by_how_far_it_falls_back(tmp_path: Path) -> None:
+    lines = [iteration(n, 2.0) for n in [*range(1, 41), *range(21, 41)]]
+    (restart,) = read(tmp_path, "\n".join(lines)).restarts
+    assert (restart.lost_steps, restart.down_s) == (20, None)
+
+
+def test_each_start_has_its_own_warm_up(tmp_path: Path) -> None:
+    first = iterations([9.0, *[2.0] * 19])
+    again = iterations([8.0, *[2.0] * 19], 11, BEGIN_S + 600)
+    seen = read(tmp_path, "\n".join([*first, *again]))
+    assert (seen.num_warmup_steps, seen.outliers) == (2, ())
+    assert seen.warmup_extra_s == pytest.approx(13.0)
+
+
+def test_parts_of_a_run_are_one_run(tmp_path: Path) -> None:
+    first, second = "\n".join(iterations([2.0] * 50)), "\n".join(iterations([2.0] * 50, 31, BEGIN_S + 300))
+    for texts in ((first, second), (second, first)):
+        seen = read(tmp_path, *texts)
+        assert seen.num_steps == 100
+        assert [(restart.from_step, restart.to_step) for restart in seen.restarts] == [(50, 31)]
+        assert seen.wall.wall_s == pytest.approx(400)
+        assert len(seen.sources) == 2
+
+
+def test_ranks_of_a_run_are_beside_each_other(tmp_path: Path) -> None:
+    memory = "[Rank {}] (after 2 iterations) memory (MB) | max allocated: {} | max reserved: 9000.0"
+    seen = read(tmp_path, "\n".join(iterations([2.0] * 5)), memory.format(0, 500.0), memory.format(8, 700.0))
+    assert [rank.rank for rank in seen.memory] == [0, 8]
+    assert seen.num_steps == 5
+
+
+def test_more_steps_than_are_kept_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(record_module, "MAX_STEPS", 10)
+    seen = read(tmp_path, "\n".join(iterations([2.0] * 15)))
+    assert seen.num_steps == 10
+    assert "5 steps after the first 10 were left" in seen.sources[0].partial
+
+
+def test_a_long_series_is_thinned_and_the_statistics_are_not(tmp_path: Path) -> None:
+    seen = read(tmp_path, "\n".join(["step_time_s", *["2.0"] * 9001]))
+    assert (seen.series.stride, len(seen.series.steps), seen.num_steps) == (3, 3001, 9001)
+
+
+def test_memory_alone_is_an_observation_without_a_step(tmp_path: Path) -> None:
+    seen = read(tmp_path, "[Rank 3] (after 2 iterations) memory (MB) | max allocated: 512.0")
+    assert (seen.step_s, seen.peak_memory_bytes) == (None, 512 * 2**20)
+
+
+SETTINGS = settings(max_examples=50, deadline=None)
+NOISE = st.lists(st.floats(0.99, 1.01), min_size=20, max_size=200)
+
+
+def told(seconds: list[float] | np.ndarray, covers: list[float] | None = None, **more: object) -> Steady:
+    values = np.asarray(seconds, dtype=float)
+    weights = np.ones(len(values)) if covers is None else np.asarray(covers, dtype=float)
+    return steady(np.arange(1, len(values) + 1), values, weights, **more)  # type: ignore[arg-type]
+
+
+@SETTINGS
+@given(NOISE, st.floats(1e-3, 1e3))
+def test_scale_is_scale(seconds: list[float], factor: float) -> None:
+    one, other = told(seconds), told([factor * value for value in seconds])
+    assert other.step_s == pytest.approx(factor * one.step_s)
+    assert (other.low_s, other.high_s) == pytest.approx((factor * one.low_s, factor * one.high_s))
+    assert other.drift_fraction == pytest.approx(one.drift_fraction, abs=1e-6)
+
+
+@SETTINGS
+@given(NOISE, st.data())
+def test_a_tenth_of_slow_steps_moves_the_median_inside_the_noise(seconds: list[float], data: st.DataObject) -> None:
+    rows = data.draw(st.sets(st.integers(0, len(seconds) - 1), max_size=len(seconds) // 10))
+    slowed = [value * 20 if row in rows else value for row, value in enumerate(seconds)]
+    found = told(slowed)
+    assert 0.99 <= found.step_s <= 1.01
+    assert sum(one.num_steps for one in found.outliers) + int(found.warmup.sum()) == len(rows)
+
+
+@SETTINGS
+@given(NOISE, st.randoms(use_true_random=False))
+def test_order_changes_neither_median_nor_spread(seconds: list[float], random: object) -> None:
+    shuffled = list(seconds)
+    random.shuffle(shuffled)  # type: ignore[attr-defined]
+    one, other = told(seconds), told(shuffled)
+    assert (one.step_s, one.low_s, one.high_s) == (other.step_s, other.low_s, other.high_s)
+
+
+@SETTINGS
+@given(st.floats(0.5, 100), st.integers(20, 300), st.floats(-0.2, 0.2))
+def test_a_drift_is_found(step_s: float, count: int, drift: float) -> None:
+    line = step_s * (1 + drift * np.linspace(-0.5, 0.5, count))
+    assert told(line).drift_fraction == pytest.approx(drift, abs=1e-3)
+
+
+@SETTINGS
+@given(st.floats(1e-3, 1e3), st.integers(1, 100))
+def test_equal_steps_have_no_outliers_no_spread_and_no_drift(step_s: float, count: int) -> None:
+    found = told([step_s] * count)
+    assert (found.step_s, found.low_s, found.high_s, found.outliers) == (step_s, step_s, step_s, ())
+    assert found.drift_fraction in (None, 0.0)
+    assert not found.warmup.any()
+
+
+@SETTINGS
+@given(st.lists(st.tuples(st.floats(0.1, 10), st.integers(1, 5)), min_size=1, max_size=30), st.floats(0.05, 0.95))
+def test_weights_are_repetitions(rows: list[tuple[float, int]], fraction: float) -> None:
+    values, weights = np.array([value for value, _ in rows]), np.array([float(count) for _, count in rows])
+    each = np.repeat(values, weights.astype(int))
+    assert quantile(values, weights, fraction) == quantile(each, np.ones(len(each)), fraction)
+
+
+def test_a_warm_up_is_at_the_begin_and_ends() -> None:
+    found = told([30.0, 12.0, *[10.0] * 30, 12.0])
+    assert np.flatnonzero(found.warmup).tolist() == [0, 1]
+    assert found.warmup_extra_s == pytest.approx(22.0)
+    assert [outlier.steps for outlier in found.outliers] == [(33,)]
+
+
+def test_outliers_that_the_log_explains_have_its_name() -> None:
+    seconds = [1.0] * 40
+    seconds[10] = seconds[20] = 3.0
+    found = told(seconds, marks={10: {"checkpoint"}, 20: {"evaluation"}})
+    assert [(outlier.kind, outlier.steps, outlier.extra_s) for outlier in found.outliers] == [
+        ("checkpoint", (11,), pytest.approx(2.0)),
+        ("evaluation", (21,), pytest.approx(2.0)),
+    ]
+
+
+def test_outliers_at_equal_distances_are_periodic() -> None:
+    seconds = [1.5 if row % 25 == 24 else 1.0 for row in range(200)]
+    (outlier,) = told(seconds).outliers
+    assert (outlier.kind, outlier.period_steps, outlier.num_steps) == ("periodic", 25, 8)
+    assert outlier.extra_s == pytest.approx(4.0)
+
+
+def test_outliers_in_a_row_are_a_slow_spell() -> None:
+    seconds = [1.0] * 50 + [1.4] * 8 + [1.0] * 50
+    (outlier,) = told(seconds).outliers
+    assert (outlier.kind, outlier.num_steps, outlier.steps[0]) == ("slow_spell", 8, 51)
+
+
+def test_outliers_here_and_there_are_unexplained() -> None:
+    seconds = [1.0] * 100
+    for row in (13, 21, 54, 71, 90):
+        seconds[row] = 1.3
+    (outlier,) = told(seconds).outliers
+    assert (outlier.kind, outlier.period_steps) == ("unexplained", None)
+
+
+def test_digits_that_are_not_printed_are_no_outliers() -> None:
+    seconds = [1.0, 1.1] * 10 + [1.2]
+    assert told(seconds, precision_fraction=0.05).outliers == ()

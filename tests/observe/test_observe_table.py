@@ -1,4 +1,7 @@
-"""Tables of steps, and lines that trainers print in forms of their own."""
+"""Tables of steps, and lines that trainers print in forms of their own.
+
+Lines of torchtitan and DeepSpeed, and timers of a step.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from written import iterations, read
+from written import iterations, read, torchtitan
 
 from planner.errors import SpecError
 from planner.observe.log_reader import TableColumns
+from planner.specs.units import GIB
 
 
 @pytest.mark.parametrize(
@@ -174,3 +178,169 @@ def test_lines_of_torchtitan(tmp_path: Path, titan: Any, monkeypatch: pytest.Mon
     assert (seen.facts.global_batch_size, seen.facts.seq_length) == (4, 8192)
     assert seen.peak_memory_bytes == round(49.66 * 2**30)
     assert (seen.wall.evaluation_s, seen.wall.idle_s) == (pytest.approx(30.0, abs=0.01), pytest.approx(0.0, abs=0.02))
+
+
+# torchtitan issue 1287, 8B on H100
+LINE = (
+    "[rank0]:[titan] 2025-06-16 22:30:50,322 - root - INFO - step: 200  loss:  6.1384  memory: 49.66GiB(52.28%)  "
+    "tps: 5,856  tflops: 339.16  mfu: 34.29%"
+)
+
+
+def test_two_lines_have_the_steps_between_them(tmp_path: Path) -> None:
+    later = LINE.replace("step: 200", "step: 210").replace("22:30:50,322", "22:31:04,322")
+    seen = read(tmp_path, f"{LINE}\n{later}")
+    assert (seen.series.steps, seen.num_steps) == ((210,), 10)
+    assert seen.step_s == pytest.approx(1.4)
+    assert seen.printed_mfu == pytest.approx(0.3429)
+    assert (seen.peak_memory_bytes, seen.peak_memory_kind) == (round(49.66 * GIB), "reserved")
+    assert seen.asks == ("--gpus N",)
+
+
+def test_colours_and_all_ranks(tmp_path: Path) -> None:
+    seen = read(tmp_path, torchtitan([9.0, 1.4, 1.4, 1.4, 1.4], ranks=4))
+    assert (seen.series.steps, seen.num_warmup_steps) == ((1, 2, 3, 4, 5), 1)
+    assert seen.step_s == pytest.approx(1.4, rel=1e-3)
+    assert (seen.facts.global_batch_size, seen.facts.seq_length) == (8, 8192)
+    assert any("15 lines" in note for note in seen.notes)
+
+
+def test_words_of_older_lines_and_quantised_runs(tmp_path: Path) -> None:
+    old = LINE.replace("tps:", "wps:").replace("mfu: 34.29%", "mfu: N/A")
+    later = old.replace("step: 200", "step: 201").replace("50,322", "51,722").replace("loss:", "grad_norm: 1  loss:")
+    seen = read(tmp_path, f"{old}\n{later.replace('grad_norm: 1  loss:  6.1384', 'loss:  6.1384  grad_norm:  1.0')}")
+    assert seen.step_s == pytest.approx(1.4)
+    assert seen.printed_mfu is None
+
+
+def test_what_happens_between_steps_is_named(tmp_path: Path) -> None:
+    lines = torchtitan([1.0] * 12 + [4.0] + [1.0] * 12).splitlines()
+    collected = (
+        "[rank0]:[titan] 2025-06-16 22:30:48,735 - root - INFO - [GC] Peforming periodical GC collection. 3.0 seconds."
+    )
+    text = "\n".join([*lines[:13], collected, *lines[13:]])
+    (outlier,) = read(tmp_path, text).outliers
+    assert (outlier.kind, outlier.steps) == ("periodic", (13,))
+    assert "garbage collection" in outlier.likely
+
+
+def test_the_grid_counts_the_gpus(tmp_path: Path) -> None:
+    line = "[rank0]:[titan] 2025-06-16 22:30:00,000 - root - INFO - Building device mesh with parallelism: "
+    new = f"{line}pp=2, dp_replicate=1, dp_shard=4, cp=1, tp=2, ep=4"
+    old = line.replace("parallelism: ", "") + "['pp', 'dp_shard', 'tp'], [2, 4, 2]"
+    for text in (new, old.replace("mesh with", "3-D device mesh with").replace("Building device", "Building")):
+        assert (
+            read(tmp_path, f"{text}\n{LINE}\n{LINE.replace('200', '201').replace(',322', ',822')}").facts.num_gpus == 16
+        )
+
+
+def test_an_evaluation_is_no_step(tmp_path: Path) -> None:
+    lines = torchtitan([1.0] * 6).splitlines()
+    stamp = lines[-1].partition(" - root")[0]
+    evaluated = f"{stamp[:-7]}:30,000 - root - INFO - validate step:  6  loss: 5.0  memory: 40.00GiB(50.0%)  tps: 99"
+    seen = read(tmp_path, "\n".join([*lines, evaluated]))
+    assert seen.series.steps == (1, 2, 3, 4, 5, 6)
+    assert seen.wall.evaluation_s == pytest.approx(4.0)
+
+
+# DeepSpeed issue 2629
+OLD = (
+    "[2022-12-20 02:07:14,130] [INFO] [timer.py:197:stop] 0/{}, RunningAvgSamplesPerSec=158.31, "
+    "CurrSamplesPerSec=160.0, MemAllocated=1.75GB, MaxMemAllocated=2.6GB"
+)
+NEW = OLD.replace("0/{},", "epoch=0/micro_step={0}/global_step={0},").replace("timer.py:197", "timer.py:260")
+OLDEST = "[2022-03-11 02:07:{:02},130] [INFO] [timer.py:189:stop] 0/{}, SamplesPerSec=83.7, MaxMemAllocated=9.02GB"
+BATCH = "[2022-12-20 02:07:00,130] [INFO] [config.py:1014:print]   train_batch_size ............. 320"
+# accelerate issue 1589
+BREAKDOWN = (
+    "[2023-06-21 07:39:09,625] [INFO] [logging.py:96:log_dist] [Rank 0] rank=0 time (ms) | forward_microstep: 27.48 | "
+    "backward_microstep: 73.59 | backward_inner_microstep: 51.05 | backward_allreduce_microstep: 22.49 | "
+    "step_microstep: 72.59"
+)
+
+
+@pytest.mark.parametrize("line", [OLD, NEW])
+def test_samples_per_second_of_a_batch_are_a_step(tmp_path: Path, line: str) -> None:
+    seen = read(tmp_path, "\n".join([BATCH, *(line.format(step) for step in (10, 20, 30))]))
+    assert (seen.step_s, seen.series.steps) == (2.0, (10, 20, 30))
+    assert seen.facts.global_batch_size == 320
+    assert (seen.peak_memory_bytes, seen.peak_memory_kind) == (round(2.6 * GIB), "allocated")
+
+
+def test_a_running_average_is_no_step_but_the_clock_says_them(tmp_path: Path) -> None:
+    seen = read(tmp_path, "\n".join(OLDEST.format(10 + 5 * step, 10 * step) for step in range(1, 5)))
+    assert (seen.step_s, seen.series.steps) == (0.5, (20, 30, 40))
+    assert any("batch is not stated" in note for note in seen.notes)
+
+
+def test_the_breakdown_is_timers(tmp_path: Path) -> None:
+    seen = read(tmp_path, f"{BATCH}\n{OLD.format(10)}\n{BREAKDOWN}")
+    assert {timer.name: timer.max_s for timer in seen.timers}["backward_microstep"] == pytest.approx(0.07359)
+    assert any("synchronises" in note for note in seen.notes)
+
+
+# saforem2's notes of 2024-04-21; karpathy/nanochat#147; build-nanogpt; verl's FSDPSFTTrainer; fms-fsdp; PaddleNLP
+ARGONNE = (
+    "[2024-04-21 02:45:{0:02}][INFO][training:1251] -  iteration=  {1}/  317892 | "
+    "elapsed_time_per_iteration_ms=2007.8 | global_batch_size=  256 | "
+    "actual_seqlen= 4096 | samples_per_second=127.5 | TFLOPs=159.66 |"
+)
+CHAT = "step {1:05d}/21400 (0.02%) | loss: 8.89 | lrm: 1.00 | dt: 989.44ms | tok/sec: 529,882 | mfu: 74.13 | total"
+NANO = "step {1:4d}| loss: 10.93 | lr: 6.0000e-05 | norm: 27.0145  | dt: 2713.86ms | tok/sec: 193189.05"
+SFT = "step:{1} - train/loss:0.723 - train/lr(1e-3):0.0096 - train/time(s):2.81"
+FMS = "step: {1}\nloss: 3.1\nreserved memory: 72345678848\ncurrent step time: 1.2355\noverall step time: 1.3"
+PADDLE = (
+    "loss: 1.1, learning_rate: 2e-06, global_step: {1}0, interval_runtime: 808.1, interval_samples_per_second: 0.198, "
+    "interval_steps_per_second: 0.012, epoch: 10.0"
+)
+CHATTED = NEW.replace("{0}", "{1}0").replace("14,130", "{0:02},130")  # no line says the batch
+
+
+@pytest.mark.parametrize(
+    ("line", "trainer", "step_s"),
+    [
+        (ARGONNE, "megatron-deepspeed", 2.0078), (CHAT, "nanochat", 0.98944), (NANO, "nanochat", 2.71386),
+        (SFT, "verl", 2.81), (FMS, "fms-fsdp", 1.2355), (PADDLE, "paddlenlp", 80.81), (CHATTED, "deepspeed", 0.2),
+    ],
+)  # fmt: skip
+def test_a_line_of_a_step_is_read_as_its_trainer_means_it(
+    tmp_path: Path, line: str, trainer: str, step_s: float
+) -> None:
+    seen = read(tmp_path, "\n".join(line.format(10 + 2 * step, step) for step in range(1, 7)))
+    assert (seen.facts.trainer, seen.step_s) == (trainer, pytest.approx(step_s))
+
+
+def test_micro_batches_of_an_older_deepspeed_are_no_steps(tmp_path: Path) -> None:
+    said = BATCH.replace("train_batch_size", "gradient_accumulation_steps").replace("320", "4")
+    text = "\n".join([said, *(OLDEST.format(10 + 5 * step, 20 * step) for step in range(1, 5))])
+    assert read(tmp_path, text).step_s == 1.0
+
+
+LINES = list(iterations([1.0] * 9))
+
+
+def of_ranks(**timers: tuple[float, float]) -> str:
+    """Megatron-LM's timers with `--timing-log-option minmax`."""
+    lines = [f"    {name} ...: ({low:.2f}, {high:.2f})" for name, (low, high) in timers.items()]
+    return "\n".join([*LINES, "(min, max) time across ranks (ms):", *lines])
+
+
+def test_timers_of_the_slowest_rank_are_terms_of_the_step(tmp_path: Path) -> None:
+    seen = read(tmp_path, of_ranks(**{"forward-backward": (700.0, 900.0), "optimizer": (50.0, 60.0)}))
+    assert seen.breakdown == pytest.approx({"forward_backward_s": 0.9, "optimizer_s": 0.06, "unattributed_s": 0.04})
+
+
+@pytest.mark.parametrize(("optimizer_ms", "told"), [(120.0, True), (160.0, False)])
+def test_the_most_of_several_ranks_may_be_a_little_more_than_a_step(
+    tmp_path: Path, optimizer_ms: float, told: bool
+) -> None:
+    seen = read(tmp_path, of_ranks(**{"forward-backward": (700.0, 900.0), "optimizer": (50.0, optimizer_ms)}))
+    assert sum(seen.breakdown.values()) == pytest.approx(1.0)
+    assert ("optimizer_s" in seen.breakdown) is told
+
+
+def test_what_happens_before_the_first_step_is_no_timer_of_a_step(tmp_path: Path) -> None:
+    """As bigscience-workshop/bigscience's logs of gpt2-meg have them."""
+    setup = "time (ms) | model-and-optimizer-setup: 330.10 | train/valid/test-data-iterators-setup: 513.20"
+    seen = read(tmp_path, "\n".join([setup, *LINES, "time (ms) | forward-compute: 300.00 | backward-compute: 600.00"]))
+    assert [timer.name for timer in seen.timers] == ["forward-compute", "backward-compute"]

@@ -12,13 +12,7 @@ from written import LLAMA_8B, arguments, iterations, read
 
 from planner.answer import Plan
 from planner.cli import main
-from planner.observe.case import (
-    ObservedCase,
-    recipe_terms,
-    remedy_of_change,
-    running,
-    stated_otherwise,
-)
+from planner.observe.case import ObservedCase, recipe_terms, remedy_of_change, running, stated_otherwise
 from planner.observe.judge import judged, judged_beside, of_run, predicted
 from planner.observe.observation import Observation, Observed
 from planner.plan_file import plan_of

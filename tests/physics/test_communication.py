@@ -1,19 +1,40 @@
-"""Tokens handed to experts: how often each crosses which links."""
+"""Tokens handed to experts: how often each crosses which links.
+
+Collectives on AMD GPUs against published tables of rccl-tests, Primus' benchmark and MORI's dispatch kernels.
+Where the ranks of a group lie, held against the numbers of the ranks themselves, under both orders.
+"""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise, product
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import yaml
 
-from planner.physics.communication import Kind, collective_s, dispatch_tiers_s, exchange_s, joined_fraction, p2p_s
+from planner.layout.evaluate import pricing_of
+from planner.layout.price import placements
+from planner.physics.communication import (
+    Blocks,
+    Kind,
+    collective_s,
+    collective_tiers_s,
+    data_parallel_places,
+    dispatch_tiers_s,
+    exchange_s,
+    joined_fraction,
+    members_by_tier,
+    p2p_s,
+)
 from planner.physics.layers import decoder_layer
 from planner.physics.operators import Collective, collectives_of
-from planner.shape import Shape
-from planner.specs.cluster import ClusterSpec
+from planner.shape import RANK_ORDERS, Shape
+from planner.specs.cluster import ClusterSpec, parse_tiers
 from planner.specs.registry import load_hardware, load_model
+from planner.specs.training import TrainingSpec
 from planner.trainers.load import load_runtime
 
 H100 = ClusterSpec(hardware=load_hardware("h100"), num_gpus=64)
@@ -161,3 +182,161 @@ def test_an_all_to_all_over_efa_slows_down_among_more_nodes(ep: int, gb_per_s: f
     """29 GB/s a GPU among four p5 (Qwen3-30B on Megatron-Bridge), of a line of 50."""
     seconds = collective_s("all_to_all", 1e9, ep, 1, ClusterSpec(hardware="p5", num_gpus=ep))
     assert seconds == pytest.approx(1e9 * (1 - 8 / ep) / (gb_per_s * 1e9), rel=0.25)
+
+
+TABLES = yaml.safe_load((Path(__file__).parent / "rccl.yaml").read_text())
+
+MIB, GIB = 2**20, 2**30
+
+
+def cluster_of(hardware: str, num_gpus: int) -> ClusterSpec:
+    return ClusterSpec(hardware=load_hardware(hardware), num_gpus=num_gpus)
+
+
+@pytest.mark.parametrize(("hardware", "kind", "num_gpus", "num_bytes", "microseconds", "tolerance"), TABLES["measured"])
+def test_a_collective_takes_what_rccl_tests_measured(
+    hardware: str, kind: Kind, num_gpus: int, num_bytes: int, microseconds: float, tolerance: float
+) -> None:
+    predicted_us = 1e6 * float(collective_s(kind, num_bytes, num_gpus, 1, cluster_of(hardware, num_gpus)))
+    assert predicted_us == pytest.approx(microseconds, rel=tolerance)
+
+
+@pytest.mark.parametrize(("kind", "bus_gb_per_s"), [("all_gather", 350), ("reduce_scatter", 360)])
+def test_two_nodes_reach_what_cvs_expects(kind: Kind, bus_gb_per_s: float) -> None:
+    """ROCm's cluster validation suite asks two nodes of eight ports for these rates (rccl_config.json)."""
+    taken_s = float(collective_s(kind, 16 * GIB, 16, 1, cluster_of("mi300x", 16)))
+    assert 16 * GIB * 15 / 16 / taken_s == pytest.approx(bus_gb_per_s * 1e9, rel=0.06)
+
+
+@pytest.mark.parametrize(
+    ("ep", "bytes_per_value", "microseconds"), [(8, 1, 502), (16, 1, 977), (16, 2, 2318), (32, 1, 1854), (32, 2, 4227)]
+)
+def test_tokens_reach_their_experts_as_with_mori(ep: int, bytes_per_value: int, microseconds: float) -> None:
+    """4,096 tokens of 7,168 values to 8 experts each, on MI300X with ConnectX-7 (ROCm/mori's README); no fit saw it."""
+    num_bytes = 4096 * 7168 * bytes_per_value * 8
+    predicted_us = 1e6 * float(sum(dispatch_tiers_s(num_bytes, 8, ep, 1, cluster_of("mi300x", ep))))
+    assert predicted_us == pytest.approx(microseconds, rel=0.3)
+
+
+@pytest.mark.parametrize("kind", ["all_reduce", "all_gather", "all_to_all"])
+def test_the_slowest_tier_decides_where_rings_pass_all_of_them(kind: Kind) -> None:
+    """The network is slower than a node's links and hides them; alone, those would take as long as in one node."""
+    inner_s, network_s = (float(s) for s in collective_tiers_s(kind, 16 * GIB, 64, 1, cluster_of("mi355x", 64)))
+    port = load_hardware("mi355x").tiers[1].bytes_per_s
+    outside = {"all_reduce": 2 * 63 / 64 / 8, "all_gather": 63 / 64 / 8, "all_to_all": 56 / 64}[kind]
+    assert inner_s + network_s == pytest.approx(16 * GIB * outside / port, rel=0.02)
+
+
+def test_a_shared_spine_slows_amd_gpus_too() -> None:
+    hardware = load_hardware("mi300x")
+    plain, shared = (
+        ClusterSpec(
+            hardware=hardware, num_gpus=256, network_tiers=parse_tiers(f"pod:64:50,spine:*:50{times}", hardware)
+        )
+        for times in ("", ":4x")
+    )
+    inside, across = 16 * GIB * 63 / 64 / 8, 16 * GIB * 255 / 256 / 64
+    rate = hardware.tiers[1].bytes_per_s
+    # a pod's 64 ports share what leaves it, so that four times fewer uplinks are still faster than its own ring
+    assert float(collective_s("all_gather", 16 * GIB, 256, 1, shared)) == pytest.approx(inside / rate, rel=0.02)
+    assert float(collective_s("all_gather", 16 * GIB, 4, 64, shared)) == pytest.approx(
+        4 * float(collective_s("all_gather", 16 * GIB, 4, 64, plain)), rel=0.02
+    )
+    assert 4 * across < inside
+
+
+H100_OF_PLACES = load_hardware("h100")
+PODS = ClusterSpec(
+    hardware=H100_OF_PLACES, num_gpus=4096, network_tiers=parse_tiers("pod:256:50,spine:*:50:7x", H100_OF_PLACES)
+)
+GRIDS = [(8, 1, 4, 16), (4, 2, 8, 8), (2, 4, 4, 16), (1, 1, 16, 32), (8, 2, 16, 8), (2, 1, 2, 64)]
+"""tp, cp, pp, dp: powers of two, so that no group is cut at a border of nodes or pods."""
+
+
+def numbered(shape: Shape) -> dict[tuple[int, int, int, int], int]:
+    """The rank of each (tp, cp, dp, pp), by Megatron's definition: the axes of an order are strides in a row."""
+    axes = {"tp": int(shape.tp), "cp": int(shape.cp), "dp": int(shape.dp), "pp": int(shape.pp)}
+    order = [axis for axis in shape.rank_order.split("-") if axis != "ep"]
+    strides, stride = {}, 1
+    for axis in order:
+        strides[axis], stride = stride, stride * axes[axis]
+    places = product(*(range(axes[axis]) for axis in ("tp", "cp", "dp", "pp")))
+    return {p: sum(i * strides[axis] for i, axis in zip(p, ("tp", "cp", "dp", "pp"), strict=True)) for p in places}
+
+
+def counted(ranks: list[int], num_gpus: int) -> int:
+    """Ranks of a group in the unit of the tier that holds its first."""
+    return sum(rank // num_gpus == ranks[0] // num_gpus for rank in ranks)
+
+
+@pytest.mark.parametrize("grid", GRIDS)
+@pytest.mark.parametrize("order", RANK_ORDERS)
+def test_replicas_share_as_many_units_as_their_numbers_say(order: str, grid: tuple[int, int, int, int]) -> None:
+    tp, cp, pp, dp = grid
+    shape = Shape.of(tp=tp, cp=cp, pp=pp, dp=dp, dp_outermost=RANK_ORDERS.index(order))  # type: ignore[arg-type]
+    rank = numbered(shape)
+    group = sorted(rank[0, c, d, 0] for c in range(cp) for d in range(dp))
+    dense, _ = data_parallel_places(shape)
+    expected = [counted(group, size) for size in (8, 256)]
+    assert [int(n) for n in members_by_tier(cp * dp, dense, PODS.tiers)] == [*expected, cp * dp]
+    for shard in (cp, cp * dp // 2, cp * dp):
+        each = dense.every(shard) if isinstance(dense, Blocks) else dense * shard
+        replicas = [counted(group[::shard], size) for size in (8, 256)]
+        assert [int(n) for n in members_by_tier(cp * dp // shard, each, PODS.tiers)] == [*replicas, cp * dp // shard]
+
+
+@pytest.mark.parametrize("grid", GRIDS)
+@pytest.mark.parametrize("order", RANK_ORDERS)
+def test_stages_are_as_far_apart_as_their_numbers_say(order: str, grid: tuple[int, int, int, int]) -> None:
+    tp, cp, pp, dp = grid
+    shape = Shape.of(tp=tp, cp=cp, pp=pp, dp=dp, dp_outermost=RANK_ORDERS.index(order), seq_length=8192)  # type: ignore[arg-type]
+    rank = numbered(shape)
+    training = TrainingSpec(seq_length=8192, global_batch_size=2048)
+    exchanges = pricing_of(load_model("405b"), PODS, training, load_runtime("megatron")).exchanges
+    num_bytes = 2 * float(shape.shard_tokens) * 16384
+    stages = [rank[0, 0, 0, q] for q in range(pp)]
+    hops = []
+    for a, b in pairwise(stages):
+        tier = next(t for t in PODS.tiers if t.num_gpus is None or a // t.num_gpus == b // t.num_gpus)
+        hops.append(num_bytes / tier.bytes_per_s + tier.latency_s)
+    assert exchanges.hops_s(shape, range(pp)) == pytest.approx(hops)
+    assert float(exchanges.p2p_s(shape)) == pytest.approx(min(hops))
+
+
+def test_arrays_of_both_orders_are_priced_as_shapes_alone() -> None:
+    tp, cp, pp, dp, outermost = (
+        np.array(column) for column in zip(*[(*g, o) for g in GRIDS for o in (0, 1)], strict=True)
+    )
+    together = Shape.of(tp=tp, cp=cp, pp=pp, dp=dp, dp_outermost=outermost, seq_length=8192)
+    training = TrainingSpec(seq_length=8192, global_batch_size=2048)
+    exchanges = pricing_of(load_model("405b"), PODS, training, load_runtime("megatron")).exchanges
+    prices = [np.broadcast_to(f, tp.shape) for f in (exchanges.p2p_s(together), exchanges.reduce_s(1e9, 0.0, together))]
+    for row in range(len(tp)):
+        alone = together.take(np.array(row))
+        assert [float(p[row]) for p in prices] == pytest.approx(
+            [float(exchanges.p2p_s(alone)), float(exchanges.reduce_s(1e9, 0.0, alone))]
+        )
+
+
+def test_llama_3_s_pods() -> None:
+    """Pods of 3,072 GPUs with a seventh of the bandwidth between them (arXiv:2407.21783, section 3.3.1)."""
+    cluster = ClusterSpec(
+        hardware=H100_OF_PLACES, num_gpus=16384, network_tiers=parse_tiers("pod:3072:50,spine:*:50:7x", H100_OF_PLACES)
+    )
+    assert [tier.name for tier in cluster.tiers] == ["nvlink", "pod", "spine"]
+    assert cluster.tiers[2].bytes_per_s == pytest.approx(cluster.tiers[1].bytes_per_s / 7)
+    inside, across = (float(p2p_s(1e9, 1024, cluster, start)) for start in (0, 2048))
+    assert across == pytest.approx(7 * inside, rel=1e-3)
+    sizes = {"tp": 8, "pp": 16, "dp": 128}
+    own, moved = (
+        {p.group: str(p) for p in placements(Shape.of(**sizes, dp_outermost=order), cluster)} for order in (0, 1)
+    )
+    assert own == {"tp": "tp 8 in nvlink", "dp": "dp 128 over pod", "pp": "pp 16 over spine 7x"}
+    assert moved == {"tp": "tp 8 in nvlink", "dp": "dp 128 over spine 7x", "pp": "pp 16 over pod"}
+
+
+@pytest.mark.parametrize(("ep", "words"), TABLES["experts_inside_and_across_a_rack"])
+def test_experts_inside_and_across_a_rack(ep: int, words: str) -> None:
+    cluster = ClusterSpec(hardware=load_hardware("gb200"), num_gpus=576)
+    (experts,) = (p for p in placements(Shape.of(ep=ep, dp=576), cluster) if p.group == "ep")
+    assert str(experts) == words

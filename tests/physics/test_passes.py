@@ -1,18 +1,35 @@
-"""Seconds of expert exchanges: what hides behind another micro-batch, and what that costs the products beside it."""
+"""Seconds of expert exchanges: what hides behind another micro-batch, and what that costs the products beside it.
+
+Latent attention: keys are wider than values, the backward meets keys three times and values twice.
+DeepSeek-V4's layers held against closed forms: FLOPs, split parameters, streams of the residual; published runs.
+Prices of layers of every kind are those of before, to nine digits (`scripts/pin`).
+"""
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from pinned_numbers import prices
 
+from planner.layout.evaluate import evaluate
 from planner.physics.cost import PartCost
+from planner.physics.kernels import attention_s
+from planner.physics.layers import decoder_layer, head, model_totals
+from planner.physics.memory import transient_bytes, working_set
+from planner.physics.operators import Operator, num_parameters, operators_of
 from planner.physics.pricing import Pricing
 from planner.shape import Shape
-from planner.specs.cluster import ClusterSpec
+from planner.specs.cluster import ClusterSpec, HardwareSpec
+from planner.specs.model import LayerKind
+from planner.specs.model_parts import AttentionKind
 from planner.specs.registry import load_hardware, load_model
-from planner.specs.training import TrainingSpec
+from planner.specs.training import Parallelism, TrainingSpec
+from planner.specs.units import GIB
 from planner.trainers.load import load_runtime
 
 OVERLAPPED = {"ep_overlap_fraction": 0.9, "ep_overlap_network_fraction": 0.8}
@@ -160,3 +177,186 @@ def test_fused_experts_need_no_passes_of_their_own() -> None:
     assert fused.forward_s < plain.forward_s
     assert fused.input_grad_s < plain.input_grad_s
     assert fused.live_bytes == plain.live_bytes
+
+
+HEADS, QK_DIM, V_DIM = 128, 192, 128
+MODEL, MEGATRON = load_model("deepseek-v3"), load_runtime("megatron")
+
+
+def operator(name: str, shape: Shape) -> Operator:
+    """An operator of a DeepSeek-V3 layer with experts."""
+    layer = decoder_layer(MODEL, MODEL.layers[-1], shape, MEGATRON)
+    return next(op for op in operators_of(layer) if op.name == name)
+
+
+def test_the_core_has_the_dimensions_of_queries_and_of_values() -> None:
+    core = operator("attention", Shape.of(seq_length=4096))
+    assert (core.qk_dim, core.v_dim, core.heads, core.kv_heads) == (QK_DIM, V_DIM, HEADS, HEADS)
+
+
+def test_a_backward_counts_queries_and_keys_three_times_and_values_twice() -> None:
+    core = operator("attention", Shape.of(seq_length=4096))
+    square = 2 * HEADS * 4096 * 4096 / 2
+    assert core.forward_flops == square * (QK_DIM + V_DIM)
+    assert core.backward_flops == square * (3 * QK_DIM + 2 * V_DIM)
+
+
+def test_a_backward_takes_as_long_as_its_flops() -> None:
+    """Against equally wide values, on a GPU whose rate does not depend on the width and that starts at once."""
+    block = {"half_head_dim": 0.0, "wide_factor": 1.0, "head_dim_multiple": 64}
+    h100 = load_hardware("h100")
+    even = h100.efficiency.attention.model_copy(update=block)
+    hardware: HardwareSpec = h100.model_copy(
+        update={"efficiency": h100.efficiency.model_copy(update={"cudnn": even, "launch_us": 0.0})}
+    )
+    core = operator("attention", Shape.of(seq_length=4096))
+    narrow, wide = (attention_s(op, hardware) for op in (core, replace(core, v_dim=QK_DIM)))
+    assert narrow[0] / wide[0] == pytest.approx((QK_DIM + V_DIM) / (2 * QK_DIM))
+    assert narrow[1] / wide[1] == pytest.approx((3 * QK_DIM + 2 * V_DIM) / (5 * QK_DIM))
+
+
+def test_bytes_of_a_ring_follow_the_width_of_what_they_hold() -> None:
+    """Four ranks: outputs are merged in the forward, gradients of queries, keys and values in the backward."""
+    shape, rows = Shape.of(cp=4, seq_length=8192), 2048 * HEADS
+    others = 0.75 * 3
+    merged = operator("merge blocks", shape)
+    assert merged.forward_bytes == 2 * rows * V_DIM * (2 + 3 * others)
+    assert merged.backward_bytes == 2 * rows * (QK_DIM * (2 + 3 * others) + (QK_DIM + V_DIM) * 3 * (1 + others))
+    # every block's keys, values and output, beside which queries, outputs and their gradients take less
+    held = sum(one.num_bytes for one in working_set(operator("attention", shape), MEGATRON))
+    assert held == max(2 * 8192 * HEADS * (QK_DIM + 2 * V_DIM), 2 * 2 * (QK_DIM + V_DIM) * 2 * rows)
+
+
+def test_a_backward_needs_no_room_for_what_it_has_freed() -> None:
+    """Attention needs 2.5 GiB for a moment, when what the layer kept behind it is free again: the layer 1.07 more."""
+    layer = operators_of(decoder_layer(MODEL, MODEL.layers[-1], Shape.of(seq_length=8192), MEGATRON))
+    needed = [float(sum(one.num_bytes for one in working_set(op, MEGATRON))) for op in layer]
+    assert max(needed) == 2 * 2 * (QK_DIM + V_DIM) * 8192 * 2 * HEADS == 2.5 * GIB
+    freed = [sum(op.saved_bytes() for op in layer[place + 1 :]) for place in range(len(layer))]
+    expected = max(now - before for now, before in zip(needed, freed, strict=True))
+    assert transient_bytes(layer, MEGATRON) == pytest.approx(expected)
+    assert transient_bytes(layer, MEGATRON) == pytest.approx(1.073 * GIB, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("name", "field"), [("70b", "tp_overlap_fraction"), ("deepseek-v3", "mla_tp_overlap_fraction")]
+)
+def test_exchanges_hide_behind_products_as_far_as_the_kind_of_attention_allows(name: str, field: str) -> None:
+    """Megatron-LM has no user buffers for the projections of latent attention: each has a share of its own."""
+    model, none = load_model(name), {"tp_overlap_fraction": 0.0, "mla_tp_overlap_fraction": 0.0}
+    other = next(key for key in none if key != field)
+
+    def shown_s(**fractions: float) -> float:
+        pricing = Pricing(
+            model=model,
+            training=TrainingSpec(seq_length=16_384, global_batch_size=64),
+            cluster=ClusterSpec(hardware=load_hardware("h100"), num_gpus=64),
+            runtime=MEGATRON.model_copy(update=none | fractions),
+        )
+        shape = Shape.of(tp=4, dp=16, ep=1, seq_length=16_384, sequence_parallel=1)
+        return float(pricing.table(shape, ("none",)).layers[model.layers[0], "none"].tp_forward_s)
+
+    assert shown_s(**{other: 0.8}) == shown_s()
+    assert shown_s(**{field: 0.8}) < 0.8 * shown_s()
+
+
+FLASH, MEGATRON_OF_COMPRESSED_ATTENTION = load_model("deepseek-v4-flash"), load_runtime("megatron")
+SEQ = 4096
+HIDDEN, HEADS_OF_COMPRESSED_ATTENTION, WIDTH, RANK = 4096, 64, 512, 1024
+
+
+def attended(keys: float, window: float) -> float:
+    """Keys that the mean query meets: half of all, or a window of them less its corner."""
+    width = min(window, keys)
+    return width * (1 - width / keys / 2)
+
+
+def expected_flops(kind: AttentionKind) -> float:
+    """FLOPs of a token's forward through attention: products by weights, scores and values, the indexer."""
+    weights = HIDDEN * RANK + RANK * HEADS_OF_COMPRESSED_ATTENTION * WIDTH + HIDDEN * WIDTH  # queries, the key head
+    weights += HEADS_OF_COMPRESSED_ATTENTION * WIDTH * RANK + 8 * RANK * HIDDEN  # output, in groups
+    scores = 4 * HEADS_OF_COMPRESSED_ATTENTION * WIDTH * attended(SEQ, 128)
+    if kind == "heavily_compressed":
+        weights += 2 * HIDDEN * WIDTH
+        scores += 4 * HEADS_OF_COMPRESSED_ATTENTION * WIDTH * attended(SEQ / 128, SEQ / 128)
+    if kind == "compressed_sparse":
+        weights += 2 * HIDDEN * 2 * WIDTH + 2 * HIDDEN * 2 * 128 + RANK * 64 * 128 + HIDDEN * 64
+        scores += 4 * HEADS_OF_COMPRESSED_ATTENTION * WIDTH * attended(SEQ / 4, 512) + 2 * 64 * 128 * attended(
+            SEQ / 4, SEQ / 4
+        )
+    return 2 * weights + scores
+
+
+@pytest.mark.parametrize("kind", ["sliding", "compressed_sparse", "heavily_compressed"])
+def test_flops_of_attention_are_those_of_its_products(kind: AttentionKind) -> None:
+    layer = decoder_layer(FLASH, LayerKind(kind, "moe"), Shape(seq_length=SEQ), MEGATRON_OF_COMPRESSED_ATTENTION)
+    names = [operator.name for operator in operators_of(layer)]
+    own = operators_of(layer)[: names.index("attention output") + 1]
+    flops = sum(operator.forward_flops for operator in own if "maps" not in operator.name)
+    assert flops / SEQ == pytest.approx(expected_flops(kind), rel=1e-12)
+
+
+def test_model_flops_are_those_that_megatron_bridge_reports() -> None:
+    # docs/performance-summary.md of Megatron-Bridge (067f987d): 706 TFLOP/s at 7,776 tokens/s of a GB200
+    assert model_totals(FLASH, MEGATRON_OF_COMPRESSED_ATTENTION, SEQ).model_flops_per_token == pytest.approx(
+        706e12 / 7776, rel=0.005
+    )
+
+
+def test_heads_are_split_over_tensor_parallel_ranks_and_the_key_head_is_not() -> None:
+    shapes = (Shape(seq_length=SEQ), Shape(seq_length=SEQ, tp=4))
+    layers = (
+        decoder_layer(FLASH, LayerKind("heavily_compressed", "moe"), shape, MEGATRON_OF_COMPRESSED_ATTENTION)
+        for shape in shapes
+    )
+    whole, split = (num_parameters(layer, expert=False) for layer in layers)
+    of_heads = (
+        RANK * HEADS_OF_COMPRESSED_ATTENTION * WIDTH
+        + HEADS_OF_COMPRESSED_ATTENTION * WIDTH * RANK
+        + 8 * RANK * HIDDEN
+        + HEADS_OF_COMPRESSED_ATTENTION
+    )
+    assert whole - split == of_heads * 3 / 4 + 3 * HIDDEN * 2048 * 3 / 4  # and the shared expert
+
+
+def test_four_streams_are_kept_and_sent_where_a_plain_residual_is_one() -> None:
+    plain = FLASH.model_copy(update={"num_residual_streams": 1})
+    shape, cluster = Shape(seq_length=SEQ, pp=2), ClusterSpec(hardware=load_hardware("h100"), num_gpus=64)
+    training = TrainingSpec(seq_length=SEQ, global_batch_size=64)
+    one, four = (
+        Pricing(
+            model=model, cluster=cluster, training=training, runtime=MEGATRON_OF_COMPRESSED_ATTENTION
+        ).exchanges.p2p_s(shape)
+        for model in (plain, FLASH)
+    )
+    assert four > 3 * one
+    extra = num_parameters(head(FLASH, shape, MEGATRON_OF_COMPRESSED_ATTENTION)) - num_parameters(
+        head(plain, shape, MEGATRON_OF_COMPRESSED_ATTENTION)
+    )
+    assert extra == 4 * 4 * HIDDEN + 4 + 1
+    maps = (2 + 4) * 4
+    layer = operators_of(decoder_layer(FLASH, FLASH.kinds[0], shape, MEGATRON_OF_COMPRESSED_ATTENTION))
+    assert [op.parameters for op in layer if op.name.endswith(" maps")] == [maps * 4 * HIDDEN + maps + 3] * 2
+
+
+@pytest.mark.parametrize(("hardware", "published_s"), [("gb200", 8.428), ("gb300", 7.969)])
+def test_published_throughput_is_inside_the_interval(hardware: str, published_s: float) -> None:
+    """Megatron-Bridge 26.08: 128 GPUs, mxfp8, EP 64, 7,776 and 8,224 tokens/s a GPU; nothing was fitted to them."""
+    cluster = ClusterSpec(hardware=load_hardware(hardware), num_gpus=128)
+    training = TrainingSpec(seq_length=SEQ, global_batch_size=2048, dtype="mxfp8")
+    runtime = load_runtime("bridge").with_features({"cuda_graph": "full_iteration", "ep_overlap": False})[0]
+    plan = evaluate("deepseek-v4-flash", cluster, training, Parallelism(dp=128, ep=64), runtime=runtime)
+    assert plan.step.step_s_interval is not None
+    low_s, high_s = plan.step.step_s_interval
+    assert low_s < published_s < high_s
+    assert plan.step.step_s == pytest.approx(published_s, rel=0.2)
+
+
+PINNED = json.loads((Path(__file__).parents[1] / "pinned" / "prices.json").read_text())
+
+
+def test_prices_are_those_of_before() -> None:
+    now = prices()
+    assert now.keys() == PINNED.keys()
+    changed = [name for name, values in now.items() if values != pytest.approx(PINNED[name], rel=1e-9)]
+    assert not changed, f"{len(changed)} prices changed, such as {changed[0]}"

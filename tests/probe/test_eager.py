@@ -65,36 +65,27 @@ def rank_as_priced(
     step = StepSeconds(
         pipeline_s=1.0, reduce_s=0.0, optimizer_s=factor * stage.optimizer_s, step_s=1.0, loss=1.0, gradient_norm=1.0
     )
-    return RankResult(
-        rank=rank,
-        attention_kernels=kernels,
-        stage=place.pp,
-        dp=place.dp,
-        tp=place.tp,
-        torch_version="2.13",
-        device_name="NVIDIA H200",
-        num_parameters=1,
-        steps=(step,) * run.num_steps,
-        actions=tuple(
-            TimedAction(action=action, ready_s=factor * start, start_s=factor * start, end_s=factor * end)
-            for action, start, end in spans
-        ),
-        chunks=tuple(
-            ChunkSeconds(
-                stage=virtual,
-                forward_s=factor * (seconds[virtual].forward_s - beside[0]),
-                backward_s=factor * (seconds[virtual].input_grad_s + seconds[virtual].weight_grad_s - beside[1]),
-            )
-            for virtual in run.stages_of(place.pp)
-        ),
-        peak_in_flight_chunks=int(timeline.peak_in_flight_chunks[place.pp]),
-        memory=ProbedMemory(
-            static_bytes=memory.weights_bytes + memory.gradients_bytes + memory.optimizer_bytes,
-            peak_allocated_bytes=memory.peak_allocated_bytes,
-            peak_reserved_bytes=memory.peak_allocated_bytes,
-            device_used_bytes=memory.total_bytes,
-        ),
+    actions = tuple(
+        TimedAction(action=action, ready_s=factor * start, start_s=factor * start, end_s=factor * end)
+        for action, start, end in spans
     )
+    chunks = tuple(
+        ChunkSeconds(
+            stage=virtual, forward_s=factor * (took.forward_s - beside[0]),
+            backward_s=factor * (took.input_grad_s + took.weight_grad_s - beside[1]),
+        )
+        for virtual, took in ((virtual, seconds[virtual]) for virtual in run.stages_of(place.pp))
+    )  # fmt: skip
+    held = ProbedMemory(
+        static_bytes=memory.weights_bytes + memory.gradients_bytes + memory.optimizer_bytes,
+        peak_allocated_bytes=memory.peak_allocated_bytes, peak_reserved_bytes=memory.peak_allocated_bytes,
+        device_used_bytes=memory.total_bytes,
+    )  # fmt: skip
+    return RankResult(
+        rank=rank, attention_kernels=kernels, stage=place.pp, dp=place.dp, tp=place.tp, torch_version="2.13",
+        device_name="NVIDIA H200", num_parameters=1, steps=(step,) * run.num_steps, actions=actions, chunks=chunks,
+        peak_in_flight_chunks=int(timeline.peak_in_flight_chunks[place.pp]), memory=held,
+    )  # fmt: skip
 
 
 @pytest.fixture
@@ -171,13 +162,6 @@ def test_a_tables_update_and_that_for_several_ranks_are_shown(probe_it: Any) -> 
 
     assert judged(make_plan()) == [False, True, True, True]
     assert judged(make_plan(num_gpus=16, dp=2)) == [False] * 4
-
-
-def test_eager_torch_is_slower_and_fuller_than_what_the_plan_is_for() -> None:
-    plan = make_plan()
-    for stage, eager in zip(plan.stages, in_eager_torch(plan).stages, strict=True):
-        assert eager.forward_s > 1.05 * stage.forward_s
-        assert eager.memory.peak_allocated_bytes > stage.memory.peak_allocated_bytes
 
 
 @pytest.mark.parametrize(("tp", "dearer"), [(1, 0.0), (8, 0.03)])

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from tiny import TINY
 
 pytest.importorskip("torch", reason="needs the probe extra (torch)")
@@ -31,6 +32,8 @@ from planner.specs.cluster import ClusterSpec
 from planner.specs.model import ModelSpec
 from planner.specs.registry import load_hardware
 from planner.specs.training import Parallelism, TrainingSpec
+
+TABLES = yaml.safe_load((Path(__file__).parent / "tables.yaml").read_text())
 
 HERE = Path(__file__).parent
 PATIENCE_S = 100.0
@@ -252,18 +255,7 @@ def test_a_silent_rank_is_rung(answers: str | None, word: str, monkeypatch: pyte
         assert launch_joined.ring(f"127.0.0.1|{port.getsockname()[1]}") == word
 
 
-@pytest.mark.parametrize(
-    ("nodes", "host"),
-    [
-        ("gpu[07-12,20],login", "gpu07"),
-        ("a1,a2", "a1"),
-        ("single", "single"),
-        ("n-[1,3]", "n-1"),
-        ("node[1-2]-ib,login", "node1-ib"),
-        ("r[1-2]n[3,5]", "r1n3"),
-        ("", "localhost"),
-    ],
-)
+@pytest.mark.parametrize(("nodes", "host"), TABLES["first_host_of_slurm"])
 def test_first_host_of_slurm(nodes: str, host: str) -> None:
     assert first_host(nodes) == host
 
@@ -304,15 +296,7 @@ def test_what_others_than_torchrun_start_is_one_of_several(starter: str, unset: 
     assert [os.environ.get(name) for name in NAMES] == (become or [None] * 5)
 
 
-@pytest.mark.parametrize(
-    "variables",
-    [
-        {"RANK": "x"},
-        {"RANK": "0", "WORLD_SIZE": "x"},
-        {"RANK": "2", "WORLD_SIZE": "2"},
-        {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"},
-    ],
-)
+@pytest.mark.parametrize("variables", TABLES["variables_that_no_rank_can_have_are_named"])
 def test_variables_that_no_rank_can_have_are_named(variables: dict[str, str], unset: pytest.MonkeyPatch) -> None:
     for name, value in variables.items():
         unset.setenv(name, value)

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from planner.errors import ProbeError, SpecError
 from planner.schedule.orders import build_schedule
@@ -21,6 +22,8 @@ from planner.probe.plan_runs import ranks_run, require_split
 from planner.probe.probe import ProbeOptions, probe, trace_events
 from planner.probe.rank.gradients import FlatParameters, Sharding
 from planner.probe.result import MeasuredRun
+
+TABLES = yaml.safe_load((Path(__file__).parent / "tables.yaml").read_text())
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -176,14 +179,7 @@ def test_a_rank_that_stands_for_several_sums_for_all_and_steps_as_one() -> None:
     assert not flat.grads.any()
 
 
-@pytest.mark.parametrize(
-    ("device", "changes", "seq_length", "message"),
-    [
-        ("cpu", {}, 30, "sequences of 30 tokens do not split into two equal chunks for each of cp 2 ranks"),
-        ("cuda", {"position_embedding": "alibi"}, 32, r"split sequences \(cp 2\) takes no ALiBi"),
-        ("cuda", {"attention_chunk_size": 8}, 32, r"split sequences \(cp 2\) takes no chunks of 8 tokens"),
-    ],
-)
+@pytest.mark.parametrize(("device", "changes", "seq_length", "message"), TABLES["what_cannot_be_split"])
 def test_what_cannot_be_split(device: Any, changes: dict[str, Any], seq_length: int, message: str) -> None:
     plan = small_plan(cp=2)
     model = plan.model.model_copy(update={"spec": ModelSpec(**SMALL | changes)})

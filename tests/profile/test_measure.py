@@ -99,12 +99,7 @@ def test_the_shipped_tables_give_the_shipped_profile(h200: MeasurementRecord) ->
     assert (ours.evidence, found.name) == ("measured", "h200-sxm-141gb-measured")
     assert "NVIDIA H200, torch 2.11, CUDA 13.0, 2026-01-01" in ours.source
     assert found.reserved.context_gib == 0.5
-
-
-@pytest.mark.thorough(0)
-def test_residuals_are_told_table_by_table(h200: MeasurementRecord) -> None:
     residuals = dict(profile_of(h200).residuals)
-    assert residuals["gemm forward"].num_rows == 503
     assert residuals["gemm forward"].median < 5
     assert {"stream norm", "attention cudnn backward", "stage forward", "stage optimizer"} <= residuals.keys()
 
@@ -137,27 +132,19 @@ def test_both_kernels_of_attention_are_kept_and_the_faster_is_planned_with(h200:
         ("NVIDIA H200", "hopper", 139.8, 132, "h200-sxm-141gb"),
         ("NVIDIA H100 80GB HBM3", "hopper", 79.1, 132, "h100-sxm-80gb"),
         ("NVIDIA H100 PCIe", "hopper", 79.1, 114, "h100-pcie-80gb"),
-        ("NVIDIA H100 NVL", "hopper", 93.6, 132, "h100-nvl-94gb"),
         ("NVIDIA H200 NVL", "hopper", 139.8, 132, "h200-nvl-141gb"),
         ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", "hopper", 9.8, 16, None),
         ("NVIDIA A100-SXM4-80GB", "hopper", 79.15, 108, "a100-sxm-80gb"),
-        ("NVIDIA A100-SXM4-40GB", "hopper", 39.4, 108, "a100-sxm-40gb"),
         ("NVIDIA A100 80GB PCIe", "hopper", 79.15, 108, "a100-pcie-80gb"),
-        ("NVIDIA H20", "hopper", 95.6, 78, "h20-sxm-96gb"),
-        ("NVIDIA L40S", "hopper", 44.4, 142, "l40s-48gb"),
         ("NVIDIA GH200 480GB", "hopper", 94.5, 132, "gh200-96gb"),
         ("NVIDIA GeForce RTX 4090", "hopper", 23.6, 128, "rtx-4090-24gb"),
         ("NVIDIA GeForce RTX 2080 Ti", "hopper", 10.6, 68, None),
         ("AMD Instinct MI300X", "cdna3", 191.98, 304, "mi300x"),
         ("AMD Instinct MI300X VF", "cdna3", 191.7, 304, "mi300x"),  # as clouds pass them through
-        ("AMD Instinct MI325X", "cdna3", 255.98, 304, "mi325x"),
-        ("AMD Instinct MI350X", "cdna4", 287.98, 256, "mi350x"),
         ("AMD Instinct MI355X", "cdna4", 287.98, 256, "mi355x"),
         ("AMD Radeon Graphics", "cdna3", 255.98, 304, "mi325x"),
         ("AMD Radeon Graphics", "cdna4", 287.98, 256, None),  # MI350X or MI355X
         ("AMD Instinct MI300X", "cdna3", 24.0, 38, None),  # one of eight partitions
-        ("AMD Instinct MI300A", "cdna3", 127.5, 228, None),
-        ("AMD Instinct MI250X", "cdna2", 63.98, 110, None),
     ],
 )
 def test_a_name_memory_and_processors_find_the_data_sheet(
@@ -228,26 +215,6 @@ def test_links_give_back_their_rate_and_latency(level: int) -> None:
     assert (unrated.gb_per_s, unrated.efficiency_fraction) == (pytest.approx(300.0), 1.0)
 
 
-def test_links_without_a_switch_give_back_their_share_of_what_joins_so_few() -> None:
-    true = LinkTier(name="mesh", gb_per_s=420.0, latency_us=3.0, efficiency_fraction=0.7, link_gb_per_s=60.0)
-    rows = exchanges(true, (2**20, 2**24, 2**28), 0, num_ranks=4)
-    table = MeasuredTable([{key: str(value) for key, value in row.items()} for row in rows])
-    found, _ = fitted_tier(true.model_copy(update={"efficiency_fraction": 0.5}), table, innermost=True, rated=True)
-    assert (found.gb_per_s, found.efficiency_fraction) == (420.0, pytest.approx(0.7, rel=1e-6))
-
-
-@pytest.mark.thorough(0)
-def test_several_gpus_have_their_links_in_the_profile(h200: MeasurementRecord) -> None:
-    both = no_record(num_devices=8)
-    both.measured.tables.update(h200.measured.tables)
-    nvlink = load_hardware("h200").tiers[0].model_copy(update={"efficiency_fraction": 0.6})
-    both.measured.tables["exchange"] = exchanges(nvlink, (2**24, 2**28), 0)
-    tiers = profile_of(both).hardware.tiers
-    assert (tiers[0].name, tiers[0].num_gpus, tiers[0].gb_per_s) == ("nvlink", 8, 450.0)
-    assert tiers[0].efficiency_fraction == pytest.approx(0.6, rel=1e-3)
-    assert tiers[1] == load_hardware("h200").tiers[1]
-
-
 def quick_tasks() -> list[MeasurementTask]:
     return [task for task in tasks("cpu", QUICK) if task.table != "stage"]
 
@@ -255,12 +222,8 @@ def quick_tasks() -> list[MeasurementTask]:
 def test_every_kernel_is_timed_on_the_cpu() -> None:
     record = MeasurementRecord(machine_of("cpu"), True, "2026-01-01", None)
     assert measure(record, quick_tasks(), lambda: None) == []
-    for row in record.measured.tables["gemm"]:
-        assert all(float(row[f"{way}_us"] or 0) > 0 for way in ("forward", "dgrad", "wgrad"))
-    for row in record.measured.tables["stream"]:
-        assert float(row["forward_us"] or 0) > 0
-        assert (row["backward_us"] is not None) == (row["operator"] in ("rms_norm", "swiglu"))
-    assert all(float(row["backward_us"] or 0) > 0 for row in record.measured.tables["attention"])
+    for table, ways in (("gemm", ("forward", "dgrad", "wgrad")), ("attention", ("forward", "backward"))):
+        assert all(float(row[f"{way}_us"] or 0) > 0 for row in record.measured.tables[table] for way in ways)
 
 
 @pytest.mark.parametrize("name", sorted({name for grid in (GPU, CPU, QUICK) for name, _, _ in grid.streams}))

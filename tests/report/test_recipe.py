@@ -17,7 +17,7 @@ from planner.cli.inputs import read_job, read_limits
 from planner.cli.options import SearchOptions
 from planner.report.causes import largest_cause, memory_differences, says_misfit, says_slower, step_differences
 from planner.report.explain import render_recipe_table
-from planner.report.format import MEMORY, differences, recipe_heading, recipe_lines, says_offer, says_refusal
+from planner.report.format import MEMORY, differences, recipe_heading, recipe_lines, says_offer
 from planner.report.terminal import render
 from planner.report.view import view_of
 from planner.search.why.recipe import OtherValue, RecipeTable, SwitchWorth
@@ -44,11 +44,6 @@ def said(plan: Plan, **changes: Any) -> dict[str, str]:
 def test_what_is_on_is_named_with_what_it_saves_the_most_first(make_plan: MakePlan) -> None:
     gains = (gain("p2p_overlap", True, 22.5), gain("ep_overlap", "delayed", 27.6))
     assert said(make_plan(), recipe_gains=gains) == {"on": "ep_overlap delayed 20.0%, p2p_overlap 1.9%"}
-
-
-def test_a_switch_that_saves_next_to_nothing_has_no_number(make_plan: MakePlan) -> None:
-    gains = (gain("p2p_overlap", True, 22.081), gain("ep_overlap", "delayed", 27.6))
-    assert said(make_plan(), recipe_gains=gains)["on"] == "ep_overlap delayed 20.0%, p2p_overlap"
 
 
 def test_a_recipe_that_nobody_knows_has_no_lines(make_plan: MakePlan) -> None:
@@ -96,15 +91,6 @@ def test_an_offer_is_an_option_that_can_be_typed(given: Offer, says: str) -> Non
     assert line == says
     asked = SearchOptions(model="deepseek-v3", gpus=256, hardware="gb200", allow=line.split(":")[0].split()[1])
     assert read_limits(asked, read_job(asked)).allow == given.allow
-
-
-def test_a_refusal_names_the_value_once() -> None:
-    own = RecipeRefusal(
-        switch="cuda_graph", value="full_iteration", rule="cuda_graph full_iteration needs nan_checks=false"
-    )
-    other = RecipeRefusal(switch="shared_expert_overlap", value=True, rule="ep_overlap does not go with it")
-    assert says_refusal(own) == "cuda_graph full_iteration: needs nan_checks=false"
-    assert says_refusal(other) == "shared_expert_overlap: ep_overlap does not go with it"
 
 
 def test_an_alternative_shows_where_its_recipe_differs(make_plan: MakePlan) -> None:
@@ -190,10 +176,6 @@ def test_a_switch_without_effect_is_left_out_unless_it_leads_to_another_layout(m
     text = shown(plan, idle, moves)
     assert "p2p_overlap" not in text
     assert "dispatcher deepep no effect here" in text
-
-
-def test_a_trainer_without_switches_says_so(make_plan: object) -> None:
-    assert "knows no switches" in shown(make_plan())  # type: ignore[operator]
 
 
 def _slower(plan: Plan, item: str, by_s: float, **layout: Any) -> Plan:

@@ -69,12 +69,6 @@ def test_breakdown_lists_every_item_that_takes_time(make_plan: MakePlan) -> None
     ]  # fmt: skip
 
 
-def test_rejections_come_most_frequent_first_with_an_example(make_plan: MakePlan) -> None:
-    shown = text(make_plan())
-    assert shown.index("1,204  out of memory") < shown.index("312  heads not divisible")
-    assert "8 key-value heads cannot be split" in shown
-
-
 def test_a_layout_that_does_not_fit_says_by_how_much(make_plan: MakePlan) -> None:
     plan = make_plan(total_gib=92.0, fits=False, searched=False)
     assert "Does not fit: stage 0 needs 92.0 GiB, 12.9 more than the GPU's 79.1" in text(plan)
@@ -183,17 +177,6 @@ def test_no_word_of_pipelines_ranks_or_months(num_gpus: int) -> None:
     assert max(map(len, text.splitlines())) <= 80
 
 
-def test_what_is_trained_and_what_it_fits_with_come_first() -> None:
-    made = tuned()
-    lines = shown(made).splitlines()[1:5]
-    count = made.model.num_trained_parameters
-    assert count == 11_272_192
-    assert "QLoRA r=16 on all-linear · 11.27M of 1.236B parameters are trained (0.91%)" in lines[0]
-    assert "frozen base in 4 bits" in lines[1]
-    total = gibibytes(made.best.worst_stage.memory.total_bytes)
-    assert f"It fits: {total} of 44.4 GiB, with a probability of over 99%" in lines[2]
-
-
 def test_the_items_of_memory_add_up_to_the_gpu() -> None:
     for bits in (4, 16, None):
         made = tuned(bits=bits)
@@ -239,13 +222,6 @@ def test_each_kind_of_change_is_shown_once_and_a_misfit_says_by_how_much() -> No
     lacking = gibibytes(misfit.total_bytes - made.cluster.hardware.memory_bytes)
     assert row.remark in (f"does not fit by {lacking} GiB", "fits too narrowly")
     assert view_of(made).changes == small.change_rows(made, made.changes)
-
-
-def test_all_weights_of_a_small_model_are_said_to_be_trained() -> None:
-    text = shown(tuned(bits=None))
-    assert "all 1.236B parameters are trained" in text
-    assert "optimizer states" in text
-    assert "adapters" not in text.split("Room")[0]
 
 
 def test_a_plan_that_was_saved_shows_the_same_screen() -> None:

@@ -152,15 +152,6 @@ def test_a_probability_of_one_is_never_said(risk: float | None, says: str) -> No
     assert fits_with(risk) == says
 
 
-def test_there_is_one_bubble_and_it_is_that_of_the_rank_that_decides_the_step(make_plan: MakePlan) -> None:
-    """The mean idle time of all stages is another quantity, which no report shows."""
-    plan = uncalibrated(make_plan())
-    for text in (terminal(plan), Page(render_html(plan, DRAWN)).text):
-        assert "pipeline bubble 10.0%" in text, "where the interval would be"
-        assert "pipeline bubble 2.21 s 10.0%" in text
-        assert "9.9%" not in text
-
-
 def test_figures_hold_the_numbers_that_they_show(make_plan: MakePlan) -> None:
     view = view_of(make_plan())
     figures = {figure.name: (figure.values, figure.unit) for figure in (*view.figures, *view.cost)}
@@ -242,20 +233,6 @@ def test_the_remark_names_the_layout_that_loses_least(
 ) -> None:
     table = robust_of(compared(make_plan(), *rows).best)
     assert says in table.remarks[0]
-
-
-def test_both_reports_show_the_same_rows_in_the_order_of_the_alternatives(make_plan: MakePlan) -> None:
-    plan = compared(make_plan(), (1.25, 2.5, 1.5), (1.75, 2.25, 1.625))
-    table = robust_of(plan.best)
-    assert [row[0] for row in table.rows] == ["best", "1."]
-    shown = "\n".join(terminal_of_robust_table(plan))
-    cells = Page(render_html(plan, DRAWN)).text
-    for row in table.rows:
-        assert " ".join(row) in " ".join(shown.split())
-        assert all(cell in cells for cell in row)
-    for text in (*table.heads, *table.remarks):
-        assert text in cells
-        assert set(text.split()) <= set(shown.split())
 
 
 def test_a_wide_table_keeps_within_80_columns(make_plan: MakePlan) -> None:
@@ -352,24 +329,6 @@ def test_the_bound_is_of_the_schedules_searched(schedules: tuple[str, ...], amon
     assert says_bound(report(schedules=schedules)).endswith(f"20.00 s{among}")
 
 
-def test_the_bound_counts_what_was_searched_and_names_what_was_not() -> None:
-    searched = {
-        "schedules": ("1f1b", "interleaved-1f1b"),
-        "recompute_modules": (("layernorm", "moe_act"), ("mlp",)),
-        "switches": {"ep_overlap": ("true", "false"), "dispatcher": ("alltoall",), "p2p_overlap": ("true",)},
-        "chunks": "equal",
-    }
-    said = says_bound(report(searched=searched, unsearched=("offloading", "fp8")))
-    for part in ("2 sets of recomputed modules", "1 of 3 switches free", "equal inner chunks", "offloading, fp8"):
-        assert part in said
-    assert len(said) < 240, "two lines and a half of the answer"
-
-
-def test_a_bound_over_everything_says_no_more_than_it_must() -> None:
-    searched = {"schedules": ("1f1b",), "recompute_modules": (), "switches": {}, "chunks": "any"}
-    assert says_bound(report(searched=searched)).endswith(", among 1f1b")
-
-
 GOODPUT = Goodput(
     effective_fraction=0.942,
     interval=(0.91, 0.963),
@@ -423,16 +382,3 @@ def test_sources_stand_beside_the_months(plan: Plan) -> None:
     said = dict(months.parts[0].rows)
     assert said["source: sustained"] == "1.12 × the benchmark: fourteen runs"
     assert said["source: failures"] == "419 interruptions of Llama 3"
-
-
-def test_the_page_says_the_same(plan: Plan) -> None:
-    page = Page(render_html(plan, DRAWN)).text
-    for figure in (view_of(plan).sustained, *view_of(plan).cost, *view_of(plan).goodput):
-        assert f"{figure.name} {figure.text.removeprefix(f'{figure.name} ')}" in page
-
-
-def test_a_plan_from_before_has_none_of_these_lines(make_plan: MakePlan) -> None:
-    text = printed(render(make_plan()))
-    assert "sustained" not in text
-    assert "effective" not in text
-    assert "228.7" in text or "229 days" in text

@@ -1,25 +1,31 @@
-"""Splits without an integer program: bounds of all splits at once, and the dynamic program for 1F1B."""
+"""Splits without an integer program: bounds of all splits at once, and the dynamic program for 1F1B.
+
+What equal chunks make of the order of layers, against every legal split.
+"""
 
 from __future__ import annotations
 
 import math
 import random
 from dataclasses import replace
+from itertools import pairwise, product
 
 import numpy as np
 import pytest
 from solver_nodes import DENSE, random_node, random_part, recomputed_whole, recurring_node
-from toys import NO_LIMIT_S, toy_cluster, toy_model, toy_problem, toy_training
+from toys import NO_LIMIT_S, legal_counts, toy_cluster, toy_model, toy_problem, toy_training
 
 from planner.layout.candidate import Candidate, Split
+from planner.schedule.orders import placement
 from planner.search.chain import _Line, best_split
-from planner.search.chunks import promising, splits_of
+from planner.search.chunks import fewest_of_kinds, promising, splits_of
 from planner.search.enumerate import enumerate_shapes, scalar
 from planner.search.frontier import nodes_of
 from planner.search.ilp.node import Node, RecomputeChoice
 from planner.search.ilp.program import solve
 from planner.search.layouts import recompute_choices
 from planner.search.priced_shapes import priced_shapes
+from planner.specs.model import LayerKind
 from planner.specs.units import GIB
 
 
@@ -144,3 +150,46 @@ def test_one_split_is_all_that_a_single_rank_has() -> None:
     for whole in ("none", "all", "one_count"):
         assert splits_of(1, 1, 8, problem.runtime, RecomputeChoice("none", whole)) == [(8,)]
     assert splits_of(2, 1, 8, problem.runtime, RecomputeChoice("none", "none")) is None
+
+
+DENSE_OF_CHUNKS, MOE, CHUNKED = LayerKind("full", "dense"), LayerKind("full", "moe"), LayerKind("chunked", "dense")
+MODELS = {
+    "experts after dense layers": (DENSE_OF_CHUNKS,) * 3 + (MOE,) * 10,
+    "every second": (DENSE_OF_CHUNKS, MOE) * 6,
+    "three kinds": (CHUNKED, MOE, CHUNKED, DENSE_OF_CHUNKS) * 3,
+    "no pattern": (
+        MOE,
+        DENSE_OF_CHUNKS,
+        DENSE_OF_CHUNKS,
+        MOE,
+        MOE,
+        MOE,
+        DENSE_OF_CHUNKS,
+        CHUNKED,
+        MOE,
+        DENSE_OF_CHUNKS,
+        DENSE_OF_CHUNKS,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("schedule", ["interleaved-1f1b", "zb-v"])
+def test_a_rank_never_holds_fewer_of_a_kind(name: str, schedule: str) -> None:
+    layers, some = MODELS[name], False
+    kinds = list(dict.fromkeys(layers))
+    for pp, vpp, empty_ends in product((2, 3, 4), (2,) if schedule == "zb-v" else (2, 3, 4), (False, True)):
+        ranks = placement(schedule, pp, vpp)
+        found = []
+        for counts in legal_counts(len(layers), pp, vpp, empty_ends):
+            ends = np.cumsum([0, *counts])
+            held = [[layers[a:b].count(kind) for a, b in pairwise(ends)] for kind in kinds]
+            found.append([[sum(np.array(row)[np.array(ranks) == rank]) for rank in range(pp)] for row in held])
+        fewest = fewest_of_kinds(layers, ranks, empty_ends)
+        assert fewest.shape == (len(kinds), pp)
+        if found:
+            np.testing.assert_array_equal(fewest, np.min(found, axis=0))
+            some = some or bool(fewest.any())
+        else:
+            assert not fewest.any()
+    assert some

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from priced_plans import priced_plan
 from toys import NO_LIMIT_S, legal_splits, toy_cluster, toy_model, toy_problem
 
@@ -23,6 +25,8 @@ from planner.search.search import plan
 from planner.specs.cluster import ClusterSpec
 from planner.specs.registry import load_hardware, load_model
 from planner.specs.training import Parallelism, SearchLimits, TrainingSpec
+
+TABLES = yaml.safe_load((Path(__file__).parent / "tables.yaml").read_text())
 
 
 def make_plan(runtime: str = "megatron", seq_length: int = 4096, **layout: Any) -> Plan:
@@ -79,17 +83,7 @@ def test_equal_ranks_keep_the_time_of_the_plan() -> None:
     assert found.after.step.step_s <= found.before.step.step_s
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [
-        {"pp": 4, "vpp": 2, "dp": 2},
-        {"pp": 4, "schedule": "zb-h1", "dp": 2},
-        {"pp": 4, "vpp": 2, "schedule": "zb-v", "dp": 2},
-        {"pp": 4, "dp": 2, "recompute": "full"},
-        {"pp": 4, "dp": 2, "recompute": "full", "recompute_num_layers": 2},
-        {"pp": 4, "dp": 2, "recompute": "selective"},
-    ],
-)
+@pytest.mark.parametrize("layout", TABLES["layers_move_under_any_schedule_and_recomputation"])
 def test_layers_move_under_any_schedule_and_recomputation(layout: dict[str, Any]) -> None:
     saved = make_plan("torch-eager", **layout)
     found = rebalance(saved, [1.0, 1.6, 1.0, 1.0])

@@ -1,4 +1,8 @@
-"""The whole search: optimal on clusters small enough to look at everything, and what every plan has to obey."""
+"""The whole search: optimal on clusters small enough to look at everything, and what every plan has to obey.
+
+Laws of the search over random jobs: more of a resource finds no slower plan, proven is what it says.
+A search looks at its clock between any two pieces of work, however large the job is.
+"""
 
 from __future__ import annotations
 
@@ -7,19 +11,26 @@ from itertools import count
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from laws.counting import law
 from toys import MOE, NO_LIMIT_S, solved, toy_cluster, toy_model, toy_problem, toy_training
 
 from planner.answer import Plan, PricedLayout
-from planner.errors import Infeasible
+from planner.errors import Infeasible, SolverError
 from planner.layout.evaluate import evaluate
 from planner.physics.layers import model_totals
+from planner.search import frontier
+from planner.search.case import Deadline
+from planner.search.frontier import blocks_of
 from planner.search.search import plan
 from planner.specs.cluster import ClusterSpec
 from planner.specs.model import ModelSpec
 from planner.specs.registry import load_hardware, load_model, model_names
 from planner.specs.training import Parallelism, SearchLimits, TrainingSpec
-from planner.trainers.load import load_runtime
+from planner.trainers.load import RUNTIMES, load_runtime
 
 SMALL: dict[str, Any] = {"training": toy_training(16), "cp": (1,), "zero_stage": (1,), "micro_batch_size": (1, 2)}
 EXHAUSTIVE: dict[str, dict[str, Any]] = {
@@ -371,3 +382,77 @@ def test_a_schedule_of_several_stages_is_refused_where_there_is_one(pins: dict[s
         plan(model, cluster, training, limits=SearchLimits(schedule=("interleaved-1f1b",), **pins))
     alone = plan(model, cluster, training, limits=SearchLimits(schedule=("1f1b",), pp=(1,)))
     assert alone.parallelism.schedule == "none"
+
+
+WORSE = {"memory_gib": 4.0, "nvlink_gb_per_s": 100.0, "network_gb_per_s": 2.0, "hbm_gb_per_s": 1500.0, "tflops": 400.0}
+"""A poor GPU: each of these is doubled, or more, by itself."""
+HIDDEN_LESS = 5e-4
+"""A rank that is not the busiest computes faster on a faster GPU, and hides less of its exchange of gradients."""
+MODELS: list[dict[str, Any]] = [{}, {"moe": MOE}, {"tie_word_embeddings": True, "vocab_size": 96_000}]
+
+
+def best(resources: dict[str, float], layers: int, design: dict[str, Any], batch: int, trainer: str) -> Plan | None:
+    problem = toy_problem(
+        toy_model(layers, **design), toy_cluster(8, **resources), toy_training(batch), trainer, top=1, cp=(1,)
+    )
+    try:
+        return solved(problem)
+    except Infeasible:
+        return None
+
+
+@law(5)
+@given(
+    resource=st.sampled_from(sorted(WORSE)),
+    times=st.sampled_from([2.0, 5.0]),
+    layers=st.integers(4, 7),
+    design=st.sampled_from(MODELS),
+    batch=st.sampled_from([8, 24]),
+    trainer=st.sampled_from(sorted(RUNTIMES)),
+)
+def test_more_of_a_resource_finds_no_slower_plan(
+    resource: str, times: float, layers: int, design: dict[str, Any], batch: int, trainer: str
+) -> None:
+    before = best(WORSE, layers, design, batch, trainer)
+    after = best(WORSE | {resource: times * WORSE[resource]}, layers, design, batch, trainer)
+    if before is None:
+        return
+    for answer in (before, after):
+        assert answer.search.outcome != "feasible"
+        assert (answer.search.outcome == "proven") == (answer.search.gap <= 0.005 * (1 + 1e-9))
+    assert after.step.step_s <= before.step.step_s * (1 + after.search.gap + HIDDEN_LESS)
+
+
+@pytest.mark.parametrize("pps", [[1] * 10, [5, 9, 1, 1, 1, 20, 3], [], [100]], ids=str)
+def test_blocks_have_every_shape_once_and_few_ranks(pps: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(frontier, "BLOCK", 4)
+    monkeypatch.setattr(frontier, "BLOCK_RANKS", 10)
+    order = np.arange(len(pps))[::-1]
+    blocks = [block.tolist() for block in blocks_of(order, np.array(pps, dtype=np.int64))]
+    assert [index for block in blocks for index in block] == order.tolist()
+    for block in blocks:
+        assert 1 <= len(block) <= 4
+        assert len(block) == 1 or sum(pps[index] for index in block) <= 10
+
+
+def test_time_that_ends_anywhere_leaves_a_plan_that_is_not_proven(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each look at the clock is a second later; shapes are opened two at a time."""
+    monkeypatch.setattr(frontier, "BLOCK", 2)
+    free = {"cp": (1,), "micro_batch_size": (1,), "recompute": ("none",), "zero_stage": (1,), "top": 1}
+    problem = toy_problem(toy_model(4), toy_cluster(4), toy_training(8), gap_fraction=0.0, **free)
+    ends = []
+    for asks in (1, 4, 8, 1e9):
+        monkeypatch.setattr("planner.search.case.time", SimpleNamespace(monotonic=count().__next__))
+        limits = problem.limits.model_copy(update={"time_limit_s": asks})
+        found = plan(problem.model, problem.cluster, problem.training, limits=limits, runtime=problem.runtime)
+        ends.append(found.search.outcome)
+    assert ends[:2] == ["feasible", "feasible"]
+    assert ends[-1] in ("proven", "bounded")
+
+
+def test_a_search_that_is_not_patient_gives_up_without_a_layout() -> None:
+    late = Deadline(1.0, count().__next__, patient=False)
+    assert Deadline(1.0, count().__next__).gives_up(has_layout=False) is False
+    assert Deadline(1.0, count().__next__).gives_up(has_layout=True)
+    with pytest.raises(SolverError, match="1 s"):
+        late.gives_up(has_layout=False)

@@ -6,12 +6,16 @@ import io
 import json
 import threading
 import zipfile
+from pathlib import Path
 from urllib.parse import urlencode
 
 import pytest
+import yaml
 from served import SMALL, Running
 
 from planner.plan_file import plan_of
+
+TABLES = yaml.safe_load((Path(__file__).parent / "tables.yaml").read_text())
 
 
 def test_a_job_ends_in_the_plan_of_the_command_line(running: Running) -> None:
@@ -63,21 +67,7 @@ def test_an_alternative_is_shown_instead_of_the_best(running: Running) -> None:
     assert "This is alternative 1 of" in other["html"]
 
 
-@pytest.mark.parametrize(
-    ("form", "says"),
-    [
-        ({"gpus": "many"}, "--gpus: &#39;many&#39; is not a whole number"),
-        ({"gpus": "0"}, "--gpus"),
-        ({"model": "/etc/passwd"}, "it reads no files"),
-        ({"model": "../x.yaml"}, "it reads no files"),
-        ({"hardware": "http://example.com/x.yaml"}, "it reads no files"),
-        ({"runtime": "./trainer.yaml"}, "it reads no files"),
-        ({"calibration": "probe.json"}, "no such control"),
-        ({"time_limit": "9999"}, "longer than this page searches"),
-        ({"top": "900"}, "more than this page shows"),
-        ({"tp": "<script>alert(1)</script>"}, "--tp: &#39;&lt;script&gt;"),
-    ],
-)
+@pytest.mark.parametrize(("form", "says"), TABLES["what_is_wrong_is_said_in_words"])
 def test_what_is_wrong_is_said_in_words(running: Running, form: dict[str, str], says: str) -> None:
     last = running.answer({**SMALL, **form})[-1]
     assert last["state"] == "final"

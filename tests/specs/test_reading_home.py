@@ -7,6 +7,9 @@ import re
 from pathlib import Path
 
 import pytest
+import yaml
+
+TABLES = yaml.safe_load((Path(__file__).parent / "tables.yaml").read_text())
 
 ROOT = Path(__file__).parents[2]
 HOME = "planner/specs/reading.py"
@@ -83,15 +86,6 @@ def test_only_the_home_of_reading_calls_a_parser() -> None:
     assert not EXCEPTIONS.keys() - callers.keys(), "these call no parser any more"
 
 
-@pytest.mark.parametrize(
-    "source",
-    [
-        "import json\njson.loads(text)",
-        "import yaml as y\ny.safe_load(text)",
-        "from pickle import loads",
-        "import ast\nread = ast.literal_eval",
-        "eval(text)",
-    ],
-)
+@pytest.mark.parametrize("source", TABLES["the_walk_sees_every_way_to_call_a_parser"])
 def test_the_walk_sees_every_way_to_call_a_parser(source: str) -> None:
     assert parsers_in(source)

@@ -80,6 +80,7 @@ def test_every_trainer_obeys_them(name: str) -> None:
         ({"activation": "xielu", "gated_mlp": False}, "activation"),
         ({"sliding_window": 8, "sliding_heads": {"num_key_value_heads": 2}}, "sliding_heads"),
         ({"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "latent_size": 16}, "latent_size"),
+        ({"vector_parameters": 64}, "vector_parameters"),
         ({"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "num_zero_experts": 2},
          "num_zero_experts"),
         ({"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "expert_norms": True},

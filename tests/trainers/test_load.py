@@ -1,19 +1,36 @@
-"""A trainer's file: every number has a source, and what is wrong with one is said with file, field and nearest name."""
+"""A trainer's file: every number has a source, and what is wrong with one is said with file, field and nearest name.
+
+A run is dated by what it uses: the oldest generation of its trainer that knows all of it.
+The date of the calibration is data: no fitted number changes without a row that says when and by what.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Iterator
+from functools import reduce
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
+import planner
 from planner.errors import SpecError
+from planner.layout.runs import parse_run
+from planner.physics.compute import operator_seconds
+from planner.physics.operators import Operator
+from planner.specs.registry import hardware_names, load_hardware, load_model
+from planner.specs.training import Parallelism
 from planner.trainers import load
+from planner.trainers.calibration import shipped_fits
+from planner.trainers.generations import runtime_of_its_day
 from planner.trainers.load import RUNTIMES, load_runtime, since_of, sources_of, switches_of, versions_of
 from planner.trainers.rules.recipe import export_rules_for, rules_for
+from planner.trainers.shipped import calibration_date
 from planner.trainers.spec import RuntimeSpec
-from planner.trainers.switches import ROWWISE
+from planner.trainers.switches import ROWWISE, SWITCHES
 from tools.calibrate.runs import COEFFICIENTS, Coefficient
 
 TABLES = yaml.safe_load((Path(__file__).parent / "tables.yaml").read_text())
@@ -156,14 +173,7 @@ def test_an_own_value_that_came_later_falls_back_to_the_plainest(versioned: Path
     assert (first.dispatcher, first.sends_tokens_once) == ("alltoall", False)
 
 
-@pytest.mark.parametrize(
-    ("name", "message", "hint"),
-    [
-        ("mine@0.11", "runtime: mine has no version '0.11'", "one of 0.9, 0.10, 0.20"),
-        ("mine@", "runtime: unknown 'mine@'", "did you mean mine?"),
-        ("other@0.9", "runtime: unknown 'other'", "one of mine"),
-    ],
-)
+@pytest.mark.parametrize(("name", "message", "hint"), TABLES["a_version_that_is_unknown_is_named"])
 def test_a_version_that_is_unknown_is_named(versioned: Path, name: str, message: str, hint: str) -> None:
     with pytest.raises(SpecError) as caught:
         load_runtime(name)
@@ -199,3 +209,130 @@ def test_megatron_had_layer_graphs_and_hybridep_before_its_fused_experts() -> No
     assert "activation_offload" in after.keys() - before.keys()
     assert "fused_experts" in switches_of(load_runtime("megatron@0.18")).keys() - after.keys()
     assert switches_of(load_runtime("megatron@0.20")) == switches_of(load_runtime("megatron"))
+
+
+def generation(name: str, architecture: str, **features: Any) -> str:
+    model = load_model("gpt3-175b" if name == "megatron" else "llama3-8b")
+    return runtime_of_its_day(name, architecture, model, Parallelism(tp=8), features).name
+
+
+@pytest.mark.parametrize(("name", "architecture", "features", "expected"), TABLES["generations"])
+def test_what_dates_a_run(name: str, architecture: str, features: dict[str, Any], expected: str) -> None:
+    assert generation(name, architecture, **features) == expected
+
+
+@pytest.mark.parametrize(
+    ("hardware", "model", "features", "factor"), TABLES["racks_replay_routing_unless_a_run_says_otherwise"]
+)
+def test_racks_replay_routing_unless_a_run_says_otherwise(
+    hardware: str, model: str, features: dict[str, Any], factor: float
+) -> None:
+    """Nor does the host prepare counts that are known before."""
+    layout = {"tp": 1, "dp": 8, "micro_batch_size": 1}
+    run = {"model": model, "hardware": hardware, "num_gpus": 8, "runtime": "megatron", "seq_length": 4096}
+    run |= {"global_batch_size": 8, "dtype": "bf16", "parallelism": layout, "features": features}
+    runtime = parse_run({"run": run}).runtime
+    assert min(runtime.moe_host_factor, runtime.launched_fraction) == factor
+
+
+def test_fp16_and_bf16_gradients_of_megatron_deepspeed() -> None:
+    runtime = load_runtime("megatron-deepspeed")
+    assert (runtime.gradient_bytes, runtime.kept_gradient_bytes) == (4, 2)
+    half = runtime.in_dtype("fp16", "ampere")
+    assert (half.gradient_bytes, half.kept_gradient_bytes) == (2, 0)
+    assert half.in_dtype("fp16", "ampere") == half
+    assert runtime.in_dtype("bf16", "ampere") is runtime
+
+
+@pytest.mark.parametrize(
+    ("features", "stage"), [({}, 0), ({"dispatcher": "deepep"}, 1), ({"dispatcher": "deepep", "sync_free_moe": 0}, 0)]
+)
+def test_runs_of_primus_with_deepep_fuse_routing_unless_they_say_otherwise(
+    features: dict[str, Any], stage: int
+) -> None:
+    layout = {"tp": 1, "dp": 8, "ep": 8, "micro_batch_size": 1}
+    run = {"model": "deepseek-v2-lite", "hardware": "mi355x", "num_gpus": 8, "runtime": "megatron", "seq_length": 4096}
+    run |= {"global_batch_size": 8, "dtype": "bf16", "parallelism": layout, "features": features}
+    assert SWITCHES["sync_free_moe"].value_of(parse_run({"run": run}).runtime) == stage
+
+
+def test_only_amds_gpus_pay_for_products_that_rocm_leaves_untuned() -> None:
+    """Torch takes the kernels that hipBLASLt proposes, in 16 bits as in 8."""
+    slow = load_runtime("torchtitan")
+    fast = slow.model_copy(update={"rocm_product_factor": 1.0})
+    product = Operator(name="up", kind="gemm", m=8192, n=8192, k=8192)
+
+    def seconds(gpu: str, runtime: RuntimeSpec, dtype: str = "bf16") -> float:
+        return float(operator_seconds(product, load_hardware(gpu), dtype, runtime).forward_s)
+
+    assert seconds("h100", slow) == seconds("h100", fast)
+    assert seconds("mi300x", slow) == pytest.approx(slow.rocm_product_factor * seconds("mi300x", fast))
+    assert seconds("mi300x", slow, "fp8") == seconds("mi300x", fast, "fp8")
+
+
+def test_split_backwards_of_primus_hide_no_exchange_of_gradients() -> None:
+    """Its pipeline engine asks for overlap_grad_reduce and overlap_param_gather off; other trainers' does not."""
+    primus, megatron = load_runtime("primus-megatron"), load_runtime("megatron")
+    assert primus.for_schedules(split_backward=True).gradient_overlap_fraction == 0
+    assert primus.for_schedules(split_backward=False) is primus
+    assert megatron.for_schedules(split_backward=True) is megatron
+
+
+ROOT = Path(planner.__file__).parents[1]
+WIDTHS_OF_HF = ("step_width", "memory_width", "host_factor")
+"""The numbers that tools/finetune_widths reads from published runs."""
+
+
+def part(of: Any, name: str) -> Any:
+    if isinstance(of, dict):
+        return of.get(name)
+    return of[int(name)] if name.isdigit() else getattr(of, name)
+
+
+def fitted_values() -> dict[str, Any]:
+    """Every number that a fit chose, as it ships."""
+    profiles = [load_hardware(name) for name in hardware_names()]
+    values: dict[str, Any] = {
+        profile.name: profile.efficiency.model_dump(exclude_defaults=True, exclude={"source", "evidence"})
+        for profile in profiles
+        if profile.efficiency.evidence != "spec_sheet"
+    }
+    for coefficient in COEFFICIENTS:
+        load = load_hardware if coefficient.of == "hardware" else load_runtime
+        for name in coefficient.names:
+            values[f"{name} {coefficient.path}"] = reduce(part, coefficient.path.split("."), load(name))
+    hf = load_runtime("hf")
+    return values | {f"hf {name}": getattr(hf, name) for name in WIDTHS_OF_HF}
+
+
+def digest(values: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def test_no_fitted_number_changes_without_a_row_that_dates_it() -> None:
+    now = digest(fitted_values())
+    assert shipped_fits().fingerprint == now, (
+        f"fitted numbers changed: add a row with today's date to planner/trainers/fits.yaml, and fingerprint: {now}"
+    )
+
+
+def test_a_number_that_moves_changes_the_fingerprint() -> None:
+    values = fitted_values()
+    moved = {**values, "h100-sxm-80gb": {**values["h100-sxm-80gb"], "launch_us": 4.3}}
+    assert digest(moved) != digest(values)
+    assert len(values) > 60
+    assert None not in values.values()
+
+
+def test_fits_are_in_order_and_the_last_is_the_calibration() -> None:
+    fits = shipped_fits().fits
+    assert [fit.date for fit in fits] == sorted(fit.date for fit in fits)
+    assert calibration_date() == fits[-1].date
+
+
+def test_sources_name_commands_and_sections_that_exist() -> None:
+    for fit in shipped_fits().fits:
+        command, pages = fit.source.split("; ")
+        page, _, section = pages.partition(", ")
+        assert (ROOT / command.split()[0]).exists()
+        assert f"## {section}\n" in (ROOT / page).read_text()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 from planner.errors import SpecError
 from planner.export.followed.shell_script import read_script
@@ -31,6 +30,7 @@ from planner.export.keyed_settings import (
     Settings,
     dialect,
     flat,
+    is_any_on,
     is_empty,
     is_off,
     is_on,
@@ -143,34 +143,19 @@ def _models_beside(given: Settings, text: str) -> tuple[int, int]:
 def run_of_arguments(keyed: KeyedSettings, config: ConfigFile, tool: Dialect | None = None) -> ImportedRun:
     """The run of a trainer's settings, over the defaults of the tool that reads them."""
     keyed.settings = _in_one(keyed.settings)
-    settings = {**_model_options(keyed.settings), **keyed.settings, **beside_adapters(keyed.settings, config)}
-    if not any(name in settings for name in (*_BATCH, "zero_stage", "deepspeed", *_MODEL, "peft_type")):
-        missing = next((name for name in keyed.unread if name.endswith((".yaml", ".yml"))), None)
-        if missing is not None:
-            asked = [
-                f"--set {name}=VALUE" for path in _NAMED_BY.findall(config.text) for name in _VARIABLE.findall(path)
-            ]
-            hint = "put it there, or import it itself"
-            raise SpecError(f"{missing[:80]} is not beside the file", f"add {' '.join(asked)}" if asked else hint)
-        raise SpecError("the text gives no arguments of a Hugging Face trainer", "give the script that launches it")
-    if not any(name in settings for name in ("learning_rate", *_BATCH)):
-        for key, what in table()["no_decoder"]["keys"].items():
-            if not is_off(settings.get(key)):
-                refuse_other(what, key)
-    imported = new_run("huggingface", FSDP_RUNTIME, parallelism={"zero_stage": 0})
-    imported.predicts_further = False
-    tool = tool or tool_of(settings, config.text)
+    said = {**_model_options(keyed.settings), **keyed.settings, **beside_adapters(keyed.settings, config)}
+    _refuse_others(said, keyed, config)
+    tool = tool or tool_of(said, config.text)
+    unread = keyed.unread
     unasked = {
         name: value
-        for name, value in tool.unasked.items()
-        if not any(other in keyed.unread or not is_off(settings.get(other)) for other in _SAME.get(name, ()))
-        and name not in settings
-        and name not in keyed.unread
+        for name, value in tool.left_out({**said, **unread}).items()
+        if not any(other in unread or not is_off(said.get(other)) for other in _SAME.get(name, ()))
     }
-    tool.assume(imported, unasked)
-    if settings.get("peft_type"):
-        imported.assumed |= {name: str(value) for name, value in dialect("peft").left_out(settings).items()}
-    said, settings = settings, {**unasked, **settings}
+    settings = {**unasked, **said}
+    imported = new_run("huggingface", FSDP_RUNTIME, parallelism={"zero_stage": 0})
+    imported.predicts_further = False
+    tool.assume(imported, unasked | (dialect("peft").left_out(said) if said.get("peft_type") else {}))
     run, layout = imported.run, imported.run["parallelism"]
     if (answer := number(settings, "max_completion_length")) is not None and number(said, *_SEQUENCE) is None:
         settings["max_length"] = (number(settings, "max_prompt_length") or 512) + answer
@@ -179,28 +164,7 @@ def run_of_arguments(keyed: KeyedSettings, config: ConfigFile, tool: Dialect | N
     if is_asked or ("disable_gradient_checkpointing" in settings and "gradient_checkpointing" in tool.unasked):
         layout["recompute"] = "none" if is_on(settings.get("disable_gradient_checkpointing")) else "full"
     run["num_gpus"] = keyed.num_gpus or number(settings, "num_processes") or exported_gpus(config.text)
-    accelerate = config.beside(str(settings.get("config_file") or ACCELERATE_FILE))
-    sections: Settings = {name: settings[name] for name in ("fsdp_config", "parallelism_config") if name in settings}
-    if accelerate is not None:
-        apply_accelerate(imported, file := mapping_of(accelerate), config)
-        sections |= file
-    note_sections(imported, flat(sections))
-    dtype = dtype_of(settings)
-    run["dtype"] = dtype or run["dtype"]
-    if dtype is not None and IN_FP32 in imported.notes:
-        imported.notes.remove(IN_FP32)
-    if dtype is None and accelerate is None:
-        imported.notes.append("neither bf16 nor fp16 is asked for: priced as bf16")
-    _read_sharding(imported, settings, config)
-    if not layout["zero_stage"] and not keyed.script.words and accelerate is None and tool.name in _BY_ACCELERATE:
-        imported.notes.append(
-            f"nothing here says how it is sharded: priced as DDP; put Accelerate's file beside it as {ACCELERATE_FILE}"
-        )
-    grid = {ours: settings[name] for name, ours in _GRID.items() if settings.get(name) not in (None, "", 1, "1")}
-    if isinstance(section := settings.get("parallelism_config"), Mapping):
-        grid |= section
-    if grid:
-        apply_parallelism(imported, grid)
+    _read_launch(imported, settings, config, not keyed.script.words and tool.name in _BY_ACCELERATE)
     set_model(imported, next((settings[name] for name in _MODEL if settings.get(name)), None))
     run["model"] = run["model"] or exported_model(config.text)
     # what a file of DeepSpeed's or the arguments say comes before what the tool has unasked
@@ -215,16 +179,61 @@ def run_of_arguments(keyed: KeyedSettings, config: ConfigFile, tool: Dialect | N
     read_fine_tuning(imported, settings)
     _list_unread(imported, settings)
     _ROW.sort(imported, said, _READ, lambda name, v: is_off(v) or is_empty(v) or tool.is_harmless(name))
-    imported.unknown |= {name: value for name, value in keyed.unread.items() if not _ROW.is_harmless(str(name))}
+    imported.unknown |= {name: value for name, value in unread.items() if not _ROW.is_harmless(name)}
     layout.setdefault("micro_batch_size", 1)
     return imported
 
 
+def _refuse_others(settings: Settings, keyed: KeyedSettings, config: ConfigFile) -> None:
+    """Raise SpecError for settings that train nothing, or none of which say a model, a batch or its sharding."""
+    if not any(name in settings for name in (*_BATCH, "zero_stage", "deepspeed", *_MODEL, "peft_type")):
+        missing = next((name for name in keyed.unread if name.endswith((".yaml", ".yml"))), None)
+        if missing is None:
+            raise SpecError("the text gives no arguments of a Hugging Face trainer", "give the script that launches it")
+        asked = [f"--set {name}=VALUE" for path in _NAMED_BY.findall(config.text) for name in _VARIABLE.findall(path)]
+        hint = f"add {' '.join(asked)}" if asked else "put it there, or import it itself"
+        raise SpecError(f"{missing[:80]} is not beside the file", hint)
+    if not any(name in settings for name in ("learning_rate", *_BATCH)):
+        for key, what in table()["no_decoder"]["keys"].items():
+            if not is_off(settings.get(key)):
+                refuse_other(what, key)
+
+
+def _read_launch(imported: ImportedRun, settings: Settings, config: ConfigFile, is_program: bool) -> None:
+    """The dtype, the sharding and the grid, which Accelerate's file beside the settings may say.
+
+    `is_program` is true of a program that Accelerate launches, without the words of a launch.
+    """
+    run = imported.run
+    accelerate = config.beside(str(settings.get("config_file") or ACCELERATE_FILE))
+    sections: Settings = {name: settings[name] for name in ("fsdp_config", "parallelism_config") if name in settings}
+    if accelerate is not None:
+        apply_accelerate(imported, file := mapping_of(accelerate), config)
+        sections |= file
+    note_sections(imported, flat(sections))
+    dtype = dtype_of(settings)
+    run["dtype"] = dtype or run["dtype"]
+    if dtype is not None and IN_FP32 in imported.notes:
+        imported.notes.remove(IN_FP32)
+    if dtype is None and accelerate is None:
+        imported.notes.append("neither bf16 nor fp16 is asked for: priced as bf16")
+    _read_sharding(imported, settings, config)
+    if not run["parallelism"]["zero_stage"] and is_program and accelerate is None:
+        imported.notes.append(
+            f"nothing here says how it is sharded: priced as DDP; put Accelerate's file beside it as {ACCELERATE_FILE}"
+        )
+    grid = {ours: settings[name] for name, ours in _GRID.items() if settings.get(name) not in (None, "", 1, "1")}
+    if isinstance(section := settings.get("parallelism_config"), Mapping):
+        grid |= section
+    if grid:
+        apply_parallelism(imported, grid)
+
+
 def _in_one(settings: Settings) -> Settings:
     """Settings of LLaMA-Factory's version 1 out of their sections, and those of `accelerate launch` in its file's."""
+    found = dict(settings)
     if "model_class" in settings:
-        adapters, sharding = settings.get("peft_config"), settings.get("dist_config")
-        found = {name: value for name, value in settings.items() if name not in ("peft_config", "dist_config")}
+        adapters, sharding = found.pop("peft_config", None), found.pop("dist_config", None)
         found |= adapters if isinstance(adapters, dict) else {}
         kind = found.pop("name", None)
         found["finetuning_type"] = "full" if kind is None else kind
@@ -232,15 +241,11 @@ def _in_one(settings: Settings) -> Settings:
             is_deepspeed = sharding.get("name") == "deepspeed"
             found |= {"deepspeed": sharding.get("config_file")} if is_deepspeed else {"fsdp_version": 2}
         return found
-    found = dict(settings)
-    for section in ("fsdp_config", "parallelism_config"):
-        start = "fsdp_" if section == "fsdp_config" else f"{section}_"
-        names = [
-            name for name in settings if str(name).startswith(start) and name not in ("fsdp_config", "fsdp_version")
-        ]
+    for section, start in (("fsdp_config", "fsdp_"), ("parallelism_config", "parallelism_config_")):
         inner = settings.get(section)
+        names = {name for name in map(str, settings) if name.startswith(start)} - {"fsdp_config", "fsdp_version"}
         if names and not isinstance(inner, str):
-            found[section] = {**(inner or {}), **{name: found.pop(name) for name in names}}
+            found[section] = {**(inner or {}), **{name: found.pop(name) for name in settings if name in names}}
     if is_on(found.pop("use_fsdp", False)):
         found.setdefault("fsdp_version", 1)
     if (name := found.pop("deepspeed_config_file", None)) is not None:
@@ -256,41 +261,36 @@ def _in_one(settings: Settings) -> Settings:
 
 def _read_sharding(imported: ImportedRun, settings: Fields, config: ConfigFile) -> None:
     """DeepSpeed's configuration, `zero_stage`, or FSDP."""
-    name, layout = settings.get("deepspeed"), imported.run["parallelism"]
-    launched = str(settings.get("config_file") or "")
+    name, launched = settings.get("deepspeed"), str(settings.get("config_file") or "")
+    run, layout = imported.run, imported.run["parallelism"]
     if launched and config.beside(launched) is None and name in (None, "", False):
         # Accelerate's file is not there: DeepSpeed's stage or FSDP by its name
         name = launched if re.search(r"zero|deepspeed|(^|[_-])z[0-3]|ds_", launched) else None
-        if name is None and "fsdp" in launched:
-            layout |= fsdp_layout({}, {})
         if name is None:
+            layout |= fsdp_layout({}, {}) if "fsdp" in launched else {}
             imported.unknown["config_file"] = f"{launched} is not beside the file"
-    if number(settings, "zero_stage") is not None:
-        imported.run["runtime"] = DEEPSPEED_RUNTIME
-        layout["zero_stage"] = number(settings, "zero_stage")
-        imported.run["features"]["optimizer_offload"] = float(is_on(settings.get("offload")))
+    stage = number(settings, "zero_stage")
+    if stage is not None:
+        run["runtime"], layout["zero_stage"] = DEEPSPEED_RUNTIME, stage
+        run["features"]["optimizer_offload"] = float(is_on(settings.get("offload")))
     elif name not in (None, "", False) and not is_on(name):
-        found = deepspeed_beside(config, name)
-        imported.run["runtime"] = DEEPSPEED_RUNTIME
-        if found is not None:
+        run["runtime"] = DEEPSPEED_RUNTIME
+        if (found := deepspeed_beside(config, name)) is not None:
             apply_deepspeed(imported, found)
-        elif (stage := re.search(r"(?:zero|stage|z)[-_]?(?:stage)?[-_]?([0-3])", str(name), re.IGNORECASE)) is not None:
-            layout["zero_stage"] = int(stage[1])
-            imported.notes.append(f"{name} is not beside the file: ZeRO {stage[1]} by its name")
+        elif (named := re.search(r"(?:zero|stage|z)[-_]?(?:stage)?[-_]?([0-3])", str(name), re.IGNORECASE)) is not None:
+            layout["zero_stage"] = int(named[1])
+            imported.notes.append(f"{name} is not beside the file: ZeRO {named[1]} by its name")
             if "offload" in str(name):
-                imported.run["features"] |= {
-                    "optimizer_offload": 1.0,
-                    **({"parameter_offload": True} if stage[1] == "3" else {}),
-                }
+                run["features"]["optimizer_offload"] = 1.0
+                run["features"] |= {"parameter_offload": True} if named[1] == "3" else {}
         else:
             imported.unknown["deepspeed"] = f"{name} is not beside the file: ZeRO 0 is assumed"
     elif settings.get("fsdp") or settings.get("fsdp_config") or settings.get("fsdp_version"):
-        options = settings.get("fsdp_config")
-        if isinstance(options, str):
-            options = json_of(config.beside(options) or "{}", f"mend {options}") if options.endswith(".json") else {}
-        words = settings.get("fsdp")
-        words = " ".join(map(str, words)) if isinstance(words, list) else words
+        options, words = settings.get("fsdp_config"), settings.get("fsdp")
+        if isinstance(options, str) and options.endswith(".json"):
+            options = json_of(config.beside(options) or "{}", f"mend {options}")
         options = options if isinstance(options, dict) else {}
+        words = " ".join(map(str, words)) if isinstance(words, list) else words
         layout |= fsdp_layout({"fsdp": words}, options)
         if "offload" in str(words) or is_on(options.get("fsdp_offload_params", options.get("offload_params"))):
             imported.offload_all("fsdp", f"{words or ''} offload of parameters".strip())
@@ -301,12 +301,10 @@ def _list_unread(imported: ImportedRun, settings: Fields) -> None:
     for name in (*_NARROWER, *_OTHERS):
         if settings.get(name) not in _FULL:
             imported.unknown[name] = str(settings[name])
-    packs = any(is_on(settings.get(name)) for name in _PACKING) or "block_size" in settings
+    packs = is_any_on(settings, *_PACKING) or "block_size" in settings
     packs |= "objective" in imported.run
-    if not packs and imported.run["seq_length"] is not None:
-        imported.notes.append(
-            f"sequences are not packed: priced as if each were {imported.run['seq_length']:,} tokens long"
-        )
+    if not packs:
+        imported.note_unpacked()
 
 
 def _model_options(settings: Fields) -> Fields:
@@ -317,164 +315,124 @@ def _model_options(settings: Fields) -> Fields:
     return {name: inner[name] for name in ("dtype", "attn_implementation") if name in inner}
 
 
-MODULES: Named = table()["torchtune"]["modules"]
-"""Attention's projections by peft's names, and by torchtune's (lora_attn_modules)."""
-OPTIMIZERS: Named = table()["torchtune"]["optimizers"]
-"""Values of the switch `optimizer`, and the classes that recipes name."""
-_BUILDER = re.compile(r"torchtune\.models\.\w+\.(q?lora_|q?dora_)?(\w+)")
-
-
-_BUILDERS: Named = table()["torchtune"]["builders"]
-"""Builders in torchtune/models, of the models that ship here."""
+_TORCHTUNE = table()["torchtune"]
+_HINT = "give a recipe's YAML, such as recipes/configs/llama3_1/8B_lora.yaml"
 
 
 def model_of_builder(component: str) -> tuple[Model | None, str]:
     """The model that a builder makes, and what stands before its name: lora_, qlora_, dora_ or nothing."""
-    found = _BUILDER.fullmatch(component)
+    found = re.fullmatch(r"torchtune\.models\.\w+\.(q?lora_|q?dora_)?(\w+)", component)
     if found is None:
         return None, ""
-    own = next((name for name, builder in _BUILDERS.items() if builder == found[2]), None)
-    return own or model_called(found[2].replace("_", "-")), found[1] or ""
-
-
-_HINT = "give a recipe's YAML, such as recipes/configs/llama3_1/8B_lora.yaml"
-_RANKS = re.compile(r"--nproc[-_]per[-_]node[ =](\d{1,4})")
+    return _TORCHTUNE["builders"].get(found[2]) or model_called(found[2].replace("_", "-")), found[1] or ""
 
 
 def read_torchtune(config: ConfigFile) -> ImportedRun:
     """The run of a recipe. Raises SpecError for what is none, or trains something else than all weights or adapters."""
-    data, num_gpus = _recipe_of(config)
-    if not isinstance(data, dict) or not isinstance(data.get("model"), dict):
+    data, settings, num_gpus = _recipe_of(config)
+    if "model._component_" not in settings:
         raise SpecError("the file has no model with a _component_", _HINT)
-    component = str(data["model"].get("_component_", ""))
+    component, row = str(settings["model._component_"]), dialect("torchtune")
     model, kind = model_of_builder(component)
-    layout: Fields = {"micro_batch_size": _number(data, "batch_size") or 1}
-    imported = new_run(
-        "torchtune",
-        "torchtune",
-        model=exported_model(config.text) or model,
-        num_gpus=num_gpus,
-        seq_length=_number(_section(data, "tokenizer"), "max_seq_len"),
-        parallelism=layout,
+    imported = new_run("torchtune", "torchtune", model=exported_model(config.text) or model, num_gpus=num_gpus)
+    run, layout, features = imported.run, imported.run["parallelism"], imported.run["features"]
+    run["seq_length"], layout["micro_batch_size"] = (
+        _number(settings, name) for name in ("tokenizer.max_seq_len", "batch_size")
     )
-    imported.microbatches_per_rank = _number(data, "gradient_accumulation_steps") or 1
-    if imported.run["model"] is None:
+    layout["micro_batch_size"] = layout["micro_batch_size"] or 1
+    imported.microbatches_per_rank = _number(settings, "gradient_accumulation_steps") or 1
+    if run["model"] is None:
         imported.model_name = component
-    if str(data.get("dtype", "bf16")) != "bf16":
-        imported.notes.append(f"dtype: {data['dtype']}, so that it trains in fp32: priced as bf16")
-    _read_layout(imported, data)
-    _read_adapters(imported, data["model"], kind)
-    _read_switches(imported, data)
-    loss = str(_section(data, "loss").get("_component_", "CrossEntropy"))
+    if str(settings.get("dtype", "bf16")) != "bf16":
+        imported.notes.append(f"dtype: {settings['dtype']}, so that it trains in fp32: priced as bf16")
+    _read_layout(imported, settings)
+    if kind:
+        _read_adapters(imported, settings, kind)
+    if settings.get("compile") is True:
+        features["compile"] = True
+    optimizer = str(settings.get("optimizer._component_", "torch.optim.AdamW"))
+    if (value := _TORCHTUNE["optimizers"].get(optimizer)) is None:
+        imported.unknown["optimizer._component_"] = optimizer
+    elif value != "adamw":
+        features["optimizer"] = value
+    layers = num_layers_of(run["model"])
+    if settings.get("enable_activation_offloading") is True and layers is not None:
+        features["cpu_offloading_num_layers"] = layers
+    loss = str(settings.get("loss._component_", "CrossEntropy"))
     if not re.search(r"CrossEntropy|CEWith", loss):
         imported.unknown["loss._component_"] = f"{loss}, priced as cross-entropy of one model"
-    row = dialect("torchtune")
-    parts = {f"model.{name}": value for name, value in data["model"].items()}
+    parts = {path: value for path, value in settings.items() if path.startswith("model.") or "." not in path}
     row.sort(imported, {**data, **parts}, (), lambda name, value: False)
-    row.assume(imported, row.left_out(flat(data)))
+    row.assume(imported, row.left_out(settings))
     return imported
 
 
-def _recipe_of(config: ConfigFile) -> tuple[Any, int | None]:
-    """A recipe's settings under the overrides of a `tune run`, and the GPUs of its launch or of its comments."""
-    text, overrides, gpus = config.text, Settings(), None
+def _recipe_of(config: ConfigFile) -> tuple[Fields, Fields, int | None]:
+    """A recipe, its settings under the overrides of a `tune run`, and the GPUs of its launch or of its comments."""
+    text, overrides, gpus = config.text, Fields(), None
     if re.search(r"^[^#\n]*\btune run\b", text, re.MULTILINE):
         script = read_script(text, config.beside)
         words = next((words for words in script.commands if words[:2] == ["tune", "run"]), script.words)
         options = options_of(words)
-        name = next(iter(options.get("--config", [])), "")
-        overrides = overrides_of(words)
+        name, overrides = next(iter(options.get("--config", [])), ""), overrides_of(words)
         gpus = launched_gpus(options, script) or (1 if "single_device" in " ".join(words) else None)
         text = config.beside(name) or ""
         if not text:
-            shipped = not name.endswith((".yaml", ".yml"))
             own = f"{name.rpartition('/')[2]}.yaml"
-            hint = f"tune cp {name} {own}, then plan import {own}" if shipped else "put it there"
+            is_shipped = not name.endswith((".yaml", ".yml"))
+            hint = f"tune cp {name} {own}, then plan import {own}" if is_shipped else "put it there"
             raise SpecError(f"{name or '--config'} is not beside the file", hint)
     data = yaml_of(text, _HINT)
-    for path, value in overrides.items() if isinstance(data, dict) else ():
-        *parents, last = path.split(".")
-        section: Any = data
-        for parent in parents:
-            section = section.setdefault(parent, {}) if isinstance(section, dict) else None
-        if isinstance(section, dict):
-            section[last] = value
-    ranks = _RANKS.search(text)
+    data = data if isinstance(data, dict) else {}
+    ranks = re.search(r"--nproc[-_]per[-_]node[ =](\d{1,4})", text)
     said = int(ranks[1]) if ranks is not None else 1 if "single_device" in text else None
-    return data, gpus or exported_gpus(text) or said
+    return data, {**flat(data), **overrides}, gpus or exported_gpus(text) or said
 
 
-def _read_layout(imported: ImportedRun, data: Fields) -> None:
+def _read_layout(imported: ImportedRun, settings: Fields) -> None:
     """Sharding, which recipes for several ranks always have, and recomputation."""
     layout = imported.run["parallelism"]
+    shards = _number(settings, "data_parallel_shard_dim")
+    layout["zero_stage"] = 2 if settings.get("fsdp_reshard_after_forward") is False else 3
     if imported.run["num_gpus"] == 1:
         layout["zero_stage"] = 0
-    else:
-        layout["zero_stage"] = 2 if data.get("fsdp_reshard_after_forward") is False else 3
-        shards = _number(data, "data_parallel_shard_dim")
-        if (_number(data, "data_parallel_replicate_dim") or 1) > 1 and shards:
-            layout["fsdp"] = shards
-    if data.get("enable_activation_checkpointing") is True:
+    elif (_number(settings, "data_parallel_replicate_dim") or 1) > 1 and shards:
+        layout["fsdp"] = shards
+    if settings.get("enable_activation_checkpointing") is True:
         layout["recompute"] = "full"
-    for name in ("tensor_parallel_dim", "context_parallel_dim"):
-        if (_number(data, name) or 1) > 1:
-            imported.unknown[name] = str(data[name])
-    if data.get("fsdp_cpu_offload"):
+    split = [name for name in ("tensor_parallel_dim", "context_parallel_dim") if (_number(settings, name) or 1) > 1]
+    split += ["optimizer_in_bwd"] if settings.get("optimizer_in_bwd") else []
+    imported.unknown |= {name: str(settings[name]) for name in split}
+    if settings.get("fsdp_cpu_offload"):
         imported.offload_all("fsdp_cpu_offload")
-    if data.get("optimizer_in_bwd"):
-        imported.unknown["optimizer_in_bwd"] = str(data["optimizer_in_bwd"])
-    dataset = _section(data, "dataset")
-    length = imported.run["seq_length"]
-    if dataset and not dataset.get("packed") and length is not None:
-        imported.notes.append(f"sequences are not packed: priced as if each were {length:,} tokens long")
+    if any(path.startswith("dataset.") for path in settings) and not settings.get("dataset.packed"):
+        imported.note_unpacked()
 
 
-def _read_adapters(imported: ImportedRun, model: Fields, kind: str) -> None:
-    """Adapters of LoRA and QLoRA, where the builder is one of theirs."""
-    if not kind:
-        return
+def _read_adapters(imported: ImportedRun, settings: Fields, kind: str) -> None:
+    """Adapters of LoRA and QLoRA."""
     if "dora" in kind:
         imported.unknown["model._component_"] = "DoRA, priced as LoRA"
-    ours = {theirs: name for name, theirs in MODULES.items()}
-    named = model.get("lora_attn_modules")
+    ours: Named = _TORCHTUNE["modules"]
+    named = settings.get("model.lora_attn_modules")
     modules = [str(name) for name in named] if isinstance(named, list) else []
     targets = [ours[name] for name in modules if name in ours]
-    targets += MLP if model.get("apply_lora_to_mlp") is True else ()
-    targets += ["lm_head"] if model.get("apply_lora_to_output") is True else []
+    targets += MLP if settings.get("model.apply_lora_to_mlp") is True else ()
+    targets += ["lm_head"] if settings.get("model.apply_lora_to_output") is True else []
     if unknown := [name for name in modules if name not in ours]:
         imported.unknown["model.lora_attn_modules"] = ", ".join(unknown)
     if not targets:
-        raise SpecError("model: lora_attn_modules: names no module", f"of {', '.join(MODULES.values())}")
-    packed = kind.startswith("q") or model.get("quantize_base") is True
-    dropout = model.get("lora_dropout", 0.0)
+        raise SpecError("model: lora_attn_modules: names no module", f"of {', '.join(ours)}")
+    is_packed = kind.startswith("q") or settings.get("model.quantize_base") is True
+    dropout = settings.get("model.lora_dropout", 0.0)
     imported.run["adapters"] = {
-        "rank": _number(model, "lora_rank") or 8,
+        "rank": _number(settings, "model.lora_rank") or 8,
         "targets": targets,
-        "base_bits": 4 if packed else 16,
+        "base_bits": 4 if is_packed else 16,
         "dropout": dropout if isinstance(dropout, (int, float)) else 0.0,
     }
 
 
-def _read_switches(imported: ImportedRun, data: Fields) -> None:
-    features = imported.run["features"]
-    if data.get("compile") is True:
-        features["compile"] = True
-    component = str(_section(data, "optimizer").get("_component_", OPTIMIZERS["adamw"]))
-    value = next((name for name, theirs in OPTIMIZERS.items() if theirs == component), None)
-    if value is not None and value != "adamw":
-        features["optimizer"] = value
-    elif value is None:
-        imported.unknown["optimizer._component_"] = component
-    layers = num_layers_of(imported.run["model"])
-    if data.get("enable_activation_offloading") is True and layers is not None:
-        features["cpu_offloading_num_layers"] = layers
-
-
-def _section(data: Fields, name: str) -> Fields:
-    part = data.get(name)
-    return part if isinstance(part, dict) else {}
-
-
-def _number(data: Fields, name: str) -> int | None:
+def _number(settings: Fields, name: str) -> int | None:
     """A positive whole number; None where there is none, or -1, which recipes infer."""
-    return positive_number(data, name, unsaid=(None, -1))
+    return positive_number(settings, name, unsaid=(None, -1))

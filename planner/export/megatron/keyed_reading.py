@@ -95,7 +95,8 @@ def read_keys(
     for option, value in unread.items():
         key = said.get(option, option if option.startswith("$") else "")
         if key and key not in row.read:
-            is_known = option in known or is_off(written.get(key, value)) or row.is_harmless(key)
+            said_off = is_off(written.get(key, value)) or re.fullmatch(r"0(\.0*)?", str(value))
+            is_known = option in known or said_off or row.is_harmless(key)
             (imported.ignored if is_known else imported.unknown)[key] = value
     return imported
 
@@ -166,15 +167,10 @@ def read_swift(config: ConfigFile) -> ImportedRun:
     imported.predicts_further = bool(settings.get("mtp_num_layers"))
     imported.unknown |= keyed.unread
     _add_adapters(imported, settings)
-    _note_packing(imported, settings)
+    if not is_on(settings.get("packing")):
+        imported.note_unpacked()
     _note_model(imported, name)
     return imported
-
-
-def _note_packing(imported: ImportedRun, settings: Settings) -> None:
-    if not is_on(settings.get("packing")) and imported.run["seq_length"]:
-        length = imported.run["seq_length"]
-        imported.notes.append(f"sequences are not packed: priced as if each were {length:,} tokens long")
 
 
 def is_adapter(settings: Settings) -> bool:
@@ -193,7 +189,8 @@ def read_adapter(keyed: KeyedSettings) -> ImportedRun:
     imported.unknown.pop("gradient_accumulation_steps", None)
     if str(settings.get("finetuning_type", "full")) != "full":
         imported.unknown["finetuning_type"] = f"{settings['finetuning_type']}: the Megatron adapter trains all weights"
-    _note_packing(imported, settings)
+    if not is_on(settings.get("packing")):
+        imported.note_unpacked()
     _note_model(imported, name)
     return imported
 

@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -423,13 +423,14 @@ def _text(value: object) -> str:
 
 
 def _group(key: tuple[str, str], dumps: Sequence[FlightDump]) -> FlightGroup:
-    entries = [entry for dump in dumps for entry in dump.entries.get(key, ())]
-    present = sorted({entry.rank for entry in entries})
+    of_rank = {
+        dump.rank: dump.entries[key] for dump in sorted(dumps, key=lambda dump: dump.rank) if key in dump.entries
+    }
+    present = list(of_rank)
     said = next((dump.members[key[0]] for dump in dumps if dump.members.get(key[0])), ())
     by_sequence: dict[int, list[RecordedCollective]] = defaultdict(list)
-    for entry in sorted(entries, key=lambda entry: entry.sequence):
+    for entry in sorted(chain(*of_rank.values()), key=lambda entry: entry.sequence):
         by_sequence[entry.sequence].append(entry)
-    of_rank = {rank: [entry for entry in entries if entry.rank == rank] for rank in present}
     completed = {rank: max((e.sequence for e in own if e.done), default=0) for rank, own in of_rank.items()}
     # a rank whose ring begins later has called a collective and forgotten it
     first_kept = {dump.rank: 0 for dump in dumps if dump.rank in (said or present)}

@@ -99,7 +99,7 @@ def collective_times(
 
 
 def _call(trace: RankTrace, index: int) -> Call | None:
-    """What an event says of its exchange; None for a kernel that says nothing but its name."""
+    """The exchange as an event says it; None for a kernel that says nothing but its name."""
     call = int(trace.gpu["call"][index])
     return trace.calls[call] if call >= 0 else None
 

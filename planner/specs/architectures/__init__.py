@@ -277,6 +277,7 @@ _SAYS_NOTHING = re.compile(
     r"|mtp_hybrid|num_expert_group|n_shared_experts|zero_expert|index_share|index_topk_freq|qk_head_dim|moe_layer_freq|block_dim"
     r"|attn_output_gate|expert_(parallel|capacity)|intermediate_size$|num_hidden_layers|num_experts$|moe_k$|^head_dim"
     r"|group_norm_size|kda_|granularity|router_enable|sliding_window$|max_window_layers|attention_chunk|temperature|original_|tie_encoder|keep_last|generation|dtype"
+    r"|_kernels$|_overlap$|^mtp_layers_block|num_hash_layers|output_gate_type|^[lr]m_head$"
 )
 """Names among them that say nothing of what a layer is."""
 
@@ -303,7 +304,7 @@ def _tell_unread(config: Config, read: set[str], where: str) -> None:
 
 _CANONICAL = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads")
 """Fields that functions read under our names, however a config spells them."""
-_YAML_HINT = "write the model as YAML (`plan models llama-3.1-8b` shows one)"
+_TRACED = "trace it: plan models trace hf-code:{} -o model.yaml"
 
 
 def from_config(config: Config, where: str) -> ModelSpec:
@@ -352,7 +353,7 @@ def _architecture(config: Config, where: str) -> tuple[Config, Architecture]:
     if kind in REFUSED:
         raise SpecError(
             f"{where}: model_type: {kind!r} has {REFUSED[kind]}",
-            f"trace it: plan models trace hf-code:{PurePath(where).parent} -o model.yaml",
+            _TRACED.format(PurePath(where).parent),
         )
     for key in INNER:
         inner = config.get(key)
@@ -370,13 +371,14 @@ def _architecture(config: Config, where: str) -> tuple[Config, Architecture]:
     if kind in WRAPPERS and "hidden_size" not in config:
         raise SpecError(f"{where}: text_config: nothing, not a mapping", "give the language model's own config")
     name = SAME_AS.get(kind, kind)
+    name = "deepseek" if name == "deepseek_v2" and config.get("use_mla") is False else name
     if name in ARCHITECTURES:
         warn_of_towers(config, where)
         return config, ARCHITECTURES[name]
     problem = "is missing" if config.get("model_type") is None else f"unknown architecture {kind[:60]!r}"
     known = {*ARCHITECTURES, *SAME_AS, *WRAPPERS}
     raise SpecError(
-        f"{where}: model_type: {problem}", f"{_YAML_HINT}; known are {', '.join(sorted(known))}" + nearest(kind, known)
+        f"{where}: model_type: {problem}", f"{_TRACED.format(PurePath(where).parent)}{nearest(kind, known)}"
     )
 
 

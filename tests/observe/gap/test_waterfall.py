@@ -1,7 +1,12 @@
-"""The waterfall adds up to the difference of the steps, and names the thing that was changed."""
+"""The waterfall adds up to the difference of the steps, and names the thing that was changed.
+
+Wall time per step less the steady step, in terms that add up to it.
+Runs of a small GPT with something wrong on purpose (`tools/record_faults`): the cause is named first.
+"""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -9,19 +14,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from priced_plans import priced_plan
 
 from planner.answer import Plan
 from planner.layout.candidate import Candidate
 from planner.layout.price import reprice
-from planner.observe.accounts import STEP_TERMS, Account, GroupExchanges, planned, waterfall
+from planner.observe.accounts import STEP_TERMS, Account, GroupExchanges, beside_steps, planned, waterfall
 from planner.observe.case import ObservedCase, recipe_terms, stated_otherwise
-from planner.observe.judge import of_run, predicted
-from planner.observe.observation import JobFacts, Observation, Observed, SourceFile, Term, Timer
+from planner.observe.judge import judged_alone, judged_beside, observed_of, of_run, predicted, read_observed
+from planner.observe.log_reader import observe
+from planner.observe.observation import JobFacts, Observation, Observed, SourceFile, Term
 from planner.observe.traces.recorded import ObservedFiles, Recorded, kinds_of, observation_of, read_recorded
 from tests.made_steps import trace_of
+from tests.observe.written import BEGIN_S, iterations, read
 
 JOBS: dict[str, dict[str, Any]] = {
     "pipeline": {"model": "8b", "tp": 4, "pp": 2, "dp": 2},
@@ -119,12 +126,6 @@ def test_a_run_that_is_as_planned_has_no_gap(job: str, tmp_path: Path) -> None:
         assert sum(abs(term.seconds) for term in answer.waterfall) < 1e-5 * plan_of(job).step.step_s
 
 
-def test_all_stages_together_have_none_either(tmp_path: Path) -> None:
-    every = accounts(candidate_of("pipeline"))
-    answer = held("pipeline", recorded(tmp_path, "pipeline", {0: every[0], 8: every[1]}))
-    assert sum(abs(term.seconds) for term in answer.waterfall) < 0.005 * plan_of("pipeline").step.step_s
-
-
 SCALES = st.floats(0.3, 3.0)
 
 
@@ -216,12 +217,8 @@ def test_a_link_of_half_its_rate_is_the_term_of_its_group(job: str, tier: int, g
     assert shown_s > 0.01 * plan_of(job).step.step_s
     terms = {one.term: one.seconds for one in answer.waterfall}
     assert term.seconds + terms.get(f"{group}_overlap", 0.0) == pytest.approx(shown_s, rel=0.01)
-
-
-def test_one_rank_alone_does_not_tell_transfers_from_waits(tmp_path: Path) -> None:
-    slow = with_tiers(candidate_of("one stage"), lambda number: 0.5)
-    answer = held("one stage", recorded(tmp_path, "one stage", {0: accounts(slow)[0]}))
-    assert largest(answer).term == "tp_exchanges"
+    alone = held(job, recorded(tmp_path, job, {0: account}))  # which does not tell transfers from waits
+    assert largest(alone).term == f"{group}_exchanges"
 
 
 def test_a_rank_that_comes_late_is_skew_of_the_others(tmp_path: Path) -> None:
@@ -248,28 +245,26 @@ def test_an_overlap_that_is_gone_is_its_own_term(tmp_path: Path) -> None:
     account = accounts(candidate_of("sharded"))[0]
     one = account.exchanges["dp"]
     shown = replace(account, exchanges={"dp": GroupExchanges(one.busy_s, 0.0, 0.0)})
-    answer = held("sharded", recorded(tmp_path, "sharded", {0: shown}))
-    term = largest(answer)
+    term = largest(held("sharded", recorded(tmp_path, "sharded", {0: shown})))
     assert (term.term, term.seconds) == ("dp_overlap", pytest.approx(one.hidden_s, rel=1e-3))
 
 
 @pytest.mark.parametrize(
-    ("part", "factor"), [("compute_products", 1.3), ("compute_attention", 3.0), ("compute_memory_bound", 3.0)]
-)
-def test_slow_kernels_are_the_term_of_their_kind(part: str, factor: float, tmp_path: Path) -> None:
+    ("part", "factor", "more_s"),
+    [
+        ("compute_products", 1.3, 0.0), ("compute_attention", 3.0, 0.0), ("compute_memory_bound", 3.0, 0.0),
+        ("data_loading", 1.0, 0.3),
+    ],
+)  # fmt: skip
+def test_a_longer_part_is_its_own_term(part: str, factor: float, more_s: float, tmp_path: Path) -> None:
     account = accounts(candidate_of("one stage"))[0]
-    slow = replace(account, parts={**account.parts, part: factor * account.parts[part]})
-    term = largest(held("one stage", recorded(tmp_path, "one stage", {0: slow})))
-    assert (term.term, term.seconds) == (part, pytest.approx((factor - 1) * account.parts[part], rel=1e-3))
-
-
-def test_waiting_for_a_batch_is_no_other_host_gap(tmp_path: Path) -> None:
-    account = accounts(candidate_of("one stage"))[0]
-    stalled = replace(account, parts={**account.parts, "data_loading": 0.3})
-    answer = held("one stage", recorded(tmp_path, "one stage", {0: stalled}))
+    was_s = account.parts.get(part, 0.0)
+    slow = replace(account, parts={**account.parts, part: factor * was_s + more_s})
+    answer = held("one stage", recorded(tmp_path, "one stage", {0: slow}))
     adds_up(answer)
-    assert (largest(answer).term, largest(answer).seconds) == ("data_loading", pytest.approx(0.3, rel=1e-3))
-    assert sum(abs(term.seconds) for term in answer.waterfall) == pytest.approx(0.3, rel=0.01)
+    longer_s = (factor - 1) * was_s + more_s
+    assert (largest(answer).term, largest(answer).seconds) == (part, pytest.approx(longer_s, rel=1e-3))
+    assert sum(abs(term.seconds) for term in answer.waterfall) == pytest.approx(longer_s, rel=0.01)
 
 
 @pytest.mark.parametrize("traced", [True, False])
@@ -295,22 +290,6 @@ def test_a_switch_that_the_log_shows_off_is_a_term_and_no_other(traced: bool, tm
         f"recipe: {one.name}" for one in stated
     ]
     assert sum(term.seconds for term in terms) == pytest.approx(run.step_s - plan.step.step_s, rel=1e-5)
-
-
-def test_timers_tell_waits_for_a_batch_from_passes() -> None:
-    plan, more = plan_of("pipeline"), 0.4
-    breakdown = {"forward_backward_s": plan.step.step_s + more, "unattributed_s": 0.1}
-    timer = Timer(name="batch-generator", min_s=0.001, max_s=more, num_values=9)
-    observation = Observation(
-        sources=(SourceFile(path="a", format="b"),),
-        step_s=sum(breakdown.values()),
-        breakdown=breakdown,
-        timers=(timer,),
-    )
-    answer = told(observation, plan)
-    adds_up(answer)
-    assert largest(answer).term == "data_loading"
-    assert largest(answer).seconds == pytest.approx(more)
 
 
 def test_a_slow_stage_is_what_it_computes_and_the_bubble_of_others(tmp_path: Path) -> None:
@@ -345,3 +324,99 @@ def test_groups_that_a_trace_does_not_name_are_one_term(tmp_path: Path) -> None:
     answer = held("one stage", files.model_copy(update={"traces": traces}))
     adds_up(answer)
     assert not any(term.term.startswith(("tp_", "dp_")) for term in answer.waterfall)
+
+
+def adding_up(observation: Observation) -> tuple[Term, ...]:
+    """The terms, which add up."""
+    wall, terms = observation.wall, beside_steps(observation)
+    assert observation.step_s is not None
+    made = observation.num_steps - sum(restart.lost_steps for restart in observation.restarts)
+    more_s = sum(term.seconds for term in terms)
+    assert more_s == pytest.approx(wall.wall_s / made - observation.step_s, abs=1e-6 * observation.step_s)
+    return terms
+
+
+@given(
+    seconds=st.lists(st.floats(0.5, 9.0), min_size=3, max_size=40), again=st.integers(0, 10), wait=st.floats(0, 500)
+)  # fmt: skip
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_terms_add_up_for_any_log(seconds: list[float], again: int, wait: float, tmp_path: Path) -> None:
+    lines = [*iterations(seconds)]
+    if again:
+        first = max(1, len(seconds) - again)
+        lines += iterations(seconds[first - 1 :], first=first, begin_s=BEGIN_S + sum(seconds) + wait)
+    seen = read(tmp_path, "\n".join(lines))
+    assume(seen.step_s is not None)  # steps of two kinds have no median
+    adding_up(seen)
+
+
+def test_terms_are_what_happened(tmp_path: Path) -> None:
+    seconds = [30.0] + [2.0] * 99
+    seconds[50] = 12.0
+    lines = [*iterations(seconds), *iterations([2.0] * 40, first=91, begin_s=BEGIN_S + sum(seconds) + 600)]
+    terms = {term.term: term for term in adding_up(read(tmp_path, "\n".join(lines)))}
+    made = 130
+    assert terms["warm_up"].seconds == pytest.approx(28 / made)
+    assert terms["slow_unexplained"].seconds == pytest.approx(10 / made)
+    assert terms["interruptions"].seconds == pytest.approx(600 / made, rel=0.01)
+    assert terms["steps_made_again"].seconds == pytest.approx(20 / made)
+    assert "10 steps were made twice" in terms["steps_made_again"].evidence
+
+
+def test_lines_without_times_have_none(tmp_path: Path) -> None:
+    assert beside_steps(read(tmp_path, "2.0\n2.1\n2.0\n")) == ()
+
+
+DATA = Path(__file__).parents[1] / "data" / "faults"
+
+
+@cache
+def answer(name: str, beside: str = "") -> ObservedFiles:
+    """What `plan observe FILES [--plan observed.json]` answers, the earlier run through its file."""
+    paths = [str(path) for path in sorted((DATA / name).iterdir())]
+    kinds = kinds_of(paths)
+    recorded = read_recorded(kinds)
+    observation = observe([path for path in paths if path not in kinds])
+    if not beside:
+        return ObservedFiles(**dict(judged_alone(observation, recorded)), recorded=recorded)
+    earlier = observed_of(json.loads(answer(beside).model_dump_json()), "observed.json")
+    return ObservedFiles(**dict(judged_beside(observation, earlier, "observed.json", recorded)), recorded=recorded)
+
+
+@pytest.mark.parametrize(
+    ("name", "beside", "cause", "where"),
+    [
+        ("sleeps_dp", "", "straggler_rank", "rank 1"),
+        ("data_stall_dp", "", "data_stall", "rank 0"),
+        ("leaks_dp", "", "leak", "rank 1"),
+    ],
+)
+def test_what_was_made_wrong_is_named_first(name: str, beside: str, cause: str, where: str) -> None:
+    first = answer(name, beside).causes[0]
+    assert (first.name, first.where) == (cause, where)
+
+
+@pytest.mark.parametrize("name", ["healthy_dp", "healthy_pp"])
+def test_a_healthy_run_has_no_cause(name: str) -> None:
+    assert answer(name).causes == ()
+    assert answer(name, name).causes == ()
+
+
+def test_an_observation_that_0_2_saved_is_read() -> None:
+    old = read_observed(str(DATA.parent / "observed_by_0_2.json"))
+    assert isinstance(old, ObservedFiles)
+    assert [cause.name for cause in old.causes] == ["straggler_rank"]
+    own = answer("healthy_dp")
+    assert judged_beside(own.observation, old, "old.json", own.recorded).verdict == "fast"
+
+
+def test_an_earlier_run_may_be_longer_in_its_log_than_in_its_traces() -> None:
+    said = answer("healthy_dp").model_dump(mode="json")
+    observed = said["observation"]
+    observed["step_s"] *= 1.1
+    observed["breakdown"] = {term: 1.1 * seconds for term, seconds in observed["breakdown"].items()}
+    own = answer("sleeps_dp")
+    told = judged_beside(own.observation, observed_of(said, "observed.json"), "observed.json", own.recorded)
+    assert sum(term.seconds for term in told.waterfall) == pytest.approx(
+        told.observation.step_s - said["observation"]["step_s"]
+    )

@@ -9,6 +9,7 @@ from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
+import yaml
 from measured_runs import observed, priced
 
 from planner.answer import Plan
@@ -33,6 +34,8 @@ from planner.observe.history import (
 )
 from planner.observe.observation import Observed
 from planner.trainers.load import load_runtime
+
+TABLES = yaml.safe_load((Path(__file__).parent / "tables.yaml").read_text())
 
 
 @pytest.fixture(scope="module")
@@ -214,17 +217,7 @@ def test_a_folder_that_cannot_be_made_is_one_error(tmp_path: Path) -> None:
     assert "PLANNER_HISTORY=DIR" in refused.value.hint
 
 
-@pytest.mark.parametrize(
-    ("platform", "variables", "place"),
-    [
-        ("linux", {"PLANNER_HISTORY": "/x/mine", "HOME": "/h"}, "/x/mine"),
-        ("linux", {"HOME": "/h"}, "/h/.local/share/planner/history"),
-        ("linux", {"HOME": "/h", "XDG_DATA_HOME": "/data"}, "/data/planner/history"),
-        ("linux", {"HOME": "/h", "XDG_DATA_HOME": "relative"}, "/h/.local/share/planner/history"),
-        ("darwin", {"HOME": "/h"}, "/h/Library/Application Support/planner/history"),
-        ("win32", {"HOME": "/h", "LOCALAPPDATA": "/local"}, "/local/planner/history"),
-    ],
-)
+@pytest.mark.parametrize(("platform", "variables", "place"), TABLES["the_place_is_the_platforms_own"])
 def test_the_place_is_the_platforms_own(
     platform: str, variables: dict[str, str], place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

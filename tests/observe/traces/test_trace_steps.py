@@ -1,13 +1,42 @@
-"""A step is cut into parts that add up, with numbers that the made trace lets one add up by hand (microseconds)."""
+"""A step is cut into parts that add up, with numbers that the made trace lets one add up by hand (microseconds).
+
+Intervals of time, families of kernels as libraries spell them, and groups as trainers describe them.
+Ranks beside each other: waits apart from transfers, clocks, stages and stragglers.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from made_traces import ALL_REDUCE, ATTENTION, GEMM, SEND_RECV, MadeTrace, training_trace
 
-from planner.observe.traces.events import RankReport, TraceStep
+from planner.errors import SpecError
+from planner.observe.traces.breakdown import Sorted
+from planner.observe.traces.events import (
+    COMMUNICATION,
+    NAMES,
+    OTHER,
+    ProcessGroup,
+    RankReport,
+    Spans,
+    TraceReport,
+    TraceStep,
+    axis_of,
+    axis_of_description,
+    family_of,
+    intersect,
+    length_ns,
+    merge,
+    ranks_by_stride,
+    ranks_of,
+    subtract,
+    union,
+    window,
+)
 from planner.observe.traces.recorded import read_traces
 from planner.observe.traces.source import read_kineto
 
@@ -146,3 +175,199 @@ def test_old_spellings_are_read(tmp_path: Path) -> None:
     trace.add("Runtime", "cudaLaunchKernel", 5, 1)
     (read,) = read_kineto(trace.write(tmp_path / "rank-7.json"))
     assert (len(read.gpu), len(read.launches)) == (1, 1)
+
+
+PAIRS = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 8)), max_size=8)
+
+
+def spans_of(pairs: list[tuple[int, int]]) -> Spans:
+    starts = np.array([start for start, _ in pairs], np.int64)
+    return union(starts, starts + np.array([length for _, length in pairs], np.int64))
+
+
+def points(spans: Spans) -> set[int]:
+    return {point for start, end in spans.tolist() for point in range(start, end)}
+
+
+@given(PAIRS, PAIRS)
+def test_spans_are_sets(one: list[tuple[int, int]], other: list[tuple[int, int]]) -> None:
+    a, b = spans_of(one), spans_of(other)
+    assert points(a) == {point for start, length in one for point in range(start, start + length)}
+    assert points(intersect(a, b)) == points(a) & points(b)
+    assert points(subtract(a, b)) == points(a) - points(b)
+    assert points(merge(a, b)) == points(a) | points(b)
+
+
+@given(PAIRS)
+def test_spans_are_sorted_and_apart_so_that_lengths_count_once(pairs: list[tuple[int, int]]) -> None:
+    spans = spans_of(pairs)
+    assert length_ns(spans) == len(points(spans))
+    assert (spans[1:, 0] > spans[:-1, 1]).all()
+
+
+def test_a_window_without_length_is_empty() -> None:
+    assert length_ns(window(5, 5)) == 0
+    assert window(2, 5).tolist() == [[2, 5]]
+
+
+KERNELS = [
+    ("communication", "ncclDevKernel_ReduceScatter_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096ul>)"),
+    ("communication", "void deep_ep::intranode::dispatch<8, 768, 8192>(int4*)"),
+    ("communication", "gloo:all_reduce"),
+    ("attention", "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_3_64x64x128"),
+    ("attention", "attn_fwd"),
+    ("attention", "aiter::fmha_bwd_hd128_bf16_causal_a32_psskddv"),
+    ("gemm", "nvjet_hsh_256x128_64x4_1x2_h_bz_coopA_NTT"),
+    ("gemm", "Cijk_Alik_Bljk_BBS_BH_Bias_HA_S_SAV_UserArgs_MT256x256x64"),
+    ("gemm", "sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64"),
+    ("gemm", "void cutlass::Kernel2<cutlass_80_wmma_tensorop_bf16_s161616gemm_bf16>(Params)"),
+    ("norm", "void transformer_engine::normalization::rmsnorm_fwd_tuned_kernel<Kernel_traits>(Params)"),
+    ("norm", "void at::native::(anonymous namespace)::vectorized_layer_norm_kernel<float, float>(int)"),
+    ("MoE routing", "_permute_kernel"),
+    ("MoE routing", "void at::native::sbtopk::gatherTopK<float, unsigned int, 1, false>(TensorInfo)"),
+    ("optimizer", "void multi_tensor_apply_kernel<TensorListMetadata<4>, AdamFunctor<float>>(long)"),
+    ("elementwise", "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float>>(int)"),
+    (
+        "elementwise",
+        "void at::native::elementwise_kernel<128, 4, gpu_kernel_impl_nocast<BinaryFunctor, lambda(int)#1>>",
+    ),
+    ("casts and quantisation", "void transformer_engine::cast_transpose_fused_kernel_notaligned<true>(CTDBiasParam)"),
+    ("fused by Inductor", "triton_red_fused_add_native_layer_norm_3"),
+    ("loss", "void vocab_parallel_cross_entropy_kernel<float>()"),
+    ("scan", "_chunk_scan_fwd_kernel"),
+    (OTHER, "somebody_s_own_kernel"),
+]
+
+
+@pytest.mark.parametrize(("family", "name"), KERNELS)
+def test_a_kernel_is_of_its_family(family: str, name: str) -> None:
+    assert NAMES[family_of(name)] == family
+
+
+def test_families_have_names_of_their_own() -> None:
+    assert (NAMES[COMMUNICATION], NAMES[-1]) == ("communication", OTHER)
+    assert len(set(NAMES)) == len(NAMES)
+
+
+DESCRIPTIONS = {
+    "tp": "TENSOR_MODEL_PARALLEL_GROUP TENSOR_AND_CONTEXT_PARALLEL_GROUP mesh_tp",
+    "pp": "PIPELINE_MODEL_PARALLEL_GROUP mesh_pp",
+    "cp": "CONTEXT_PARALLEL_GROUP mesh_cp",
+    "dp": "DATA_PARALLEL_GROUP DATA_PARALLEL_GROUP_WITH_CP mesh_dp_shard mesh_dp_shard_cp mesh_fsdp",
+    "ep": "EXPERT_MODEL_PARALLEL_GROUP EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP mesh_ep",
+    "etp": "EXPERT_TENSOR_PARALLEL_GROUP",
+    "edp": "EXPERT_DATA_PARALLEL_GROUP INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP mesh_efsdp",
+    "embedding": "EMBEDDING_GROUP POSITION_EMBEDDING_GROUP",
+    "model": "MODEL_PARALLEL_GROUP",
+    "world": "default_pg",
+    None: "undefined",
+}
+
+
+@pytest.mark.parametrize("axis", DESCRIPTIONS)
+def test_a_description_names_its_axis(axis: str | None) -> None:
+    assert {axis_of_description(description) for description in DESCRIPTIONS[axis].split()} == {axis}
+    assert axis_of_description("") is None
+
+
+@pytest.mark.parametrize(
+    ("ranks", "axis"),
+    [((0, 1), "tp"), ((1, 3), "cp"), ((0, 4, 8, 12), "dp"), ((3, 19), "pp"), ((0, 3), "group 7 (2 ranks, stride 3)")],
+)
+def test_size_and_stride_name_an_axis_of_the_grid(ranks: tuple[int, ...], axis: str) -> None:
+    grid = {"tp": 2, "cp": 2, "dp": 4, "pp": 2}
+    assert axis_of(ProcessGroup("7", "undefined", ranks, len(ranks)), grid) == axis
+
+
+@pytest.mark.parametrize("text", ["[0, 1, ...]", "0, 1", "[a]", "[" + "1," * 10**6 + "]", [0, "1"], [True], [-1], None])
+def test_lists_that_are_cut_or_odd_say_no_ranks(text: object) -> None:
+    assert ranks_of(text) == ()
+
+
+def test_ranks_are_read_from_lists_and_from_strides() -> None:
+    assert ranks_of("[0, 8, 16]") == ranks_of([0, 8, 16]) == ranks_by_stride(0, 8, 3) == (0, 8, 16)
+    assert ranks_by_stride(0, -1, 3) == ranks_by_stride(0, 0, 3) == ranks_by_stride("0", 1, 2) == ()
+
+
+def both(folder: Path, *traces: MadeTrace, **options: object) -> TraceReport:
+    paths = [trace.write(folder / f"rank{number}.json") for number, trace in enumerate(traces)]
+    return read_traces(paths, **options)  # type: ignore[arg-type]
+
+
+def test_a_collective_is_cut_at_the_latest_rank(tmp_path: Path) -> None:
+    report = both(tmp_path, training_trace(0), training_trace(1, late_us=80))
+    early, late = (rank.collectives[0] for rank in report.ranks)
+    assert (early.median_s, late.median_s) == (pytest.approx(200 * US), pytest.approx(120 * US))
+    assert (early.wait_s, early.transfer_s) == (pytest.approx(80 * US), pytest.approx(120 * US))
+    assert (late.wait_s, late.transfer_s) == (pytest.approx(0), pytest.approx(120 * US))
+    # 2 MB × 2 (n − 1)/n, n = 2, in 120 µs
+    assert (early.bus_gb_per_s, early.at_least) == (pytest.approx(2e6 / 120e-6 / 1e9), False)
+
+
+def test_clocks_that_are_apart_are_aligned_by_what_ends_together(tmp_path: Path) -> None:
+    apart = training_trace(1, late_us=80)
+    apart.header["baseTimeNanoseconds"] += 3_000_000  # 3 ms, many times the collective
+    report = both(tmp_path, training_trace(0), apart)
+    assert report.ranks[0].collectives[0].wait_s == pytest.approx(80 * US)
+    assert report.clock_error_s == pytest.approx(0)
+
+
+def test_clocks_of_ranks_that_share_nothing_with_the_first_are_aligned_too(tmp_path: Path) -> None:
+    pairs = [training_trace(0), training_trace(1), training_trace(0), training_trace(1, late_us=80)]
+    for rank, trace in enumerate(pairs):
+        trace.header["baseTimeNanoseconds"] += 3_000_000 * rank
+        trace.header["distributedInfo"] |= {"rank": rank, "world_size": 4}
+        for event in trace.events:
+            if rank > 1 and event["args"].get("Process Group Ranks"):
+                event["args"]["Process Group Ranks"] = "[2, 3]"
+        for group in trace.header["distributedInfo"]["pg_config"]:
+            group["ranks"] = [0, 1] if rank < 2 else [2, 3]
+    report = both(tmp_path, *pairs)
+    waits = {rank.rank: rank.collectives[0].wait_s for rank in report.ranks}
+    assert {rank: round((wait or 0) / US) for rank, wait in waits.items()} == {0: 0, 1: 0, 2: 80, 3: 0}
+
+
+def test_one_rank_cannot_tell_wait_from_transfer_and_says_so(tmp_path: Path) -> None:
+    report = both(tmp_path, training_trace(0))
+    only = report.ranks[0].collectives[0]
+    assert (only.transfer_s, only.wait_s, only.at_least) == (None, None, True)
+    assert any("one rank's trace" in text for text in report.not_shown)
+
+
+def test_a_grid_names_groups_that_nobody_described_and_tells_stages(tmp_path: Path) -> None:
+    trace = MadeTrace(5, world_size=8, groups={"3": ("undefined", [1, 5]), "4": ("undefined", [4, 5])})
+    trace.collective(10, 50, 0, "3")
+    trace.collective(70, 50, 0, "4")
+    (rank,) = both(tmp_path, trace, grid={"tp": 2, "dp": 2, "pp": 2}).ranks
+    assert rank.stage == 1
+    assert {row.group for row in rank.collectives} == {"pp", "tp"}
+    (rank,) = both(tmp_path, trace).ranks
+    assert {row.group for row in rank.collectives} == {"group 3 (2 ranks, stride 4)", "group 4 (2 ranks, stride 1)"}
+
+
+def test_transfers_are_matched_by_source_and_destination(tmp_path: Path) -> None:
+    traces = []
+    for rank, (start, length) in enumerate([(100, 30), (40, 90), (0, 10)]):
+        trace = MadeTrace(rank, 3, groups={"9": ("PIPELINE_MODEL_PARALLEL_GROUP", [0, 1, 2])})
+        if rank < 2:
+            kind = "send" if rank == 0 else "recv"
+            trace.collective(start, length, 0, "9", SEND_RECV, kind, **{"Src Rank": 0, "Dst Rank": 1})
+        trace.kernel(GEMM, 0, 5, 0)
+        traces.append(trace)
+    sender, receiver, _ = both(tmp_path, *traces).ranks
+    assert sender.collectives[0].wait_s == pytest.approx(0)
+    assert receiver.collectives[0].wait_s == pytest.approx(60 * US)
+    assert receiver.collectives[0].transfer_s == pytest.approx(30 * US)
+
+
+def test_two_files_of_one_rank_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(SpecError, match="is of rank 0, as"):
+        both(tmp_path, training_trace(0), training_trace(0))
+
+
+def test_only_exchanges_are_kept_while_the_next_file_is_read(tmp_path: Path) -> None:
+    (trace,) = read_kineto(training_trace(0).write(tmp_path / "rank0.json"))
+    kept = Sorted.of(trace).exchanges()
+    assert len(kept.trace.gpu) == len(kept.group) == 2
+    assert {kept.trace.names[name] for name in kept.trace.gpu["name"]} == {ALL_REDUCE}
+    assert len(kept.trace.launches) == len(kept.trace.operators) == len(kept.trace.marks) == 0
