@@ -34,7 +34,7 @@ _OFFLOADS = ("param_offload", "grad_offload", "optimizer_offload")
 
 
 _LENGTHS = {"gsm8k": 320, r"(^|[/'])math[/']": 704}
-"""Tokens of a prompt and its answer in verl's examples, as Qwen2.5 instruct models write them in its public logs."""
+"""Tokens of a prompt and its answer in verl's examples: estimates, which no log was read for."""
 
 
 def read_verl(config: ConfigFile) -> ImportedRun:

@@ -13,11 +13,11 @@ from planner.answer import Interval, Plan
 from planner.specs.base import Fields, Ints, Spec, Texts
 
 
-class Saved(Spec, extra="ignore"):
+class SavedPart(Spec, extra="ignore"):
     """A part of an observation as files keep it: fields that older versions saved and nobody reads are left out."""
 
 
-class RankSpread(Saved):
+class RankSpread(SavedPart):
     """A number of each rank, of which the log names the least and the most, as `--log-straggler` does; medians."""
 
     name: Literal["round_trip_s", "power_w", "temperature_c", "utilization_fraction", "clock_mhz", "data_s", "tflops"]
@@ -32,7 +32,7 @@ class RankSpread(Saved):
     num_values: int
 
 
-class Wall(Saved):
+class Wall(SavedPart):
     """The wall time from the first to the last thing that has a time, and what took it."""
 
     wall_s: float
@@ -57,7 +57,7 @@ class Wall(Saved):
 OutlierKind = Literal["checkpoint", "evaluation", "periodic", "slow_spell", "unexplained"]
 
 
-class SourceFile(Saved):
+class SourceFile(SavedPart):
     """A file that was read."""
 
     path: str
@@ -69,7 +69,7 @@ class SourceFile(Saved):
     """The reason why only a part was read; empty where all of it was."""
 
 
-class JobFacts(Saved):
+class JobFacts(SavedPart):
     """The job as its own files state it; None where they do not."""
 
     trainer: str | None = None
@@ -91,7 +91,7 @@ class JobFacts(Saved):
     """The features in it that the log names, and `recompute`; the others are what the trainer does unasked."""
 
 
-class StepSeries(Saved):
+class StepSeries(SavedPart):
     """The steps in the order of the log; of very many, every `stride`-th row."""
 
     steps: Ints = ()
@@ -103,7 +103,7 @@ class StepSeries(Saved):
     stride: int = 1
 
 
-class Outlier(Saved):
+class Outlier(SavedPart):
     """Steps that took longer than the noise of the others, under one name."""
 
     kind: OutlierKind
@@ -118,7 +118,7 @@ class Outlier(Saved):
     """The likely cause in words, such as garbage collection every 100 steps."""
 
 
-class Restart(Saved):
+class Restart(SavedPart):
     """A place where the step number falls back: the run went on from an earlier checkpoint."""
 
     from_step: int
@@ -132,7 +132,7 @@ class Restart(Saved):
     """Seconds from the last line of a step to the first one made after it, less that step's own; None without times."""
 
 
-class Timer(Saved):
+class Timer(SavedPart):
     """A timer that the trainer prints, in seconds of one step; the median over what was printed."""
 
     name: str
@@ -142,7 +142,7 @@ class Timer(Saved):
     num_values: int
 
 
-class ObservedMemory(Saved):
+class ObservedMemory(SavedPart):
     """Memory of one rank, the highest that was printed."""
 
     rank: int | None = None
@@ -153,7 +153,7 @@ class ObservedMemory(Saved):
     """Bytes in use on the GPU, of everything."""
 
 
-class MemorySeries(Saved):
+class MemorySeries(SavedPart):
     """Memory of one rank in the order of the log, of one kind; of very many lines, every n-th."""
 
     kind: Literal["allocated", "max_allocated", "max_reserved", "device", "reserved"]
@@ -164,7 +164,7 @@ class MemorySeries(Saved):
     num_bytes: Ints
 
 
-class FailedAllocation(Saved):
+class FailedAllocation(SavedPart):
     """An error of memory that ran out, in the words of torch."""
 
     rank: int | None = None
@@ -177,7 +177,7 @@ class FailedAllocation(Saved):
     """Bytes of the GPU."""
 
 
-class HungCollective(Saved):
+class HungCollective(SavedPart):
     """A collective that NCCL's watchdog ended, on one rank."""
 
     rank: int | None = None
@@ -192,7 +192,7 @@ Verdict = Literal["expected", "slow", "fast", "memory"]
 """The place of the step to its predicted interval; `memory` if the step is inside and the peak above its own."""
 
 
-class Observation(Saved):
+class Observation(SavedPart):
     """A run as its files show it."""
 
     sources: tuple[SourceFile, ...]
@@ -246,7 +246,7 @@ class Observation(Saved):
     """Options that would say what the files do not, such as `--global-batch-size N`."""
 
 
-class Prediction(Saved):
+class Prediction(SavedPart):
     """The numbers that the run is held against: the price of its layout and recipe, or an earlier run of the job."""
 
     kind: Literal["plan", "run"] = "plan"
@@ -267,7 +267,7 @@ class Prediction(Saved):
     breakdown: dict[str, float]
 
 
-class Term(Saved):
+class Term(SavedPart):
     """One term of a difference of seconds."""
 
     term: str
@@ -277,7 +277,7 @@ class Term(Saved):
     """The most that could be won back; None where nothing tells."""
 
 
-class GapRemedy(Saved):
+class GapRemedy(SavedPart):
     """A change of the job, and the step that it would give."""
 
     options: Texts
@@ -289,7 +289,7 @@ class GapRemedy(Saved):
     says: str = ""
 
 
-class GapCause(Saved):
+class GapCause(SavedPart):
     """A row of the gap whose mechanism the files show: why the run is not as it should be."""
 
     name: str
@@ -302,7 +302,7 @@ class GapCause(Saved):
     remedy: GapRemedy | None = None
 
 
-class Observed(Saved):
+class Observed(SavedPart):
     """The answer of `plan observe`."""
 
     schema_version: Literal[1] = 1

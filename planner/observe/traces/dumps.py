@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from planner.errors import SpecError
-from planner.observe.observation import Saved
+from planner.observe.observation import SavedPart
 from planner.observe.traces.events import TABLES, ranks_of
 from planner.observe.traces.source import Progress, load_plain, trace_file
 from planner.specs.base import Fields, Ints, Texts
@@ -75,7 +75,7 @@ class LiveAllocation:
     died: int = _NEVER
 
 
-class MemoryPart(Saved):
+class MemoryPart(SavedPart):
     """One category of the peak."""
 
     category: str
@@ -83,7 +83,7 @@ class MemoryPart(Saved):
     num_allocations: int
 
 
-class SnapshotOutOfMemory(Saved):
+class SnapshotOutOfMemory(SavedPart):
     """The allocator gave up."""
 
     requested_bytes: int
@@ -95,7 +95,7 @@ class SnapshotOutOfMemory(Saved):
     """True if what is reserved and unused would have held the request, and no block of it did."""
 
 
-class SnapshotReport(Saved):
+class SnapshotReport(SavedPart):
     """Memory of one device; parts at the peak add up to `peak_bytes` exactly."""
 
     file: str
@@ -301,7 +301,7 @@ class FlightDump:
     members: dict[str, Ints]
 
 
-class Outstanding(Saved):
+class Outstanding(SavedPart):
     """A collective that at least one rank began and has not ended."""
 
     sequence: int
@@ -314,7 +314,7 @@ class Outstanding(Saved):
     """File, line and function of the first waiting rank's call."""
 
 
-class Mismatch(Saved):
+class Mismatch(SavedPart):
     """One collective that ranks called in different ways."""
 
     sequence: int
@@ -324,7 +324,7 @@ class Mismatch(Saved):
     """The value of each rank."""
 
 
-class FlightGroup(Saved):
+class FlightGroup(SavedPart):
     """One process group in all dumps."""
 
     name: str
@@ -337,7 +337,7 @@ class FlightGroup(Saved):
     mismatches: tuple[Mismatch, ...]
 
 
-class FlightReport(Saved):
+class FlightReport(SavedPart):
     """Groups in the dumps of some ranks, and the likely cause of a hang."""
 
     ranks: Ints

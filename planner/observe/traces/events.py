@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.observe.observation import Saved
+from planner.observe.observation import SavedPart
 from planner.specs.base import Fields, Ints, Texts
 from planner.specs.reading import shipped_table
 
@@ -246,7 +246,7 @@ HOST = "host"
 """The device of a trace without a GPU's events."""
 
 
-class FamilyTime(Saved):
+class FamilyTime(SavedPart):
     """Time that kernels of one family alone account for; families above it in the table take what they share."""
 
     family: str
@@ -258,7 +258,7 @@ class FamilyTime(Saved):
     """Names of the longest kernels, for the family `other`."""
 
 
-class GroupTime(Saved):
+class GroupTime(SavedPart):
     """One group's communication on one rank in one step.
 
     busy_s = hidden_s + exposed_s + the time when another group's exposed communication, earlier in the list, ran too.
@@ -273,7 +273,7 @@ class GroupTime(Saved):
     """The part while it computed nothing and no group above communicated: these add up over groups."""
 
 
-class TraceStep(Saved):
+class TraceStep(SavedPart):
     """One step of one rank: computing, exposed communication, copies and idle time add up to `wall_s` exactly."""
 
     number: int | None
@@ -301,7 +301,7 @@ class TraceStep(Saved):
     """(what the host did while nothing ran, seconds), the longest first."""
 
 
-class CollectiveTime(Saved):
+class CollectiveTime(SavedPart):
     """One kind of exchange in one group on one rank."""
 
     group: str
@@ -321,7 +321,7 @@ class CollectiveTime(Saved):
     at_least: bool = True
 
 
-class RankReport(Saved):
+class RankReport(SavedPart):
     """Steps and exchanges of one rank's trace."""
 
     file: str
@@ -334,7 +334,7 @@ class RankReport(Saved):
     warnings: Texts = ()
 
 
-class TraceReport(Saved):
+class TraceReport(SavedPart):
     """Traces of one run, one entry a rank, and what they cannot show."""
 
     ranks: tuple[RankReport, ...]

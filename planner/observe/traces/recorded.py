@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from planner.errors import SpecError
-from planner.observe.observation import JobFacts, Observation, Observed, ObservedMemory, Saved, SourceFile
+from planner.observe.observation import JobFacts, Observation, Observed, ObservedMemory, SavedPart, SourceFile
 from planner.observe.traces.breakdown import NS, Sorted, break_down, step_windows
 from planner.observe.traces.dumps import FlightReport, SnapshotReport, read_flight_recorder, read_snapshot
 from planner.observe.traces.events import (
@@ -334,7 +334,7 @@ _TERMS = {
 OTHER_COMMUNICATION, UNATTRIBUTED = "other_comm_s", "unattributed_s"
 
 
-class Recorded(Saved):
+class Recorded(SavedPart):
     """Files that profilers, the allocator and the flight recorder left of a run."""
 
     traces: TraceReport | None = None
