@@ -51,10 +51,10 @@ CLOSED = {
 @cache
 def traced(name: str, *shards: tuple[str, str]) -> ModelSpec:
     """A model of the odd ones, traced in this process, which has imported torch."""
-    from planner.trace import worker
+    from planner.trace import run
 
     def told(source: str) -> Any:
-        return json.loads(json.dumps({length: worker.traced(source, length) for length in LENGTHS}))
+        return json.loads(json.dumps({length: run.traced(source, length) for length in LENGTHS}))
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("planner.trace.trace._told", told)
