@@ -322,7 +322,10 @@ def declared(command: Callable[..., None], name: str, words: Sequence[str] | Non
             rows.append((row_of(owners, field.name), bare))
     given = {word.partition("=")[0] for word in words or () if word.startswith("-") and word != "-"}
     if words is not None and given <= EVERYWHERE.union(*(row.spellings for row, _ in rows if row)):
-        rows = [(row, bare) for row, bare in rows if row is None or not row.spelling or given & row.spellings]
+        rows = [
+            (row, bare) for row, bare in rows
+            if row is None or not row.spelling or given & row.spellings or bare.default is bare.empty
+        ]  # fmt: skip
     parameters = [_parameter(row, bare) for row, bare in rows]
 
     @wraps(command)

@@ -377,7 +377,8 @@ def _some(texts: Sequence[str], between: str, num_lines: int, others: str = "mor
         left = len(texts) - len(shown)
         more = f"{between}{left} {others}"
         if _num_lines(between.join([*shown, text]) + (more if left > 1 else "")) > num_lines:
-            return between.join(shown) + more
+            said = between.join(shown)
+            return said + (more if _num_lines(said + more) <= num_lines else f"{between}{left} more")
         shown.append(text)
     return between.join(shown)
 

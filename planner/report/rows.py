@@ -307,10 +307,10 @@ class Robust:
         most, best = percent(self.losses[self.least]), percent(self.losses[0])
         if self.least:
             return f"up to {best} behind if one fails, alternative {self.least} {most}"
+        if self.losses[0] > 0:
+            return f"if one fails, up to {best} behind"
         tried = len(self.assumptions) - 1
-        return (
-            f"if one fails, up to {best} behind" if self.losses[0] > 0 else f"the fastest under each of {tried} others"
-        )
+        return f"the fastest under {f'each of {tried} others' if tried > 1 else 'the one other'}"
 
     @property
     def _choice(self) -> str:

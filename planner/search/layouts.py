@@ -18,6 +18,7 @@ from planner.layout.candidate import Candidate
 from planner.layout.evaluate import assemble, pricing_of
 from planner.layout.price import price_layout
 from planner.physics.pricing import Pricing
+from planner.physics.stage_memory import fits_host
 from planner.search.branch import Branch
 from planner.search.case import PATIENCE_S, Case, Deadline
 from planner.search.enumerate import Bar, Rejections, by_runtime, enumerate_shapes, schedules_tried
@@ -177,9 +178,12 @@ def _least_work_s(tried: Sequence[tuple[Pricing, SearchLimits]], kernels: Shape)
 def _promising(
     pricings: Sequence[tuple[Pricing, SearchLimits]], shapes: Shape, bar: Bar | None
 ) -> list[tuple[PricedShapes, SearchLimits]]:
-    """The shapes under each runtime, without those that another runtime beats, or that the bar beats under all."""
+    """The shapes under each runtime, without those that another runtime beats, whose host has too little memory for
+    what waits there, or that the bar beats under all."""
     all_priced = [priced_shapes(pricing, shapes) for pricing, _ in pricings]
     kept = without_beaten(all_priced, [_stricter(pricing.runtime) for pricing, _ in pricings])
+    everywhere = np.ones(np.shape(shapes.tp), dtype=bool)
+    kept = [without(each, everywhere & np.logical_not(fits_host(each.pricing, shapes))) for each in kept]
     if bar is not None:
         coarse = [bound_of_shapes_s(each, tried) for each, (_, tried) in zip(kept, pricings, strict=True)]
         promising = [bar.passes(bound_s) for bound_s in coarse]

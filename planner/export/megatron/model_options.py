@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
+from itertools import pairwise
 
 from planner.errors import SpecError
 from planner.export.megatron.option_rows import (
@@ -25,7 +27,7 @@ from planner.specs.architectures.layer_lists import block_pattern, shortest
 from planner.specs.base import Fields
 from planner.specs.model import ModelSpec
 from planner.specs.units import is_count
-from planner.trainers.rules.facts import every_nth, is_hybrid, rotary_method
+from planner.trainers.rules.facts import HYBRID_LETTERS, every_nth, is_hybrid, rotary_method
 
 _POSITIONS = {
     "learned_absolute": "learned", "rope": "rope", "yarn": "rope", "mrope": "rope", "alibi": "alibi", "none": "none",
@@ -245,7 +247,7 @@ def model_arguments(model: ModelSpec, seq_length: int, vocab_divisible_by: int, 
         **said.get("latent", {}),
         **said["heads"],
         **said.get("delta", {}),
-        **said.get("scan", {}),
+        **({"--hybrid-layer-pattern": hybrid_pattern(model), **said["scan"]} if is_hybrid(model) else {}),
         # a table of learned positions has the model's rows
         "--max-position-embeddings": (model.max_position_embeddings or 0) if learned else seq_length,
         **said.get("rotary", {}),
@@ -270,6 +272,14 @@ def _has(model: ModelSpec, section: str) -> bool:
 
 PATTERNS = ("--hybrid-layer-pattern", "--hybrid-override-pattern")
 HYBRID_OPTIONS = frozenset(PATTERNS)
+
+
+def hybrid_pattern(model: ModelSpec, ends: Sequence[int] = ()) -> str:
+    """A letter for each layer, | where a virtual stage ends, and /*E or /*- for each further token: `ME|M*/*E`."""
+    letters = "".join(HYBRID_LETTERS[kind.attention, kind.mlp] for kind in model.layers)
+    bounds = [0, *ends] if ends else [0, len(letters)]
+    main = "|".join(letters[first:last] for first, last in pairwise(bounds))
+    return main + ("/*E" if model.moe is not None else "/*-") * model.num_nextn_predict_layers
 
 
 def _pattern(options: Options) -> list[str]:

@@ -7,6 +7,7 @@ from itertools import groupby
 
 from planner.answer import Plan
 from planner.errors import SpecError
+from planner.export.megatron.model_options import hybrid_pattern
 from planner.export.megatron.option_rows import (
     Codec,
     Options,
@@ -21,9 +22,8 @@ from planner.export.spelling import recipe_of, spelling_of, spellings
 from planner.export.stages import VirtualStage, block_size, is_even, virtual_stages
 from planner.export.trainer_files import Arguments
 from planner.specs.base import Fields
-from planner.specs.model import ModelSpec
 from planner.trainers.layout_string import expanded
-from planner.trainers.rules.facts import HYBRID_LETTERS, is_hybrid
+from planner.trainers.rules.facts import is_hybrid
 from planner.trainers.switches import Value
 
 
@@ -58,14 +58,6 @@ def _repeat(symbol: str, times: int) -> str:
     return symbol * times if times < 3 else f"{symbol}*{times}"
 
 
-def hybrid_pattern(model: ModelSpec, stages: Iterable[VirtualStage]) -> str:
-    """A letter for each layer, | between virtual stages, and /*E or /*- for each further token: `ME|M*/*E`."""
-    letters = [HYBRID_LETTERS[kind.attention, kind.mlp] for kind in model.layers]
-    predicted = "/*E" if model.moe is not None else "/*-"
-    main = "|".join("".join(letters[stage.first_layer : stage.last_layer]) for stage in stages)
-    return main + predicted * model.num_nextn_predict_layers
-
-
 def is_fsdp(plan: Plan) -> bool:
     """ZeRO-2 and 3 are Megatron-FSDP; ZeRO-1 is the distributed optimizer."""
     return plan.parallelism.zero_stage >= 2
@@ -75,7 +67,8 @@ def _write_stages(plan: Plan) -> Arguments:
     """The split of layers: even stages by their number, all others by a layout string; a hybrid's by its pattern."""
     layout, model = plan.parallelism, plan.model.spec
     if is_hybrid(model):
-        return {"--hybrid-layer-pattern": hybrid_pattern(model, virtual_stages(plan.best, model.num_hidden_layers))}
+        stages = virtual_stages(plan.best, model.num_hidden_layers)
+        return {"--hybrid-layer-pattern": hybrid_pattern(model, [stage.last_layer for stage in stages])}
     if layout.pp == 1:
         return {}
     stages = virtual_stages(plan.best, model.num_hidden_layers)

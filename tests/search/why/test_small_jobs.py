@@ -182,7 +182,7 @@ def test_the_largest_models_fit_and_are_larger_the_less_of_them_is_kept() -> Non
 
 
 TOO_LARGE = [
-    {"model": "llama-3.1-8b", "gpus": "1", "hardware": "l40s", "runtime": "hf", "seq_length": "2048",
+    {"model": "qwen3-14b", "gpus": "1", "hardware": "l40s", "runtime": "hf", "seq_length": "2048",
      "global_batch_size": "16"},
     {"model": "llama-3.1-8b", "gpus": "1", "hardware": "v100", "lora": "on"},
     {"model": "llama-3.1-70b", "gpus": "1", "hardware": "l40s", "lora": "on"},
