@@ -136,8 +136,9 @@ def find_layouts(
     fitting = np.flatnonzero(np.any(may_fit, axis=0)) if all_priced else np.zeros(0, dtype=np.int64)
     if all_priced:
         count_misfits(case, all_priced[0][0], fitting, rejections)
-    kept = all_priced if len(fitting) else []
-    priced = [(_with_sets(case, with_used_kernels(shapes.take(fitting))), tried) for shapes, tried in kept]
+    taken = [(_on_their_hosts(shapes.take(fitting)), tried) for shapes, tried in all_priced if len(fitting)]
+    kept = [(shapes, tried) for shapes, tried in taken if shapes.beaten is None or not shapes.beaten.all()]
+    priced = [(_with_sets(case, with_used_kernels(shapes)), tried) for shapes, tried in kept]
     choices = {shapes.pricing.runtime: _choices(case, shapes) for shapes, _ in priced}
     branch = Branch(limits, choices, deadline, rejections, most_ilps=MOST_FIRST_ILPS if is_first else np.inf)
     if known is not None:
@@ -178,12 +179,9 @@ def _least_work_s(tried: Sequence[tuple[Pricing, SearchLimits]], kernels: Shape)
 def _promising(
     pricings: Sequence[tuple[Pricing, SearchLimits]], shapes: Shape, bar: Bar | None
 ) -> list[tuple[PricedShapes, SearchLimits]]:
-    """The shapes under each runtime, without those that another runtime beats, whose host has too little memory for
-    what waits there, or that the bar beats under all."""
+    """The shapes under each runtime, without those that another runtime beats, or that the bar beats under all."""
     all_priced = [priced_shapes(pricing, shapes) for pricing, _ in pricings]
     kept = without_beaten(all_priced, [_stricter(pricing.runtime) for pricing, _ in pricings])
-    everywhere = np.ones(np.shape(shapes.tp), dtype=bool)
-    kept = [without(each, everywhere & np.logical_not(fits_host(each.pricing, shapes))) for each in kept]
     if bar is not None:
         coarse = [bound_of_shapes_s(each, tried) for each, (_, tried) in zip(kept, pricings, strict=True)]
         promising = [bar.passes(bound_s) for bound_s in coarse]
@@ -191,6 +189,12 @@ def _promising(
         kept = [without(each, ~mask).take(left) for each, mask in zip(kept, promising, strict=True)]
     pairs = zip(kept, (tried for _, tried in pricings), strict=True)
     return [(each, tried) for each, tried in pairs if each.beaten is None or not each.beaten.all()]
+
+
+def _on_their_hosts(shapes: PricedShapes) -> PricedShapes:
+    """The shapes without those whose host has too little memory for what waits there."""
+    fit = np.broadcast_to(fits_host(shapes.pricing, shapes.shape), np.shape(shapes.shape.tp))
+    return without(shapes, np.logical_not(fit))
 
 
 def _with_sets(case: Case, shapes: PricedShapes) -> PricedShapes:

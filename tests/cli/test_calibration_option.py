@@ -247,6 +247,28 @@ def test_a_run_on_another_gpu_is_refused_by_name(
     assert not history.exists()
 
 
+@pytest.mark.thorough(0)
+def test_a_calibration_that_is_named_wins(run_file: Path, history: Path, tmp_path: Path) -> None:
+    alone = planned([*LAYOUT_OF_HISTORY, "--calibration", str(run_file)], tmp_path)
+    assert main(["validate", "--add", str(run_file), "-q"]) == 0
+    both = planned([*LAYOUT_OF_HISTORY, "--calibration", str(run_file)], tmp_path)
+    assert both.inputs_sha256 == alone.inputs_sha256
+
+
+@pytest.mark.thorough(0)
+def test_a_sweep_takes_it_and_says_so_once(run_file: Path, history: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sweep = ["sweep", "--model", "8b", "--gpus", "8,16", "-s", "8192", "-b", "64", "--dp", "4,8", "--top", "1"]
+    sweep += ["--tp", "1", "--pp", "1", "--time-limit", "2"]
+    plain = answer(sweep, capsys)
+    assert main(["validate", "--add", str(run_file), "-q"]) == 0
+    capsys.readouterr()
+    assert main([*sweep, "--json"]) == 0
+    shown = capsys.readouterr()
+    assert shown.err.count("1 run of yours") == 1
+    steps = [[point["step_s"] for point in one["points"]] for one in (plain, json.loads(shown.out))]
+    assert all(after > 1.01 * before for before, after in zip(*steps, strict=True))
+
+
 def test_a_device_of_a_name_without_end_is_doubted_in_one_line(caplog: pytest.LogCaptureFixture) -> None:
     result = ProbeResult.model_construct(ranks=(None,), device="A" * 5000 + "\x1b[2J")
     with caplog.at_level(logging.WARNING):
