@@ -223,11 +223,9 @@ def _unread(data: Said, row: Said) -> dict[str, str]:
     """Keys of a manifest, and those beside a key that is read, that no field of its row has."""
     read = [row["script"], row["gpus"], row.get("nodes", ""), *row.get("env", ())]
     parts = {path.partition(".")[0] for path in read if "." in path}
-    paths = {name: value for name, value in data.items() if name not in parts}
-    paths |= {
-        f"{part}.{name}": value for part in parts for name, value in (data.get(part) or {}).items()
-        if isinstance(data.get(part), Mapping)
-    }  # fmt: skip
+    inner = {part: value for part, value in data.items() if part in parts and isinstance(value, Mapping)}
+    paths = {name: value for name, value in data.items() if name not in inner}
+    paths |= {f"{part}.{name}": value for part, values in inner.items() for name, value in values.items()}
     harmless = re.compile("|".join(f"(?:{part})" for part in re.sub(r"\s+(?=\|)", "", row["harmless"]).split()))
     return {
         path: str(value)[:200] for path, value in paths.items() if path not in read and not harmless.fullmatch(path)

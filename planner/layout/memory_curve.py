@@ -23,11 +23,7 @@ from planner.physics.memory import GRAPH_POOL, Moment, is_decoder_layer, offload
 from planner.physics.operators import BF16, FP32, NARROW_BYTES, Item, Operator, Saved, operators_of
 from planner.physics.optimizers import states_of, tensors_of
 from planner.physics.pricing import Pricing
-from planner.physics.stage_memory import (
-    between_updates_bytes,
-    fixed_workspace_bytes,
-    moment_bytes,
-)
+from planner.physics.stage_memory import between_updates_bytes, fixed_workspace_bytes, moment_bytes
 from planner.schedule.actions import HELD_BY_PLACE, ActionList, F
 from planner.schedule.replay import Timeline
 from planner.shape import FloatArray, Shape

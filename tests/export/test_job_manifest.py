@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import yaml
+from samples import BASE
 
 from planner.errors import SpecError
 from planner.export.import_run import read, read_configuration
@@ -42,6 +43,11 @@ def test_a_key_that_is_not_read_is_named(name: str, key: str) -> None:
     except SpecError as refused:
         told = [f"{key}_x"] if "--set" in (refused.hint or "") else []
     assert any(each.endswith(f"{key}_x") for each in told)
+
+
+def test_a_part_of_a_manifest_that_is_one_word_is_named_whole() -> None:
+    run = f"torchrun --nproc_per_node 8 pretrain_gpt.py {BASE}"
+    assert read_configuration(f"resources: H100:8\nrun: |\n  {run}\n").unknown == {"resources": "H100:8"}
 
 
 def test_a_launch_reads_the_files_and_programs_that_it_names(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from planner.export.followed.shell_script import Script, launched_on, read_scrip
 from planner.export.imported_run import ConfigFile, ImportedRun, json_of, yaml_of
 from planner.export.keyed_settings import refused_settings, table
 from planner.export.megatron.keyed_reading import add_lora
-from planner.export.megatron.model_options import HYBRID_OPTIONS
+from planner.export.megatron.model_options import PATTERNS
 from planner.export.megatron.option_rows import (
     BRIDGE,
     FLAGS,
@@ -83,9 +83,7 @@ _PATHS = {path: option for option, path in BRIDGE.items()}
 # the check of the loss is read as that of the gradients
 _FLAGS = {flag.field: flag for flag in (*FLAGS, *READ_FLAGS) if not flag.field.startswith("rerun_state_machine.")}
 _ACTIVATIONS = {"squared_relu": "--squared-relu", "quick_gelu": "--quick-geglu"}
-_VALUED: Named = OF_BRIDGE["valued"] | {
-    f"model.{name.removeprefix('--').replace('-', '_')}": name for name in sorted(HYBRID_OPTIONS)
-}
+_VALUED: Named = OF_BRIDGE["valued"] | {f"model.{name.removeprefix('--').replace('-', '_')}": name for name in PATTERNS}
 READ_FIELDS = frozenset({
     *_PATHS, *_FLAGS, *_VALUED, *OF_BRIDGE["read"].split(), *(path for row in YARN for path in row[:2]),
     *OF_BRIDGE["moment_fields"].values(),

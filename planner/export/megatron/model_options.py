@@ -271,7 +271,6 @@ def _has(model: ModelSpec, section: str) -> bool:
 
 
 PATTERNS = ("--hybrid-layer-pattern", "--hybrid-override-pattern")
-HYBRID_OPTIONS = frozenset(PATTERNS)
 
 
 def hybrid_pattern(model: ModelSpec, ends: Sequence[int] = ()) -> str:

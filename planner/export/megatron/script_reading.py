@@ -16,7 +16,7 @@ from planner.export.megatron.deepspeed_options import (
     is_megatron_deepspeed,
     read_zero,
 )
-from planner.export.megatron.model_options import HYBRID_OPTIONS, MODEL_OPTIONS, PATTERNS, read_model, with_pattern
+from planner.export.megatron.model_options import MODEL_OPTIONS, PATTERNS, read_model, with_pattern
 from planner.export.megatron.option_rows import Options, broken_rows, number, options_of, read_fields, text
 from planner.export.megatron.option_rows import table as option_table
 from planner.export.megatron.plan_options import (
@@ -82,7 +82,7 @@ def sort_unread(options: Options, read: Collection[str], imported: ImportedRun) 
 
 
 READ_OPTIONS = frozenset(
-    {"--global-batch-size", "--seq-length", *FEATURE_OPTIONS, *LAYOUT_OPTIONS, *MODEL_OPTIONS, *HYBRID_OPTIONS}
+    {"--global-batch-size", "--seq-length", *FEATURE_OPTIONS, *LAYOUT_OPTIONS, *MODEL_OPTIONS, *PATTERNS}
 )
 """The options that are read."""
 _SIZES = ("--num-layers", "--tensor-model-parallel-size", "--pipeline-model-parallel-size", "--model-parallel-size")
