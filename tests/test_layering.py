@@ -60,7 +60,7 @@ ALLOWED = {
         "errors", "files", "specs", "trainers", "schedule", "answer", "search.why.explanation", "search.why.recipe",
         "search.rebalance", "layout.price", "export.launchers", "decide", "observe", "probe", "profile", "validate",
         # a trace draws what runs inside and beside a candidate's passes, and its memory
-        "layout.candidate", "layout.memory_curve", "layout.step",
+        "layout.alive", "layout.candidate", "layout.memory_curve", "layout.step",
     },
     # a module is traced in a process of its own into a model file
     "trace": {"errors", "specs"},

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from planner.answer import Plan
-    from planner.answer.memory import MemoryAnswer, MemoryOfStage
     from planner.decide.compare import Compared
+    from planner.layout.alive import MemoryAnswer, MemoryOfStage
     from planner.layout.candidate import Candidate
     from planner.serve.controls import Question
 

@@ -17,7 +17,7 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from planner.answer import Plan, PricedLayout
-from planner.answer.memory import MemoryAnswer, MemoryChange, MemoryOfStage, MemoryTensor
+from planner.layout.alive import MemoryAnswer, MemoryChange, MemoryOfStage, MemoryTensor
 from planner.report import small
 from planner.report.format import (
     EVIDENCE_IN_BRIEF,

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from planner.answer import Plan, PricedLayout
-from planner.answer.memory import MemoryTensor
+from planner.layout.alive import MemoryTensor
 from planner.layout.candidate import Candidate
 from planner.layout.memory_curve import memory_curves
 from planner.layout.price import reprice
