@@ -108,20 +108,12 @@ def import_command(
     with waiting("searching for the planner's own choice"):
         own, why = (None, "") if asked.no_search else _own(run, evaluated)
     if json:
-        answer = {
-            "source": imported.source,
-            "run": run_data,
-            "unknown": imported.unknown,
-            "ignored": imported.ignored,
-            "assumed": imported.assumed,
-            "notes": imported.notes,
-            "refused": refused,
-            "undecided": others,
-            "evaluated": evaluated.to_json(),
-            "own": None if own is None else own.best.model_dump(mode="json"),
+        tell({
+            "source": imported.source, "run": run_data, "unknown": imported.unknown, "ignored": imported.ignored,
+            "assumed": imported.assumed, "notes": imported.notes, "refused": refused, "undecided": others,
+            "evaluated": evaluated.to_json(), "own": None if own is None else own.best.model_dump(mode="json"),
             "why": why,
-        }
-        tell(answer)
+        })  # fmt: skip
         return
     tell(_report(imported, evaluated, refused, others, own, why))
 
