@@ -126,16 +126,11 @@ def _plan(rng: random.Random, target: str) -> Plan | None:
     # Primus' Megatron core has no yarn: gpt-oss goes there without it, at another price
     model = load_model(rng.choice([name for name in _MODELS if target != "primus" or "gpt-oss" not in name]))
     layout: dict[str, Any] = {
-        "tp": rng.choice((1, 1, 2, 4, 8)),
-        "cp": 1 if target == "deepspeed" else rng.choice((1, 1, 1, 2)),
-        "pp": pp,
-        "dp": dp,
-        "ep": 1 if model.moe is None else rng.choice((1, 2, 4, 8)),
-        "vpp": rng.choice((1, 1, 2, 4)) if pp > 1 else 1,
-        "micro_batch_size": micro_batch_size,
-        "recompute": rng.choice(("none", "none", "full", "selective")),
-        "zero_stage": rng.choice((0, 1, 1, 2, 3)),
-    }
+        "tp": rng.choice((1, 1, 2, 4, 8)), "cp": 1 if target == "deepspeed" else rng.choice((1, 1, 1, 2)), "pp": pp,
+        "dp": dp, "ep": 1 if model.moe is None else rng.choice((1, 2, 4, 8)),
+        "vpp": rng.choice((1, 1, 2, 4)) if pp > 1 else 1, "micro_batch_size": micro_batch_size,
+        "recompute": rng.choice(("none", "none", "full", "selective")), "zero_stage": rng.choice((0, 1, 1, 2, 3)),
+    }  # fmt: skip
     if target == "deepspeed":
         layout |= {"vpp": 1, "sequence_parallel": False}
     if target == "hf":

@@ -42,12 +42,9 @@ def _plan(
     training = {"seq_length": 1024, "global_batch_size": 4 * gpus, "adapters": adapters}
     training |= {"objective": objective} if objective else {}
     return evaluate(
-        load_model("llama-3.2-1b"),
-        ClusterSpec(hardware=load_hardware("h100"), num_gpus=gpus),
-        TrainingSpec.model_validate(training),
-        Parallelism.model_validate(layout),
-        runtime=runtime,
-    )
+        load_model("llama-3.2-1b"), ClusterSpec(hardware=load_hardware("h100"), num_gpus=gpus),
+        TrainingSpec.model_validate(training), Parallelism.model_validate(layout), runtime=runtime,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("target", [name for name in TRAINERS if name not in ABLE])

@@ -80,14 +80,9 @@ def test_a_launcher_comes_back(planned: Planned, target: str, job: str) -> None:
 SEEDS = (0, 1, 3, 4, 5, 6, 7, 9)
 """Seeds of the draws; the jobs of seeds 2 and 8 take longest to plan."""
 MODELS = [
-    "llama-3.1-8b",
-    "qwen3-30b-a3b",
-    "gpt-oss-20b",
-    "mixtral-8x7b",
-    "moonlight-16b",
-    "qwen3-32b",
+    "llama-3.1-8b", "qwen3-30b-a3b", "gpt-oss-20b", "mixtral-8x7b", "moonlight-16b", "qwen3-32b",
     "deepseek-v2-lite",
-]
+]  # fmt: skip
 TARGETS_OF = {"megatron": ("megatron", "bridge"), "torchtitan": ("torchtitan",)}
 REFUSED = "plan export refuses this model"
 
@@ -151,12 +146,9 @@ def test_what_export_refuses_is_said_with_the_plan(runtime: str, dtype: str) -> 
     names = list(model_names())
     for name in names[::2] if dtype == "bf16" else names[::6]:
         plan = evaluate(
-            load_model(name),
-            cluster,
-            TrainingSpec(seq_length=1024, global_batch_size=8, dtype=dtype),
-            Parallelism(tp=1, pp=1, dp=8, micro_batch_size=1, zero_stage=ZERO_STAGES[runtime]),
-            runtime=runtime,
-        )
+            load_model(name), cluster, TrainingSpec(seq_length=1024, global_batch_size=8, dtype=dtype),
+            Parallelism(tp=1, pp=1, dp=8, micro_batch_size=1, zero_stage=ZERO_STAGES[runtime]), runtime=runtime,
+        )  # fmt: skip
         warnings = [
             warning for warning in plan.warnings if warning.startswith(f"plan export refuses this model for {runtime}")
         ]
