@@ -82,24 +82,18 @@ def _there_and_back(rng: random.Random, target: str) -> RoundTrip | None:
     """One random job there and back; None where the target cannot express it."""
     plan = _plan(rng, target)
     try:
-        return None if plan is None else there_and_back(plan, target, bundle_of(plan, [target]).files)
+        return None if plan is None else there_and_back(plan, bundle_of(plan, [target]).with_manifest())
     except Inexpressible:
         return None
 
 
-def there_and_back(plan: Plan, target: str, files: tuple[ExportFile, ...]) -> RoundTrip:
-    """The price of what a plan's export is read as; the user adds what such a file never says."""
+def there_and_back(plan: Plan, files: tuple[ExportFile, ...], start: str = "") -> RoundTrip:
+    """The price of what the folder of a plan's export, or one of its files, is read as."""
     with TemporaryDirectory() as folder:
         for file in files:
             Path(folder, file.name).write_text(file.text)
-        imported = read(Path(folder, files[0].name))
-    given: dict[str, Any] = {"hardware": plan.cluster.hardware.name}
-    # Primus starts one node unless NNODES says otherwise
-    if imported.run["num_gpus"] is None or target == "primus":
-        given["num_gpus"] = plan.parallelism.num_gpus_used
-    if target == "deepspeed":
-        given |= {"model": plan.model.name, "seq_length": plan.training.seq_length}
-    run = parse_run({"run": imported.complete(**given)})
+        imported = read(Path(folder, start))
+    run = parse_run({"run": imported.complete()})
     again = evaluate(run.model, run.cluster, run.training, run.parallelism, runtime=run.runtime)
     return RoundTrip(plan, imported, again)
 

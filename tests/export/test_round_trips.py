@@ -9,7 +9,7 @@ from functools import cache
 from typing import Any
 
 import pytest
-from round_trips import RUNTIME_OF, round_trips
+from round_trips import RUNTIME_OF, round_trips, there_and_back
 
 from planner.answer import Plan
 from planner.errors import Infeasible
@@ -33,7 +33,17 @@ Planned = Callable[..., Plan]
 def test_exports_come_back_with_the_same_price(target: str) -> None:
     for trip in round_trips(target, 20):
         assert trip.is_same, str(trip)
-        assert trip.imported.unknown == {}, str(trip)
+        assert (trip.imported.unknown, trip.imported.refused) == ({}, []), str(trip)
+
+
+@pytest.mark.parametrize("target", RUNTIME_OF)
+def test_each_file_of_an_export_is_read_as_its_plan(planned: Planned, target: str) -> None:
+    sizes = {"zero_stage": 1} if target in ("deepspeed", "torch") else {}
+    hardware = "mi355x" if target == "primus" else "h200"
+    plan = planned("llama-3.1-8b", 16, runtime=RUNTIME_OF[target], hardware=hardware, **sizes)
+    files = bundle_of(plan, [target, *LAUNCHERS]).with_manifest()
+    for name in ("", *(file.name for file in files)):
+        assert there_and_back(plan, files, name).is_same, name
 
 
 def test_every_target_is_tried() -> None:
