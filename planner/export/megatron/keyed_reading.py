@@ -58,7 +58,7 @@ def options_of_keys(values: Settings, renamed: Mapping[str, str] = {}) -> Option
             options[option] = []
         elif isinstance(value, (list, tuple)) and any(isinstance(item, str) for item in value):
             options[option] = [str(item) for item in value]
-        elif not is_off(value) or key == "position_embedding_type":
+        elif not is_off(value) or key in ("position_embedding_type", "moe_router_load_balancing_type"):
             text = str(value)
             # a list of names as one text, `["moe_act", "layernorm"]`; one of numbers is a pattern of layers
             is_list = text.startswith("[") and re.search("[A-Za-z]", text)

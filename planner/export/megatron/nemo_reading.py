@@ -111,10 +111,15 @@ def _second_version(record: CallRecord) -> ImportedRun:
         )
     )
     kind = model.kind.rpartition(".")[2] if isinstance(model, CallRecord) else ""
-    named = model_called(kind)
-    if named is None and isinstance(model, CallRecord):
-        fields = {f"model.{name}": plain(value) for name, value in model.defaults.items()} | fields
-    imported = run_of_fields("nemo", fields, _world(nodes or 1, devices), named, fields if named else {})
+    named, defaults = model_called(kind), model.defaults if isinstance(model, CallRecord) else {}
+    # models drop nothing unless their class says so; sequences are those of the data
+    unsaid = {f"model.{name}": plain(value) for name, value in ({"hidden_dropout": 0.0} | defaults).items()}
+    if named is None and "hidden_dropout" not in defaults:
+        del unsaid["model.hidden_dropout"]
+    if "dataset.seq_length" in fields:
+        unsaid.pop("model.seq_length", None)
+    imported = run_of_fields("nemo", unsaid | fields, _world(nodes or 1, devices), named, fields)
+    imported.ignore(_ROW.is_harmless)
     if imported.run["model"] is None and kind:
         imported.model_name = kind
     imported.notes = [note for note in imported.notes if not note.startswith("neither --bf16")]
@@ -207,6 +212,5 @@ def _first_version(text: str) -> ImportedRun:
     )
     imported.assumed |= {path: str(value) for path, value in _ROW.left_out(given).items()}
     imported.unknown |= {path: str(value) for path, value in given.items() if _BESIDE.match(path)}
-    for path in [path for path in imported.unknown if _ROW.is_harmless(path)]:
-        imported.ignored[path] = imported.unknown.pop(path)
+    imported.ignore(_ROW.is_harmless)
     return imported

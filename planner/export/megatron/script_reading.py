@@ -16,7 +16,7 @@ from planner.export.megatron.deepspeed_options import (
     is_megatron_deepspeed,
     read_zero,
 )
-from planner.export.megatron.model_options import MODEL_OPTIONS, PATTERNS, read_model, with_pattern
+from planner.export.megatron.model_options import MODEL_OPTIONS, PATTERNS, read_model, resized, with_pattern
 from planner.export.megatron.option_rows import Options, broken_rows, number, options_of, read_fields, text
 from planner.export.megatron.option_rows import table as option_table
 from planner.export.megatron.plan_options import (
@@ -192,8 +192,11 @@ def _run_of(
     options: Options, script: Script, source: str, also_read: Collection[str], named: Model | None
 ) -> ImportedRun:
     options = with_pattern(options)
-    model = read_model(options) if "--num-layers" in options and named is None else named
-    described = {**options, **_options_of_model(named)} if named is not None else options
+    if named is not None:
+        model: Model | None = resized(named, options)
+        described = {**options, **_options_of_model(model)}
+    else:
+        model, described = read_model(options) if "--num-layers" in options else None, options
     imported = new_run(
         source,
         "megatron",
