@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from planner.errors import SpecError
@@ -11,8 +11,9 @@ from planner.export.followed.python_recipe import Evaluator, chosen_recipe
 from planner.export.followed.python_values import CallRecord
 from planner.export.followed.shell_script import read_script
 from planner.export.imported_run import ConfigFile, ImportedRun, yaml_of
-from planner.export.keyed_settings import dialect, flat, is_empty, resolved, table
+from planner.export.keyed_settings import beginnings, dialect, flat, is_empty, num_gpus, resolved, table
 from planner.export.megatron.bridge_reading import fields_of, plain, precision_named, read_peft, run_of_fields
+from planner.export.megatron.option_rows import options_of
 from planner.export.named_models import model_called, vocabulary_of
 from planner.specs.base import Fields, Named, Said
 
@@ -52,6 +53,7 @@ def as_fields(given: Said) -> Fields:
     return fields
 
 
+_LAUNCHER = beginnings(table()["megatron"]["launchers"])
 _HELPERS: Named = table()["nemo"]["keywords"]
 """Keywords of the functions that NeMo's recipes make a trainer with, where these are in no file beside the recipe."""
 _MAX_DEPTH = 60
@@ -73,7 +75,10 @@ def read_nemo(config: ConfigFile) -> ImportedRun:
             )
         return _second_version(record)
     if re.search(r"(trainer|model)\.(strategy|config|devices|num_nodes)", config.text):
-        imported = _second_version(_record_of_overrides(config))
+        script = read_script(config.text, config.beside)
+        imported = _second_version(_record_of_overrides(script.words))
+        imported.ignore(_LAUNCHER.match)
+        imported.run["num_gpus"] = imported.run["num_gpus"] or num_gpus(options_of(script.words), script)
         factory = re.search(r"--factory[ =]['\"]?(\w+)", config.text)
         if factory is not None and imported.run["model"] is None:
             imported.run["model"], imported.model_name = model_called(factory[1]), factory[1]
@@ -163,9 +168,8 @@ def _callbacks(record: CallRecord) -> Fields:
     }
 
 
-def _record_of_overrides(config: ConfigFile) -> CallRecord:
+def _record_of_overrides(words: Sequence[str]) -> CallRecord:
     """Overrides of a command line, or of MODEL_ARGS, as the record that they change."""
-    words = read_script(config.text, config.beside).words
     pairs = [word.lstrip("-").split("=", 1) for word in words if "=" in word]
     pairs += [
         [word.lstrip("-"), words[i + 1]]

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator, Sequence
 
 from planner.errors import SpecError
 from planner.export.followed.shell_script import AROUND, Script, read_script
-from planner.export.imported_run import ConfigFile, ImportedRun, json_of, new_run
+from planner.export.imported_run import ConfigFile, ImportedRun, json_of, new_run, published_name
 from planner.export.keyed_settings import beginnings, count, num_gpus, table
 from planner.export.megatron.deepspeed_options import (
     DEEPSPEED_OPTIONS,
@@ -192,6 +192,10 @@ def _run_of(
     options: Options, script: Script, source: str, also_read: Collection[str], named: Model | None
 ) -> ImportedRun:
     options = with_pattern(options)
+    if named is None and "--num-layers" in options and _ROW["plugin"] in text(options, "--spec"):
+        # what its layers are stands in Python, and the model of these sizes has them
+        named = published_name(read_model(options))
+        also_read = {*also_read, *_ROW["of_plugin"].split()} if named else also_read
     if named is not None:
         model: Model | None = resized(named, options)
         described = {**options, **_options_of_model(model)}
