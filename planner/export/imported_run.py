@@ -254,22 +254,24 @@ class ImportedRun:
             self.unknown[name] = str(value)
 
     def reinforce(
-        self, *, tokens: int, alone: bool = False, share: float = 0.0, critics: int = 0, frozen: int = 0
-    ) -> None:
+        self, *, tokens: int = 0, alone: bool = False, share: float = 0.0, critics: int = 0, frozen: int = 0,
+        stays: bool = False,
+    ) -> None:  # fmt: skip
         """Price what reinforcement learning holds on a GPU beside a policy's update, and needs between two.
 
         These are the log-probabilities of so many `tokens` at once, the `share` of memory that answers are generated
-        in, with the optimizer's states on the host (`alone`) or not, critics, and models that are not trained.
+        in, with the optimizer's states on the host (`alone`) or not, or at all times (`stays`), critics, and models
+        that are not trained.
         """
         told = {
             "scored_tokens": tokens, "scored_alone": alone, "rollout_fraction": share, "critics": critics,
-            "frozen_copies": frozen,
+            "frozen_copies": frozen, "rollout_stays": stays and share > 0,
         }  # fmt: skip
         if any(value for name, value in told.items() if name != "scored_alone"):
             self.run["objective"] = {name: value for name, value in told.items() if value}
         says = (
             (tokens, f"log-probabilities of up to {tokens:,} tokens at once"),
-            (share, f"{share:.0%} of memory for generation"),
+            (share, f"{share:.0%} of memory for generation{' at all times' * stays}"),
             (critics, f"{critics} critic as large as the policy"),
             (frozen, f"{frozen} frozen models as large as the policy"),
         )
