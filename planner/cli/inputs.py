@@ -511,7 +511,7 @@ def read_batches(asked: JobOptions, seq_length: int, objective: ObjectiveSpec) -
         fields: dict[str, Any] = {}
         mean = float(seq_length)
     else:
-        lengths = _lengths(asked.example_lengths)
+        lengths = read_lengths_option(asked.example_lengths)
         is_padded = asked.batching != "packed"
         fields = {"document_lengths": lengths, "batching": "padded" if is_padded else "packed"}
         if is_padded:
@@ -528,8 +528,8 @@ def read_batches(asked: JobOptions, seq_length: int, objective: ObjectiveSpec) -
     return fields | {"examples": examples, "epochs": epochs, "tokens": tokens}
 
 
-def _lengths(text: str) -> tuple[DocumentLength, ...]:
-    """The lengths of a file, of `400`, or of `400:2048`."""
+def read_lengths_option(text: str) -> tuple[DocumentLength, ...]:
+    """The lengths that `--example-lengths` gives: of a file, of `400`, or of `400:2048`. SpecError else."""
     from planner.specs.phases import LogNormal, read_lengths
 
     if os.path.sep in text or text.lower().endswith((".yaml", ".yml", ".json")):

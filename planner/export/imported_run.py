@@ -183,6 +183,8 @@ class ImportedRun:
     predicts_further: bool = True
     """Multi-token prediction of a published model is trained too; without, its blocks are left out, as transformers
     does and Megatron core unless it is asked for them."""
+    pads: bool = False
+    """Examples are padded to the longest of a micro-batch, and not packed."""
     microbatches_per_rank: int | None = None
     """Micro-batches of a data-parallel rank in a step, for configurations that count the batch so."""
 
@@ -202,6 +204,9 @@ class ImportedRun:
             self.run["parallelism"], self.run["features"] = other.run["parallelism"], other.run["features"]
             self.refused = other.refused
         run = {**self.run, **added}
+        if self.pads and "document_lengths" in added:
+            longest = max(entry["length"] for entry in added["document_lengths"])
+            run |= {"batching": "padded", "seq_length": min(run["seq_length"] or longest, longest)}
         axes = {name: size for name, size in (("tp", tp), ("pp", pp)) if size is not None}
         layout = run["parallelism"] = {**run["parallelism"], **axes}
         if "num_gpus" in added and added["num_gpus"] != self.run.get("num_gpus"):
@@ -300,9 +305,13 @@ class ImportedRun:
         return found
 
     def note_unpacked(self) -> None:
-        """Note that sequences of different lengths are not packed into one."""
+        """Note that sequences of different lengths are not packed into one, but padded to the longest of them."""
+        self.pads = True
         if (length := self.run["seq_length"]) is not None:
-            self.notes.append(f"sequences are not packed: priced as if each were {length:,} tokens long")
+            self.notes.append(
+                f"sequences are not packed: priced as if each were {length:,} tokens long, the most that a step takes; "
+                "--example-lengths MEAN:MAX tells its mean"
+            )
 
     def rename(self, names: Mapping[str, str]) -> None:
         """Call settings as the configuration does, where a reader knows them by other names."""

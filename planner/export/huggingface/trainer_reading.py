@@ -166,7 +166,7 @@ def run_of_arguments(keyed: KeyedSettings, config: ConfigFile, tool: Dialect | N
     if is_asked or ("disable_gradient_checkpointing" in settings and "gradient_checkpointing" in tool.unasked):
         layout["recompute"] = "none" if is_on(settings.get("disable_gradient_checkpointing")) else "full"
     run["num_gpus"] = keyed.num_gpus or number(settings, "num_processes") or exported_gpus(config.text)
-    _read_launch(imported, settings, config, not keyed.script.words and tool.name in _BY_ACCELERATE)
+    _read_launch(imported, settings, config, tool, not keyed.script.words and tool.name in _BY_ACCELERATE)
     set_model(imported, next((settings[name] for name in _MODEL if settings.get(name)), None))
     run["model"] = run["model"] or exported_model(config.text)
     # what a file of DeepSpeed's or the arguments say comes before what the tool has unasked
@@ -201,7 +201,9 @@ def _refuse_others(settings: Settings, keyed: KeyedSettings, config: ConfigFile)
                 refuse_other(what, key)
 
 
-def _read_launch(imported: ImportedRun, settings: Settings, config: ConfigFile, is_program: bool) -> None:
+def _read_launch(
+    imported: ImportedRun, settings: Settings, config: ConfigFile, tool: Dialect, is_program: bool
+) -> None:
     """The dtype, the sharding and the grid, which Accelerate's file beside the settings may say.
 
     `is_program` is true of a program that Accelerate launches, without the words of a launch.
@@ -224,7 +226,8 @@ def _read_launch(imported: ImportedRun, settings: Settings, config: ConfigFile, 
         imported.notes.append(
             f"nothing here says how it is sharded: priced as DDP; put Accelerate's file beside it as {ACCELERATE_FILE}"
         )
-    grid = {ours: settings[name] for name, ours in _GRID.items() if settings.get(name) not in (None, "", 1, "1")}
+    own = (name for name in _GRID if settings.get(name) not in (None, "", 1, "1") and not tool.is_harmless(name))
+    grid = {_GRID[name]: settings[name] for name in own}
     if isinstance(section := settings.get("parallelism_config"), Mapping):
         grid |= section
     if grid:

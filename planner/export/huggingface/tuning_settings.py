@@ -482,8 +482,9 @@ def _targets(settings: Said) -> tuple[list[str], list[str]]:
     if "all" in short or EVERY_LINEAR in short or settings.get("lora_target_linear") in (True, "true"):
         return [EVERY_LINEAR, *(name for name in short if name in TARGETS and name not in GROUPS[EVERY_LINEAR])], []
     known = [name for name in dict.fromkeys(short) if name in TARGETS]
-    # peft adapts the projections of queries and values where nothing is named
-    return known or (["q_proj", "v_proj"] if not named else [EVERY_LINEAR]), [n for n in short if n not in TARGETS]
+    # peft adapts the projections of queries and values where nothing is named, and Unsloth all
+    unnamed = [EVERY_LINEAR] if named or is_on(settings.get("use_unsloth")) else ["q_proj", "v_proj"]
+    return known or unnamed, [n for n in short if n not in TARGETS]
 
 
 def _listed(given: Any) -> list[Any]:
