@@ -262,6 +262,10 @@ class Pricing:
         live: Number = BF16 * shape.shard_tokens * self.model.residual_size * self._pool
         if mode != "full":
             live = self._kept_bytes(items, frozenset(self.selective_modules))
+        elif share := self.offloaded_share:
+            if self.counts_seconds:
+                plain = replace(plain, **self._pass_seconds(items, shape, plain, share * live))
+            live = (1 - share) * live
         seconds: dict[str, Number] = {}
         if self.counts_seconds:
             repeat = self.passes.seconds(self.replayed_items(items, mode), shape, replayed=True)
@@ -300,10 +304,14 @@ class Pricing:
         left: Number = 0.0
         if runtime.offload_modules:
             left = offloaded_bytes(items, runtime.offload_modules, recomputed, dtype)
-        if runtime.offloaded_layers and is_decoder_layer(items):
-            share = min(runtime.offloaded_layers / self.model.num_hidden_layers, 1.0)
-            left = left + share * (saved_bytes(items, recomputed, dtype) - left)
+        if self.offloaded_share and is_decoder_layer(items):
+            left = left + self.offloaded_share * (saved_bytes(items, recomputed, dtype) - left)
         return left
+
+    @property
+    def offloaded_share(self) -> float:
+        """Share of the layers that keep on the host all that they keep: their inputs, where they are recomputed."""
+        return min(self.runtime.offloaded_layers / self.model.num_hidden_layers, 1.0)
 
     def selective_table(self, table: CostTable) -> CostTable:
         """`table` with its selective mode priced for the modules that this pricing recomputes; other prices stay."""
