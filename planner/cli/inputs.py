@@ -21,7 +21,7 @@ from planner.specs.hardware import Efficiency, HardwareSpec, LinkTier
 from planner.specs.machines import with_host, with_network
 from planner.specs.model import ModelSpec
 from planner.specs.problems import checked, nearest
-from planner.specs.reading import load_yaml
+from planner.specs.reading import CSV, load_yaml, read_text
 from planner.specs.registry import load_hardware, load_model
 from planner.specs.training import (
     OBJECTIVES,
@@ -526,13 +526,19 @@ def read_batches(asked: JobOptions, seq_length: int, objective: ObjectiveSpec) -
 
 
 def _lengths(text: str) -> tuple[DocumentLength, ...]:
-    """The lengths of a file, of `400`, or of `400:2048`."""
-    from planner.specs.phases import LogNormal, read_lengths
+    """The lengths of a file, of `512:40,4096:9`, of `400`, or of `400:2048`."""
+    from planner.specs.phases import LogNormal, listed_lengths, read_lengths
 
-    if os.path.sep in text or text.lower().endswith((".yaml", ".yml", ".json")):
+    where = f"--example-lengths {text}"
+    if os.path.sep in text or text.lower().endswith((".yaml", ".yml", ".json", ".txt", ".csv")):
+        rows = [row for row in read_text(text, CSV.num_bytes).splitlines() if row.strip()]
+        if rows and rows[0].strip()[0].isdigit():
+            return listed_lengths(rows, where)
         data = load_yaml(text)
-        given = read_lengths(data.get("lengths", data), f"--example-lengths {text}")
+        given = read_lengths(data.get("lengths", data), where)
         return tuple(DocumentLength.model_validate(entry) for entry in given)
+    if "," in text:
+        return listed_lengths(text.split(","), "--example-lengths")
     mean_text, _, most_text = text.partition(":")
     try:
         mean = float(mean_text)

@@ -83,6 +83,25 @@ def read_lengths(given: Any, where: str) -> Any:
     return [entry.model_dump() for entry in of_percentiles(percentiles)]
 
 
+_HISTOGRAM = re.compile(r"(\d{1,10})(?:[:,\s]+(\d{1,15}(?:\.\d+)?))?")
+_BINS_PER_OCTAVE = 24
+"""Bins of a doubling of the lengths that are listed: 41 doublings fill fewer than a training may have."""
+
+
+def listed_lengths(rows: list[str], where: str) -> tuple[DocumentLength, ...]:
+    """Lengths in rows, each with the number of texts that have it behind it; bins have the mean of theirs."""
+    bins: dict[int, tuple[float, float]] = {}
+    for row in rows:
+        match = _HISTOGRAM.fullmatch(row.strip())
+        length, count = (int(match[1]), float(match[2] or 1)) if match else (0, 0.0)
+        if not 1 <= length <= 2**31 or not count:
+            raise SpecError(f"{where}: {row.strip()[:60]!r} is no length in tokens", "--example-lengths 512:40,4096:9")
+        key = round(_BINS_PER_OCTAVE * math.log2(length))
+        tokens, texts = bins.get(key, (0.0, 0.0))
+        bins[key] = tokens + length * count, texts + count
+    return tuple(DocumentLength(length=round(tokens / texts), share=texts) for tokens, texts in bins.values())
+
+
 MOST_PHASES = 100
 
 
