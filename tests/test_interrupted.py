@@ -106,14 +106,9 @@ def fill(folder: Path, texts: dict[str, str]) -> None:
 
 
 SITUATIONS = {
-    "new": None,
-    "empty": {},
-    "of ours alone": OLD,
-    "of others too": OLD | MINE,
-    "a working directory": OLD,
-    "without an exchange": OLD,
-    "beside nothing writable": OLD,
-}
+    "new": None, "empty": {}, "of ours alone": OLD, "of others too": OLD | MINE, "a working directory": OLD,
+    "without an exchange": OLD, "beside nothing writable": OLD,
+}  # fmt: skip
 
 
 @pytest.fixture

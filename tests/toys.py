@@ -54,20 +54,14 @@ def toy_hardware(
 ) -> HardwareSpec:
     """A GPU in nodes of four; all of its memory holds tensors."""
     return HardwareSpec(
-        name="toy-gpu",
-        source="made up",
-        architecture="hopper",
-        memory_gib=memory_gib,
-        hbm_gb_per_s=hbm_gb_per_s,
-        peak_tflops={"bf16": tflops, "fp8": 2 * tflops},
-        num_sms=132,
-        gpus_per_node=4,
+        name="toy-gpu", source="made up", architecture="hopper", memory_gib=memory_gib, hbm_gb_per_s=hbm_gb_per_s,
+        peak_tflops={"bf16": tflops, "fp8": 2 * tflops}, num_sms=132, gpus_per_node=4,
         tiers=(
             LinkTier(name="nvlink", num_gpus=4, gb_per_s=nvlink_gb_per_s, latency_us=latency_us),
             LinkTier(name="network", gb_per_s=network_gb_per_s, latency_us=latency_us),
         ),
         reserved=ReservedMemory(context_gib=0.0, communicator_gib=0.0, fragmentation_fraction=0.0),
-    )
+    )  # fmt: skip
 
 
 def toy_cluster(num_gpus: int = 8, **changes: Any) -> ClusterSpec:

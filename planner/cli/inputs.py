@@ -126,6 +126,9 @@ def read_job(asked: JobOptions, said: set[str] | None = None) -> Job:
         cluster = with_history(cluster, runtime, said)
     training = _routed(asked, _training(asked, model, adapters), model, runtime, switches)
     model = _seeing(model, asked.images, training)
+    if runtime.runs_transformers and model.num_nextn_predict_layers:
+        _log.info("%s is trained without multi-token prediction, which transformers' models have none of", model.name)
+        model = model.model_copy(update={"num_nextn_predict_layers": 0})
     _note_doubts(asked, cluster, tunes)
     if training.operations.num_spare_nodes is not None:
         from planner.months.whole_run import check_spares

@@ -122,12 +122,9 @@ def test_a_missing_extra_is_named_with_the_line_that_installs_it(
 
 def test_a_wheel_is_held_against_its_own_metadata(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     requires = [
-        "numpy>=1.26; python_version >= '3'",
-        "pyyaml>=99",
-        "no-such-library",
-        'pytest>=8.2; extra == "probe"',
+        "numpy>=1.26; python_version >= '3'", "pyyaml>=99", "no-such-library", 'pytest>=8.2; extra == "probe"',
         "rich ; extra == 'serve'",
-    ]
+    ]  # fmt: skip
     wheel = SimpleNamespace(requires=requires, read_text=lambda name: None)
     real = metadata.distribution
     monkeypatch.setattr(metadata, "distribution", lambda name: wheel if name == DISTRIBUTION else real(name))

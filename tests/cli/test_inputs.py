@@ -188,6 +188,8 @@ def test_finetune_trains_all_weights_under_the_trainer_of_adapters() -> None:
     tuned = job(gpus=8, finetune=True)
     assert (tuned.runtime, tuned.training.adapters, tuned.training.seq_length) == ("hf", None, 2048)
     assert tuned.training.global_batch_size == 16
+    # transformers' classes leave it out
+    assert job(model="glm-4.5-air", gpus=8, finetune=True).model.num_nextn_predict_layers == 0
 
 
 @pytest.mark.parametrize(

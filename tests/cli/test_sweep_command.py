@@ -177,19 +177,8 @@ def test_what_is_wrong_is_named(
 
 
 JOB_OF_PHASES = [
-    "--model",
-    "8b",
-    "--gpus",
-    "16",
-    "--tp",
-    "2",
-    "--pp",
-    "1",
-    "--micro-batch-size",
-    "1",
-    "--switch",
-    "default",
-]
+    "--model", "8b", "--gpus", "16", "--tp", "2", "--pp", "1", "--micro-batch-size", "1", "--switch", "default",
+]  # fmt: skip
 PHASES = """
 phases:
   - {name: short, tokens: 100B, seq_length: 4096, global_batch_size: 128, rampup: {from: 64, by: 32, tokens: 10B}}
@@ -284,21 +273,8 @@ def test_published_recipes_plan_and_sum(
 
 
 JOB_OF_REPLAN = [
-    "--model",
-    "8b",
-    "--hardware",
-    "h100",
-    "--gpus",
-    "32",
-    "-s",
-    "4096",
-    "-b",
-    "64",
-    "--tp",
-    "2",
-    "--pp",
-    "2",
-]
+    "--model", "8b", "--hardware", "h100", "--gpus", "32", "-s", "4096", "-b", "64", "--tp", "2", "--pp", "2",
+]  # fmt: skip
 QUICK_OF_REPLAN = ["--schedule", "1f1b", "--recompute", "none", "--top", "1", "-q"]
 
 

@@ -63,12 +63,9 @@ def test_accelerate_with_megatron() -> None:
         "megatron_lm_pp_degree: 2, megatron_lm_num_micro_batches: 4, megatron_lm_sequence_parallelism: true}\n"
     )
     layout = layout_of(imported)
-    assert (imported.run["runtime"], layout["tp"], layout["pp"], layout["sequence_parallel"]) == (
-        "megatron",
-        2,
-        2,
-        True,
-    )
+    assert (
+        imported.run["runtime"], layout["tp"], layout["pp"], layout["sequence_parallel"],
+    ) == ("megatron", 2, 2, True)  # fmt: skip
 
 
 ARGUMENTS = (

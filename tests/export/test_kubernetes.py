@@ -238,14 +238,10 @@ def machine(tmp_path: Path) -> dict[str, str]:
     (tmp_path / "torchrun").write_text("#!/usr/bin/env bash\necho started\n")
     (tmp_path / "torchrun").chmod(0o755)
     return {
-        "PATH": f"{tmp_path}:{os.environ['PATH']}",
-        "PYTHONPATH": str(tmp_path / "packages"),
-        "MASTER_PORT": "1",
-        "MEGATRON_PATH": str(tmp_path),
-        "DATA_PATH": f"0.5 {tmp_path}/data 0.5 {tmp_path}/data",
-        "TOKENIZER": "meta-llama/Llama-3.1-8B",
-        "CHECKPOINTS": str(tmp_path / "new" / "folder"),
-    }
+        "PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHONPATH": str(tmp_path / "packages"), "MASTER_PORT": "1",
+        "MEGATRON_PATH": str(tmp_path), "DATA_PATH": f"0.5 {tmp_path}/data 0.5 {tmp_path}/data",
+        "TOKENIZER": "meta-llama/Llama-3.1-8B", "CHECKPOINTS": str(tmp_path / "new" / "folder"),
+    }  # fmt: skip
 
 
 def put(folder: Path, module: str, text: str) -> None:

@@ -172,11 +172,8 @@ def trained(plan: Plan, folder: Path, steps: int) -> dict[str, Any]:
     }
     done = subprocess.run(
         ["bash", str(folder / "launch.sh"), "--device", "cpu", "--steps", str(steps)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=180,
-    )
+        env=environment, capture_output=True, text=True, timeout=180,
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
     answer: dict[str, Any] = json.loads(done.stdout)
     return answer

@@ -100,16 +100,12 @@ def facts_of(config: SimpleNamespace) -> dict[str, Any]:
     dense = [layer for layer in layers if getattr(layer, "feed_forward", None) is not None]
     experts = [layer for layer in layers if getattr(layer, "moe", None) is not None]
     return {
-        "dim": config.dim,
-        "vocab_size": config.vocab_size,
-        "n_layers": len(layers),
-        "enable_weight_tying": config.enable_weight_tying,
-        "norm_eps": config.norm.eps,
-        "attention": attention_of(layers[0].attention),
-        "num_dense": len(dense),
+        "dim": config.dim, "vocab_size": config.vocab_size, "n_layers": len(layers),
+        "enable_weight_tying": config.enable_weight_tying, "norm_eps": config.norm.eps,
+        "attention": attention_of(layers[0].attention), "num_dense": len(dense),
         "ffn": dense[0].feed_forward.hidden_dim if dense else None,
         "moe": moe_of(experts[-1].moe) if experts else None,
-    }
+    }  # fmt: skip
 
 
 def attention_of(attention: SimpleNamespace) -> dict[str, Any]:

@@ -35,12 +35,9 @@ BYTES = ["weights_bytes", "gradients_bytes", "optimizer_bytes"]
 
 def pricing_of(name: str, runtime: str = "megatron", dtype: Dtype = "bf16", **changes: Any) -> Pricing:
     return Pricing(
-        model=load_model(name),
-        training=TrainingSpec(seq_length=4096, global_batch_size=512, dtype=dtype),
-        cluster=GPUS,
-        runtime=load_runtime(runtime),
-        **changes,
-    )
+        model=load_model(name), training=TrainingSpec(seq_length=4096, global_batch_size=512, dtype=dtype),
+        cluster=GPUS, runtime=load_runtime(runtime), **changes,
+    )  # fmt: skip
 
 
 def grid(model: ModelSpec) -> list[Shape]:

@@ -127,12 +127,8 @@ class FakeCuda:
 
 
 _WRITTEN_IN_PYTHON = (
-    "torch.nn.functional",
-    "torch.overrides",
-    "torch._tensor",
-    "torch.functional",
-    "torch._jit_internal",
-)
+    "torch.nn.functional", "torch.overrides", "torch._tensor", "torch.functional", "torch._jit_internal",
+)  # fmt: skip
 
 
 def _asked_by_planner() -> bool:

@@ -71,15 +71,11 @@ def _plan(random: Random, layers_per_chunk: int, most_stages: int) -> Plan:
     ranks = sizes["tp"] * sizes["cp"] * sizes["dp"]
     ep = pick([n for n in (1, 2, 4, 8) if ranks % n == 0]) if model.moe is not None else 1
     layout = Parallelism(
-        **sizes,
-        vpp=vpp,
-        ep=ep,
-        micro_batch_size=micro_batch_size,
-        schedule=schedule,
+        **sizes, vpp=vpp, ep=ep, micro_batch_size=micro_batch_size, schedule=schedule,
         recompute=pick(("none", "none", "selective", "full")),
         sequence_parallel=sizes["tp"] > 1 and (model.moe is not None or random.random() < 0.8),
         zero_stage=pick((0, 1, 1)),
-    )
+    )  # fmt: skip
     training = TrainingSpec(
         seq_length=pick((2048, 4096, 8192, 32768, 131072)),
         global_batch_size=micro_batch_size * num_microbatches * sizes["dp"],

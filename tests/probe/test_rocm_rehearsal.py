@@ -36,12 +36,9 @@ pytestmark = [
 MOE = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
 MLA = {"kv_lora_rank": 64, "q_lora_rank": 96, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
 MODELS: dict[str, dict[str, Any]] = {
-    "dense": {},
-    "mixture": {"moe": MOE},
-    "latent": {"mla": MLA, "moe": MOE},
-    "windows": {"sliding_window": 4, "sliding_window_pattern": 2},
-    "sinks": {"attention_sinks": True, "bias": True},
-}
+    "dense": {}, "mixture": {"moe": MOE}, "latent": {"mla": MLA, "moe": MOE},
+    "windows": {"sliding_window": 4, "sliding_window_pattern": 2}, "sinks": {"attention_sinks": True, "bias": True},
+}  # fmt: skip
 
 
 @pytest.fixture

@@ -197,16 +197,9 @@ def test_actions_are_named_slices_of_their_rank() -> None:
     slices = [event for event in events if event["ph"] == "X" and event["pid"] == 3 and event["tid"] == 0]
     assert len(slices) == 16
     assert slices[1] == {
-        "ph": "X",
-        "pid": 3,
-        "tid": 0,
-        "name": "backward 0",
-        "cat": "backward",
-        "cname": "thread_state_runnable",
-        "ts": 4e6,
-        "dur": 2e6,
-        "args": {"action": "3B0", "micro-batch": 0, "stage": 3, "chunk": 0},
-    }
+        "ph": "X", "pid": 3, "tid": 0, "name": "backward 0", "cat": "backward", "cname": "thread_state_runnable",
+        "ts": 4e6, "dur": 2e6, "args": {"action": "3B0", "micro-batch": 0, "stage": 3, "chunk": 0},
+    }  # fmt: skip
     names = {event["args"]["name"] for event in events if event["name"] == "process_name"}
     assert names == {"rank 0", "rank 1", "rank 2", "rank 3"}
 

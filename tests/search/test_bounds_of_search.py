@@ -65,16 +65,12 @@ MIXED: dict[str, Any] = {
 }
 """Three kinds of layers, in a pattern of four."""
 SWITCHED: dict[str, tuple[Any, ...]] = {
-    "ep_overlap_fraction": (0.0, 0.0, 0.9),
-    "ep_overlap_network_fraction": (0.0, 0.0, 0.8),
-    "overlaps_shared_experts": (False, True),
-    "cuda_graphs": (False, False, True),
-    "graphed_modules": ((), (), ("attn", "moe_router", "moe_preprocess")),
-    "fuses_experts": (False, True),
+    "ep_overlap_fraction": (0.0, 0.0, 0.9), "ep_overlap_network_fraction": (0.0, 0.0, 0.8),
+    "overlaps_shared_experts": (False, True), "cuda_graphs": (False, False, True),
+    "graphed_modules": ((), (), ("attn", "moe_router", "moe_preprocess")), "fuses_experts": (False, True),
     "optimizer_offload_fraction": (0.0, 0.0, 0.5),
-    "offload_modules": ((), (), ("core_attn", "attn_proj"), ("moe_act",)),
-    "optimizer_bytes": (12, 8),
-}
+    "offload_modules": ((), (), ("core_attn", "attn_proj"), ("moe_act",)), "optimizer_bytes": (12, 8),
+}  # fmt: skip
 """Fields of switches, and the values that problems draw."""
 TORCH = ("1f1b", "interleaved-1f1b", "gpipe", "breadth-first", "zb-h1", "zb-h2", "zb-v", "v-half", "v-min")
 NODES_PER_BLOCK = 6
@@ -171,14 +167,9 @@ def bounded_nodes(problem: Problem, rng: random.Random, per_block: int = NODES_P
             table, index = pricing.table(scalar(nodes.shapes.shape, row)), shape_of_row[row]
             for choice, bound_s in zip(problem.choices, node_s, strict=True):
                 yield Bounded(
-                    problem,
-                    table,
-                    nodes.schedules[row],
-                    choice,
-                    float(coarse[index]),
-                    float(bound_s[row]),
+                    problem, table, nodes.schedules[row], choice, float(coarse[index]), float(bound_s[row]),
                     bool(fitting[index]),
-                )
+                )  # fmt: skip
 
 
 def num_held(

@@ -231,12 +231,8 @@ def test_every_reason_is_reached_and_has_its_numbers(reason: str) -> None:
 def test_shapes_and_rejections_add_up_to_the_grid() -> None:
     """Each shape of the grid is either legal or counted once."""
     pins: dict[str, Any] = {
-        "tp": (1, 2, 3, 4),
-        "cp": (1, 2),
-        "pp": (1, 2, 7),
-        "micro_batch_size": (1, 3),
-        "zero_stage": (0,),
-    }
+        "tp": (1, 2, 3, 4), "cp": (1, 2), "pp": (1, 2, 7), "micro_batch_size": (1, 3), "zero_stage": (0,),
+    }  # fmt: skip
     pins |= {"rank_order": RANK_ORDERS[:1]}
     # 3 x 2 x 7 x ... exceeds 8 GPUs now and then: those are no shapes of this cluster, and not counted
     cluster = toy_cluster(64)

@@ -180,7 +180,7 @@ def test_a_lie_is_never_believed(monkeypatch: pytest.MonkeyPatch, lie: Lie) -> N
 
 def test_every_range_and_row_is_looked_at() -> None:
     program = build(random_node(2))
-    claim = run(program.problem, NO_LIMIT_S, 0.0)
+    claim = run(program.formulation.problem, NO_LIMIT_S, 0.0)
     assert claim.outcome == "optimal"
     checked._assign(program.formulation, claim.values)
     assert checked.violated_row(program.formulation) is None
@@ -263,7 +263,7 @@ def test_the_second_run_is_without_presolve() -> None:
     program = build(random_node(1))
     answer = checked.solved(program.formulation, NO_LIMIT_S, 0.0)
     assert isinstance(answer, checked.Checked)
-    assert program.problem.solverModel.getOptionValue("presolve")[1] == "off"
+    assert program.formulation.problem.solverModel.getOptionValue("presolve")[1] == "off"
 
 
 def test_no_time_is_no_failure_of_the_solver() -> None:

@@ -350,12 +350,9 @@ def test_a_rank_that_the_replay_finds_too_full_is_given_less() -> None:
     """Chunks hold unequal numbers of micro-batches: the mean that the program counts is too little on first ranks."""
     limits = SearchLimits(tp=(2,), cp=(1,), pp=(16,), vpp=(5,), micro_batch_size=(1,))
     answer = plan(
-        load_model("megatron-145.6b"),
-        ClusterSpec(hardware=load_hardware("a100-pcie-80gb"), num_gpus=128),
-        TrainingSpec(seq_length=4096, global_batch_size=256),
-        limits=limits,
-        runtime="torch-eager",
-    )
+        load_model("megatron-145.6b"), ClusterSpec(hardware=load_hardware("a100-pcie-80gb"), num_gpus=128),
+        TrainingSpec(seq_length=4096, global_batch_size=256), limits=limits, runtime="torch-eager",
+    )  # fmt: skip
     assert answer.fits
     assert answer.search.gap < 0.12
 
@@ -403,13 +400,9 @@ def best(resources: dict[str, float], layers: int, design: dict[str, Any], batch
 
 @law(5)
 @given(
-    resource=st.sampled_from(sorted(WORSE)),
-    times=st.sampled_from([2.0, 5.0]),
-    layers=st.integers(4, 7),
-    design=st.sampled_from(MODELS),
-    batch=st.sampled_from([8, 24]),
-    trainer=st.sampled_from(sorted(RUNTIMES)),
-)
+    resource=st.sampled_from(sorted(WORSE)), times=st.sampled_from([2.0, 5.0]), layers=st.integers(4, 7),
+    design=st.sampled_from(MODELS), batch=st.sampled_from([8, 24]), trainer=st.sampled_from(sorted(RUNTIMES)),
+)  # fmt: skip
 def test_more_of_a_resource_finds_no_slower_plan(
     resource: str, times: float, layers: int, design: dict[str, Any], batch: int, trainer: str
 ) -> None:

@@ -14,7 +14,7 @@ from planner.physics.operators import num_parameters, saved_bytes
 from planner.physics.pricing import Pricing
 from planner.shape import Shape
 from planner.specs.architectures import from_config
-from planner.specs.architectures.vision import vision_of
+from planner.specs.architectures.sections import vision_of
 from planner.specs.cluster import ClusterSpec
 from planner.specs.model import ModelSpec, VisionSpec
 from planner.specs.registry import load_hardware, load_model

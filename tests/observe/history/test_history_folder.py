@@ -121,14 +121,11 @@ def test_files_that_hold_no_run_are_left_out_with_one_sentence(run: Observed, tm
     add(tmp_path, run)
     good = json.loads((tmp_path / name_of(run)).read_text())
     broken = {
-        "run-a.json": "{",
-        "run-b.json": "[]",
-        "run-c.json": json.dumps({**good, "step_s": -1}),
+        "run-a.json": "{", "run-b.json": "[]", "run-c.json": json.dumps({**good, "step_s": -1}),
         "run-d.json": json.dumps({**good, "plan": 7}),
         "run-e.json": json.dumps({**good, "plan": {**good["plan"], "best": None}}),
-        "run-f.json": json.dumps({**good, "step_s": 1e9}),
-        "run-g.json": "\0",
-    }
+        "run-f.json": json.dumps({**good, "step_s": 1e9}), "run-g.json": "\0",
+    }  # fmt: skip
     for name, text in broken.items():
         (tmp_path / name).write_text(text)
     (tmp_path / "notes.txt").write_text("mine")

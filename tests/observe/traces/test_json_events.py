@@ -110,25 +110,12 @@ def test_broken_gzip_is_one_error(tmp_path: Path, damage: object) -> None:
 def test_memory_does_not_grow_with_the_file(tmp_path: Path) -> None:
     """Python frames are most of a file and leave nothing; a kept event leaves its numbers."""
     frame = {
-        "ph": "X",
-        "cat": "python_function",
-        "name": "x" * 200,
-        "pid": 1,
-        "tid": 1,
-        "ts": 1.5,
-        "dur": 1,
-        "args": {},
-    }
+        "ph": "X", "cat": "python_function", "name": "x" * 200, "pid": 1, "tid": 1, "ts": 1.5, "dur": 1, "args": {},
+    }  # fmt: skip
     kernel = {
-        "ph": "X",
-        "cat": "kernel",
-        "name": "gemm",
-        "pid": 0,
-        "tid": 7,
-        "ts": 1.5,
-        "dur": 1.25,
+        "ph": "X", "cat": "kernel", "name": "gemm", "pid": 0, "tid": 7, "ts": 1.5, "dur": 1.25,
         "args": {"stream": 7},
-    }
+    }  # fmt: skip
     path = tmp_path / "big.json"
     with path.open("w") as file:
         file.write('{"traceEvents": [\n')
