@@ -125,6 +125,18 @@ def test_the_command_for_eyes(script: str, capsys: pytest.CaptureFixture[str]) -
     assert "--brand-new-switch 7" in out
 
 
+def test_examples_that_are_padded_take_a_shorter_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "run.sh").write_text(
+        "swift sft --model Qwen/Qwen3-0.6B --max_length 4096 --per_device_train_batch_size 2"
+    )
+    asked = ["import", str(tmp_path / "run.sh"), "--gpus", "2", "--no-search", "--json", "-q"]
+    assert main([*asked, "--example-lengths", "300:2048"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    mean_ms = float(re.findall(r"takes ([\d.]+) ms in the mean", " ".join(answer["notes"]))[0])
+    assert (answer["run"]["batching"], answer["run"]["seq_length"]) == ("padded", 2048), "no batch is as long as 4096"
+    assert mean_ms < 700 * answer["evaluated"]["best"]["step"]["step_s"]
+
+
 def test_files_that_are_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "binary").write_bytes(b"\0\1")
     assert main(["import", str(tmp_path / "binary")]) == 2
