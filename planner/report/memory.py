@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from rich.console import RenderableType
 from rich.table import Table
@@ -14,6 +14,7 @@ from rich.text import Text
 from planner.answer.memory import MemoryAnswer, MemoryChange, MemoryOfStage, MemoryTensor
 from planner.report.format import MEMORY, gibibytes, percent, seconds
 from planner.report.pieces import as_group, bullets, headed, section
+from planner.specs.base import Fields
 
 _MOST_GROUPS = 16
 _MOST_STAGES = 16
@@ -158,7 +159,7 @@ def snapshot(
 ) -> bytes:
     """The snapshot file of a stage; `events` are time in seconds, made or freed, and the tensor's place."""
     places, free, end = dict[int, int](), dict[int, list[int]](), BASE
-    trace: list[dict[str, Any]] = []
+    trace: list[Fields] = []
     for time_s, is_made, number in events:
         size = tensors[number].bytes
         if not size:
@@ -192,7 +193,7 @@ def snapshot(
     return pickle.dumps(data, protocol=PROTOCOL)
 
 
-def _frames(tensor: MemoryTensor, stage: int, model: str) -> list[dict[str, Any]]:
+def _frames(tensor: MemoryTensor, stage: int, model: str) -> list[Fields]:
     """A made-up stack, innermost first: the tensor of a layer, the pass that makes it, the stage."""
     frames = [_frame(tensor.part or "stage", tensor.layer, f"{tensor.name}{tensor.sizes}")]
     if tensor.microbatch is not None:
@@ -200,20 +201,18 @@ def _frames(tensor: MemoryTensor, stage: int, model: str) -> list[dict[str, Any]
     return [*frames, _frame("stage", stage, f"{tensor.item} of {model}")]
 
 
-def _frame(where: str, number: int | None, name: str) -> dict[str, Any]:
+def _frame(where: str, number: int | None, name: str) -> Fields:
     return {"filename": where, "line": number or 0, "name": name}
 
 
-def _blocks(
-    tensors: Sequence[MemoryTensor], places: dict[int, int], end: int, stage: int, model: str
-) -> list[dict[str, Any]]:
+def _blocks(tensors: Sequence[MemoryTensor], places: dict[int, int], end: int, stage: int, model: str) -> list[Fields]:
     """All of the segment at the end of the step: what outlives it, and free blocks between."""
     held = {address: number for number, address in places.items()}
     borders = sorted({BASE, end, *held, *(address + tensors[number].bytes for address, number in held.items())})
     blocks = []
     for start, after in pairwise(borders):
         number = held.get(start)
-        block: dict[str, Any] = {"address": start, "size": after - start, "requested_size": after - start}
+        block: Fields = {"address": start, "size": after - start, "requested_size": after - start}
         if number is None:
             blocks.append({**block, "state": "inactive", "frames": []})
         else:
