@@ -45,9 +45,9 @@ VIEWS = {
 FAMILIES = {
     **dict.fromkeys(("native_layer_norm", "_fused_rms_norm"), "norm"), "_to_copy": "cast",
     **dict.fromkeys(("cat", "clone", "copy_", "stack", "split_with_sizes_copy", "silu", "gelu", "sigmoid"), "strided"),
-    **dict.fromkeys(("index", "gather", "scatter", "scatter_add", "index_add", "index_select", "sort", "topk"), "permute"),
+    **dict.fromkeys(("index", "gather", "scatter", "scatter_add", "index_add", "sort", "topk"), "permute"),
 }  # fmt: skip
-"""Families of operations that take less of the memory's bandwidth than others; all in a module called norm are norms."""
+"""Families of operations that reach less of the memory's bandwidth; all inside of a norm are norms."""
 PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "_grouped_mm"}
 
 
