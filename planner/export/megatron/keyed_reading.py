@@ -221,6 +221,7 @@ def read_slime(config: ConfigFile) -> ImportedRun:
     named, name = (None, "") if "num_layers" in settings else _named(settings)
     imported = read_keys("slime", settings, gpus or None, script, named)
     imported.predicts_further = "mtp_num_layers" in settings
+    imported.ignore(lambda key: (key, settings.get(key)) == ("train_backend", "megatron"))
     if imported.run["seq_length"] is None or "seq_length" not in settings:
         tokens = _whole(settings, "max_tokens_per_gpu", 0) * _whole(settings, "context_parallel_size", 1)
         imported.run["seq_length"] = tokens or imported.run["seq_length"]
