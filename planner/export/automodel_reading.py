@@ -134,7 +134,8 @@ def read_nemo_rl(config: ConfigFile) -> ImportedRun:
         raise SpecError("policy.train_global_batch_size is not in the file", "it has no default: write it")
     run["global_batch_size"] = batch
     run["seq_length"] = number(settings, "policy.max_total_sequence_length")
-    if not any(path.startswith(("sft.", "dpo.")) for path in settings):
+    tunes = re.search(r"\brun_(sft|dpo|rm)\b", config.text)
+    if tunes is None and not any(path.startswith(("sft.", "dpo.")) for path in settings):
         imported.notes.append("one update of the policy is priced; rollouts, the reference model and rewards are not")
         imported.reinforce(tokens=_scored_tokens(settings, run["seq_length"] or 0) // run["parallelism"].get("cp", 1))
     return imported
@@ -203,6 +204,7 @@ def _of_megatron(settings: Settings, gpus: int | None) -> ImportedRun:
     name = str(settings.get("policy.model_name") or "")
     imported = read_keys("nemo-rl-megatron", keys, gpus, named=model_called(name) if name else None)
     imported.model_name = "" if imported.run["model"] else name
+    imported.run["features"]["returns_logits"] = not number(settings, "policy.logprob_chunk_size")
     imported.rename(names)
     adapters = {path.removeprefix(f"{start}peft."): value for path, value in settings.items()}
     if is_on(adapters.get("enabled")):

@@ -136,11 +136,9 @@ def test_a_drawing_is_to_scale() -> None:
     timeline = RankSeconds(FOUR, FOUR, FOUR).replayed(build_schedule("1f1b", 4, 1, 8))
     rows = [row.plain for row in drawing(timeline, 2 + 33)]
     assert rows == [
-        "0 FFFF······B0FB1FB2FB3FB4·B5·B6·B7",
-        "1 ·FFF····B0FB1FB2FB3FB4FB5·B6·B7··",
-        "2 ··FF··B0FB1FB2FB3FB4FB5FB6·B7····",
-        "3 ···FB0FB1FB2FB3FB4FB5FB6FB7······",
-    ]
+        "0 FFFF······B0FB1FB2FB3FB4·B5·B6·B7", "1 ·FFF····B0FB1FB2FB3FB4FB5·B6·B7··",
+        "2 ··FF··B0FB1FB2FB3FB4FB5FB6·B7····", "3 ···FB0FB1FB2FB3FB4FB5FB6FB7······",
+    ]  # fmt: skip
 
 
 def test_every_second_chunk_is_small_and_long_actions_are_filled() -> None:
@@ -197,16 +195,9 @@ def test_actions_are_named_slices_of_their_rank() -> None:
     slices = [event for event in events if event["ph"] == "X" and event["pid"] == 3 and event["tid"] == 0]
     assert len(slices) == 16
     assert slices[1] == {
-        "ph": "X",
-        "pid": 3,
-        "tid": 0,
-        "name": "backward 0",
-        "cat": "backward",
-        "cname": "thread_state_runnable",
-        "ts": 4e6,
-        "dur": 2e6,
-        "args": {"action": "3B0", "micro-batch": 0, "stage": 3, "chunk": 0},
-    }
+        "ph": "X", "pid": 3, "tid": 0, "name": "backward 0", "cat": "backward", "cname": "thread_state_runnable",
+        "ts": 4e6, "dur": 2e6, "args": {"action": "3B0", "micro-batch": 0, "stage": 3, "chunk": 0},
+    }  # fmt: skip
     names = {event["args"]["name"] for event in events if event["name"] == "process_name"}
     assert names == {"rank 0", "rank 1", "rank 2", "rank 3"}
 

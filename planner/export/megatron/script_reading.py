@@ -196,11 +196,13 @@ def _run_of(
         # what its layers are stands in Python, and the model of these sizes has them
         named = published_name(read_model(options))
         also_read = {*also_read, *_ROW["of_plugin"].split()} if named else also_read
+    model: Model | None = None
+    described = options
     if named is not None:
-        model: Model | None = resized(named, options)
-        described = {**options, **_options_of_model(model)}
-    else:
-        model, described = read_model(options) if "--num-layers" in options else None, options
+        model = found = resized(named, options)
+        described = {**options, **_options_of_model(found)}
+    elif "--num-layers" in options:
+        model = read_model(options)
     imported = new_run(
         source,
         "megatron",
