@@ -61,8 +61,10 @@ def read_recipe(config: ConfigFile) -> tuple[Fields, Named]:
     settings |= _policy(record, evaluator) | _model(record, config)
     if isinstance(debug := record.get("debug"), CallRecord) and debug.get("deterministic") is True:
         settings["debug.deterministic"] = True
-    if isinstance(optimizer := record.get("optimizer"), CallRecord) and "adamw" not in optimizer.kind.lower():
-        settings["optimizer.name"] = optimizer.kind
+    if isinstance(optimizer := record.get("optimizer"), CallRecord):
+        groups = [group for group in optimizer.get("param_groups") or [] if isinstance(group, CallRecord)]
+        names = {str(group.get("optimizer_name")) for group in groups} or {optimizer.kind}
+        settings["optimizer.name"] = " and ".join(sorted(names))
     if record.kind and "." not in record.kind and record.kind[0].islower():
         settings["base"] = record.kind
     return settings, unreadable
@@ -272,13 +274,9 @@ def run_of_settings(settings: Fields, num_gpus: int | None) -> ImportedRun:
         imported.notes.append(f"what {settings['base']} sets beside is not read: it is not in this file, nor beside it")
     if is_on(settings.get("training.enable_cpu_offload")):
         imported.offload_all("training.enable_cpu_offload")
-    _ROW.sort(imported, settings, (), _is_usual)
+    usual = table()["torchtitan"]["usual"]
+    _ROW.sort(imported, settings, (), lambda name, value: str(value) in usual.get(name, ()))
     return imported
-
-
-def _is_usual(name: str, value: Any) -> bool:
-    """The setting has the value that it has unasked."""
-    return str(value) in table()["torchtitan"]["usual"].get(name, ())
 
 
 def _refusals(settings: Fields, layout: Fields, num_layers: int | None) -> Iterator[str]:

@@ -13,7 +13,7 @@ from planner.export.followed.python_recipe import Evaluator, chosen_recipe
 from planner.export.followed.python_values import CallRecord, Unknown
 from planner.export.followed.shell_script import Script, launched_on, read_script
 from planner.export.imported_run import ConfigFile, ImportedRun, json_of, yaml_of
-from planner.export.keyed_settings import refused_settings, table
+from planner.export.keyed_settings import flat, refused_settings, table
 from planner.export.megatron.keyed_reading import add_lora
 from planner.export.megatron.model_options import PATTERNS
 from planner.export.megatron.option_rows import (
@@ -371,7 +371,6 @@ def _run(fields: Said, script: Script, recipe: str, hub_name: str = "") -> Impor
         imported.ignore(_OF_HYBRIDS.match)
     if imported.run["model"] is None and (hub_name or recipe):
         imported.model_name = hub_name or recipe
-    imported.notes = [note for note in imported.notes if not note.startswith("neither --bf16")]
     if isinstance(fields.get("model.pipeline_model_parallel_layout"), Unread):
         # nobody can tell what a layout that is not read refuses
         imported.refused = []
@@ -402,8 +401,8 @@ def _words(config: ConfigFile) -> tuple[list[str], Script, str]:
         return [str(word) for word in overrides], launched_on(data.get("world_size")), str(data.get("recipe", ""))
     if re.match(r"(#.*\n|\s|---)*(model|train|ddp|optimizer):\s*(#.*)?\n", text):
         data = yaml_of(text, "give the file of overrides")
-        rows = _flat(data) if isinstance(data, dict) else []
-        return [f"{path}={json.dumps(value)}" for path, value in rows], Script(), ""
+        rows = flat(data) if isinstance(data, dict) else {}
+        return [f"{path}={json.dumps(value)}" for path, value in rows.items()], Script(), ""
     script = read_script(text, config.beside)
     return [word for word in script.words if re.match(r"[+a-z_]+(\.\w+)+=", word)], script, ""
 
@@ -425,13 +424,6 @@ def _arguments(words: Sequence[str]) -> tuple[list[str], Named]:
         elif place != "harmless":
             others[place] = value
     return said, others
-
-
-def _flat(data: Said, prefix: str = "") -> list[tuple[str, Any]]:
-    rows: list[tuple[str, Any]] = []
-    for name, value in data.items():
-        rows += _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else [(f"{prefix}{name}", value)]
-    return rows
 
 
 def _field(word: str) -> tuple[str, Any]:

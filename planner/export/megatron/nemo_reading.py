@@ -11,7 +11,7 @@ from planner.export.followed.python_recipe import Evaluator, chosen_recipe
 from planner.export.followed.python_values import CallRecord
 from planner.export.followed.shell_script import read_script
 from planner.export.imported_run import ConfigFile, ImportedRun, yaml_of
-from planner.export.keyed_settings import beginnings, dialect, flat, is_empty, num_gpus, resolved, table
+from planner.export.keyed_settings import beginnings, dialect, flat, is_empty, num_gpus, resolved, table, value_of
 from planner.export.megatron.bridge_reading import fields_of, plain, precision_named, read_peft, run_of_fields
 from planner.export.megatron.keyed_reading import add_lora
 from planner.export.megatron.option_rows import options_of
@@ -131,7 +131,6 @@ def _second_version(record: CallRecord) -> ImportedRun:
     imported.ignore(_ROW.is_harmless)
     if imported.run["model"] is None and kind:
         imported.model_name = kind
-    imported.notes = [note for note in imported.notes if not note.startswith("neither --bf16")]
     read_peft(imported, record.fields.get("peft"))
     _ROW.sort(imported, unread, (), lambda path, value: path.startswith("peft") or is_empty(value) or value == "")
     return imported
@@ -187,15 +186,8 @@ def _record_of_overrides(words: Sequence[str]) -> CallRecord:
         for parent in parents:
             inner = owner.fields.setdefault(parent, CallRecord(""))
             owner = inner if isinstance(inner, CallRecord) else CallRecord("")
-        owner.fields[name] = _scalar(text)
+        owner.fields[name] = value_of(text)
     return record
-
-
-def _scalar(text: str) -> Any:
-    try:
-        return yaml_of(text, "")
-    except SpecError:
-        return text
 
 
 def _first_version(text: str) -> ImportedRun:
