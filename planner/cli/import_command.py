@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from planner.cli.inputs import read_lengths_option
 from planner.cli.options import Whole, Word
 from planner.cli.output import dumps, tell, waiting
 from planner.distribution import __version__
@@ -64,12 +63,14 @@ class ReadOptions:
 
     def given(self) -> dict[str, Any]:
         """Fields of the run that the user gives; null where he does not."""
+        from planner.specs.phases import lengths_in
+
         return {
             "model": self.model, "num_gpus": self.gpus, "hardware": self.hardware,
             "gpus_per_node": self.gpus_per_node, "seq_length": self.seq_length,
             "global_batch_size": self.global_batch_size, "vocab_size": self.vocab_size,
             "document_lengths": self.example_lengths and [
-                entry.model_dump() for entry in read_lengths_option(self.example_lengths)
+                entry.model_dump() for entry in lengths_in(self.example_lengths, "--example-lengths")
             ],
         }  # fmt: skip
 
@@ -119,20 +120,12 @@ def import_command(
     with waiting("searching for the planner's own choice"):
         own, why = (None, "") if asked.no_search else _own(run, evaluated)
     if json:
-        answer = {
-            "source": imported.source,
-            "run": run_data,
-            "unknown": imported.unknown,
-            "ignored": imported.ignored,
-            "assumed": imported.assumed,
-            "notes": imported.notes,
-            "refused": refused,
-            "undecided": others,
-            "evaluated": evaluated.to_json(),
-            "own": None if own is None else own.best.model_dump(mode="json"),
+        tell({
+            "source": imported.source, "run": run_data, "unknown": imported.unknown, "ignored": imported.ignored,
+            "assumed": imported.assumed, "notes": imported.notes, "refused": refused, "undecided": others,
+            "evaluated": evaluated.to_json(), "own": None if own is None else own.best.model_dump(mode="json"),
             "why": why,
-        }
-        tell(answer)
+        })  # fmt: skip
         return
     tell(_report(imported, evaluated, refused, others, own, why))
 

@@ -35,7 +35,7 @@ class Bundle:
     inputs_sha256: str
     planner_version: str
     job: Fields
-    """What the files may leave out of the job that they start: model, hardware, GPUs and tokens of a sequence."""
+    """Facts of the job that the files may leave out: model, hardware, GPUs and tokens of a sequence."""
     files: tuple[ExportFile, ...]
     notes: Texts
     """Things that the plan does not decide and the export had to."""

@@ -117,7 +117,7 @@ class _Job(BaseModel):
 
 
 class _Manifest(BaseModel):
-    """What is read of the manifest of an export."""
+    """The part of an export's manifest that is read."""
 
     planner_version: str
     targets: list[str] = Field(min_length=1)
@@ -126,7 +126,7 @@ class _Manifest(BaseModel):
 
 
 def _exported(name: str) -> tuple[str, Fields]:
-    """Of a folder that we exported, or of one of its files: the file to read, and the job of its manifest.
+    """The file to read of a folder that we exported or of one of its files, and the job of its manifest.
 
     The file itself and nothing where the manifest beside it is none of ours, or does not list the file.
     """

@@ -6,6 +6,7 @@ Phases come one after the other, each with its tokens and what changes. Lengths 
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Iterator, Mapping
 from statistics import NormalDist
@@ -81,6 +82,32 @@ def read_lengths(given: Any, where: str) -> Any:
     if ordered != sorted(ordered):
         raise SpecError(f"{where}: a lower percentile is longer than a higher one", "let lengths grow with percentiles")
     return [entry.model_dump() for entry in of_percentiles(percentiles)]
+
+
+_MAX_QUANTILE = 3.09
+"""Standard deviations above the middle that 99.9% of a normal distribution are below: MAX of MEAN:MAX."""
+
+
+def lengths_in(text: str, where: str) -> tuple[DocumentLength, ...]:
+    """The lengths of a file, of `400`, or of `400:2048`; SpecError naming `where`."""
+    if os.path.sep in text or text.lower().endswith((".yaml", ".yml", ".json")):
+        data = load_yaml(text)
+        given = read_lengths(data.get("lengths", data), f"{where} {text}")
+        return tuple(DocumentLength.model_validate(entry) for entry in given)
+    mean_text, _, most_text = text.partition(":")
+    try:
+        mean = float(mean_text)
+        most = float(most_text) if most_text else mean
+    except ValueError:
+        mean = most = math.nan
+    if not 1 <= mean <= most <= 2**31:
+        raise SpecError(f"{where}: {text[:60]!r} is no file, and no MEAN:MAX in tokens", f"{where} 400:2048")
+    if most == mean:
+        return (DocumentLength(length=round(mean), share=1.0),)
+    # the logarithm of MAX is its mean, ln(MEAN) - σ²/2, and _MAX_QUANTILE·σ
+    sigma = _MAX_QUANTILE - math.sqrt(max(_MAX_QUANTILE**2 - 2 * math.log(most / mean), 0.0))
+    drawn = LogNormal(mean=mean, sigma=max(sigma, 1e-3)).lengths()
+    return tuple(entry.model_copy(update={"length": min(entry.length, round(most))}) for entry in drawn)
 
 
 MOST_PHASES = 100

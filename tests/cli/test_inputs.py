@@ -196,9 +196,7 @@ def test_finetune_trains_all_weights_under_the_trainer_of_adapters() -> None:
     ("asked", "figure", "value"),
     [("--days 30", "days", 30), ("--usd $200k", "usd", 200_000), ("--days 2w", "days", 14)],
 )
-def test_a_time_or_a_sum_says_how_many_tokens(
-    asked: str, figure: str, value: float, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_time_or_a_sum_says_how_many_tokens(asked: str, figure: str, value: float, capsys: Any) -> None:
     pins = "--tp 1 --pp 1 --micro-batch-size 1 --top 1 --json"
     assert main([*shlex.split(f"-m 1b -g 16 -s 8k -b 256 {pins}"), *asked.split()]) == 0
     cost = json.loads(capsys.readouterr().out)["run_cost"]

@@ -231,7 +231,8 @@ def test_further_tokens_are_predicted_only_where_it_is_asked_for(command: str, b
         ("x/Llama-3.1-8B-Lexi-Uncensored", "llama-3.1-8b", 16),
         ("~/models/Qwen2___5-7B-Instruct", "qwen2.5-7b", 16),
         ("'E:\\hub\\models--x--Qwen3.5-27B-heretic-v2\\snapshots\\0a1b'", "qwen3.5-27b", 16),
-        ("x/Llama-3-8b-262k", None, 16),
+        ("x/Llama-3-8b-262k", "llama-3.1-8b", 16),
+        ("Qwen/Qwen2.5-VL-7B-Instruct", "qwen2.5-vl-7b", 16),
     ],
 )
 def test_names_that_people_give_are_of_models_that_are_known(path: str, name: str | None, bits: int) -> None:

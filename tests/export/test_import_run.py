@@ -66,9 +66,7 @@ def test_a_recipe_of_a_file_without_functions_is_an_error() -> None:
         read_configuration(SCRIPT, recipe="llama3_405b")
 
 
-def test_the_example_of_the_docstring(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_example_of_the_docstring(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     monkeypatch.chdir(tmp_path)
     Path("pretrain.sh").write_text(SCRIPT)
     names: dict[str, Any] = {}

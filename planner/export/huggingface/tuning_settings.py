@@ -26,6 +26,7 @@ from planner.export.keyed_settings import (
 from planner.export.named_models import has_towers, model_called, num_layers_of
 from planner.specs.base import Fields, Named, Said
 from planner.specs.model import ModelSpec
+from planner.specs.registry import load_model
 from planner.specs.training import ATTENTION, GROUPS, LATENT, OBJECTIVES, TARGETS, AdapterSpec
 from planner.trainers.load import load_runtime, switches_of
 
@@ -82,9 +83,14 @@ def set_model(imported: ImportedRun, name: Any) -> None:
     """The model that a setting names; a note where the planner does not know it."""
     if not isinstance(name, str) or not name:
         return
-    imported.run["model"] = model_called(name)
-    if imported.run["model"] is None:
+    imported.run["model"] = found = model_called(name)
+    if found is None:
         imported.model_name = name
+    elif (tower := load_model(found).vision) is not None:
+        tokens = f"{tower.image_tokens:,} tokens"
+        imported.notes.append(
+            f"{name[:80]}: planned with a frozen tower and an image of {tokens} a sequence (--images)"
+        )
     elif has_towers(name):
         imported.notes.append(f"{name[:80]}: the language model alone is planned")
 
