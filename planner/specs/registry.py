@@ -144,7 +144,7 @@ def _shipped_model(path: Path) -> ModelSpec:
 def _model_of_line(name: str) -> ModelSpec:
     """The model that ships as keys of its config, or as another's language model with a tower or keys of its own."""
     from planner.specs.architectures import from_config
-    from planner.specs.architectures.vision import vision_of
+    from planner.specs.architectures.sections import vision_of
 
     keys = parse_mapping(lines()[name], name)
     said = {"name": name, "aliases": keys.pop("aliases", ()), "source": f"config.json of {keys.pop('hub')}"}
