@@ -21,7 +21,7 @@ from planner.export.keyed_settings import (
     overrides_of,
     resolved,
 )
-from planner.export.megatron.keyed_reading import EXPERT_TARGETS, read_keys
+from planner.export.megatron.keyed_reading import EXPERT_TARGETS, add_lora, read_keys
 from planner.export.megatron.option_rows import options_of
 from planner.export.named_models import model_called, moe_of
 from planner.export.torchtitan_reading import run_of_settings
@@ -192,6 +192,10 @@ def _of_megatron(settings: Settings, gpus: int | None) -> ImportedRun:
             keys |= {"recompute_method": "uniform", "recompute_num_layers": 1}
     else:
         keys = {k: v for k, v in keys.items() if not k.startswith("recompute_")}
+    if "grad_reduce_in_fp32" in keys:
+        # Bridge's own, which sums gradients of bf16 in bf16 unless it is on
+        wide = is_on(keys.pop("grad_reduce_in_fp32"))
+        keys["accumulate_allreduce_grads_in_fp32" if wide else "grad_reduce_in_bf16"] = True
     if (micro := settings.get("policy.train_micro_batch_size")) is not None:
         keys["micro_batch_size"] = micro
     names |= {"micro_batch_size": "policy.train_micro_batch_size"}
@@ -202,6 +206,9 @@ def _of_megatron(settings: Settings, gpus: int | None) -> ImportedRun:
     imported.model_name = "" if imported.run["model"] else name
     imported.run["features"]["returns_logits"] = not number(settings, "policy.logprob_chunk_size")
     imported.rename(names)
+    adapters = {path.removeprefix(f"{start}peft."): value for path, value in settings.items()}
+    if is_on(adapters.get("enabled")):
+        add_lora(imported, adapters)
     outside = {path: value for path, value in settings.items() if not path.startswith(start)}
     _list_unread(imported, dialect("nemo-rl"), outside, {})
     return imported

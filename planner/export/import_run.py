@@ -201,6 +201,7 @@ def read_file(config: ConfigFile, source: str | None) -> ImportedRun:
     job = job_of(config.text)
     if job is not None:
         config = replace(config, text=job.script)
+    is_told = source is not None
     source = source or _recognised(config.text)
     if source is None:
         # a launcher's own words show nothing where the program beside it says its settings itself
@@ -220,6 +221,10 @@ def read_file(config: ConfigFile, source: str | None) -> ImportedRun:
         imported = READERS[source].read(config.filled())
     except RecursionError:
         raise SpecError("the configuration is nested too deeply", "give a simpler file") from None
+    except SpecError:
+        if not is_told:
+            _refuse_unread(config.text)
+        raise
     if job is not None:
         imported.run["num_gpus"] = imported.run.get("num_gpus") or job.num_gpus
         imported.run.setdefault("hardware", job.hardware)

@@ -304,6 +304,11 @@ class ImportedRun:
                 found.append(Undecided(name, row["says"], {**run, **other}))
         return found
 
+    def ignore(self, is_harmless: Callable[[str], Any]) -> None:
+        """Settings that are not understood and change neither bytes nor seconds."""
+        for name in [name for name in self.unknown if is_harmless(name)]:
+            self.ignored[name] = self.unknown.pop(name)
+
     def note_unpacked(self) -> None:
         """Note that sequences of different lengths are not packed into one, but padded to the longest of them."""
         self.pads = True

@@ -122,7 +122,7 @@ _TRAINERS = (
     ),
     TrainerTarget(
         "torchtitan", "torchtitan_files:export_torchtitan", "torchtitan_reading:read_torchtitan",
-        mark=r"ParallelismConfig|torchtitan|--parallelism\.|^\[(parallelism|activation_checkpoint)\]",
+        mark=r"ParallelismConfig\([^)]*_degree|torchtitan|--parallelism\.|^\[(parallelism|activation_checkpoint)\]",
         runtimes=("torchtitan",),
     ),
     TrainerTarget(

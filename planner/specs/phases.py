@@ -18,7 +18,7 @@ from pydantic_core import PydanticCustomError
 from planner.errors import SpecError
 from planner.specs.base import NonNegativeFloat, PositiveFloat, PositiveInt, Spec
 from planner.specs.problems import checked
-from planner.specs.reading import kind_of, label, load_yaml
+from planner.specs.reading import CSV, kind_of, label, load_yaml, read_text
 from planner.specs.training import DocumentLength, Dtype
 from planner.specs.units import parse_count
 
@@ -84,16 +84,40 @@ def read_lengths(given: Any, where: str) -> Any:
     return [entry.model_dump() for entry in of_percentiles(percentiles)]
 
 
+_HISTOGRAM = re.compile(r"(\d{1,10})(?:[:,\s]+(\d{1,15}(?:\.\d+)?))?")
+_BINS_PER_OCTAVE = 24
+"""Bins of a doubling of the lengths that are listed: 41 doublings fill fewer than a training may have."""
+
+
+def listed_lengths(rows: list[str], where: str) -> tuple[DocumentLength, ...]:
+    """Lengths in rows, each with the number of texts that have it behind it; bins have the mean of theirs."""
+    bins: dict[int, tuple[float, float]] = {}
+    for row in rows:
+        match = _HISTOGRAM.fullmatch(row.strip())
+        length, count = (int(match[1]), float(match[2] or 1)) if match else (0, 0.0)
+        if not 1 <= length <= 2**31 or not count:
+            raise SpecError(f"{where}: {row.strip()[:60]!r} is no length in tokens", "--example-lengths 512:40,4096:9")
+        key = round(_BINS_PER_OCTAVE * math.log2(length))
+        tokens, texts = bins.get(key, (0.0, 0.0))
+        bins[key] = tokens + length * count, texts + count
+    return tuple(DocumentLength(length=round(tokens / texts), share=texts) for tokens, texts in bins.values())
+
+
 _MAX_QUANTILE = 3.09
 """Standard deviations above the middle that 99.9% of a normal distribution are below: MAX of MEAN:MAX."""
 
 
 def lengths_in(text: str, where: str) -> tuple[DocumentLength, ...]:
-    """The lengths of a file, of `400`, or of `400:2048`; SpecError naming `where`."""
-    if os.path.sep in text or text.lower().endswith((".yaml", ".yml", ".json")):
+    """The lengths of a file, of `512:40,4096:9`, of `400`, or of `400:2048`; SpecError naming `where`."""
+    if os.path.sep in text or text.lower().endswith((".yaml", ".yml", ".json", ".txt", ".csv")):
+        rows = [row for row in read_text(text, CSV.num_bytes).splitlines() if row.strip()]
+        if rows and rows[0].strip()[0].isdigit():
+            return listed_lengths(rows, f"{where} {text}")
         data = load_yaml(text)
         given = read_lengths(data.get("lengths", data), f"{where} {text}")
         return tuple(DocumentLength.model_validate(entry) for entry in given)
+    if "," in text:
+        return listed_lengths(text.split(","), where)
     mean_text, _, most_text = text.partition(":")
     try:
         mean = float(mean_text)

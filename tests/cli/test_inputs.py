@@ -387,6 +387,17 @@ def test_lengths_may_stand_in_a_file(tmp_path: Path) -> None:
     assert (training.batching, training.seq_length) == ("packed", 2048)
 
 
+def test_lengths_may_be_listed_one_a_line_or_with_counts(tmp_path: Path) -> None:
+    path = tmp_path / "lengths.txt"
+    path.write_text("100\n200 3\n\n100\n")
+    assert example_lengths(_training(example_lengths=str(path))) == ((100, 0.4), (200, 0.6))
+    assert example_lengths(_training(example_lengths="100:2,200:3")) == ((100, 0.4), (200, 0.6))
+    path.write_text("".join(f"{length}\n" for length in range(1, 40_000)))
+    lengths = example_lengths(_training(example_lengths=str(path), seq_length=65536))
+    assert len(lengths) < 400
+    assert mean_length(lengths) == pytest.approx(20_000, rel=1e-3)
+
+
 def test_an_optimizer_is_the_switch_of_that_name() -> None:
     asked = SearchOptions(model="8b", gpus=1, lora=True, optimizer="paged-adamw-8bit", no_history=True)
     assert read_limits(asked, read_job(asked)).switches == {"optimizer": "paged-adamw-8bit"}

@@ -26,6 +26,7 @@ from planner.specs.registry import load_hardware, load_model
 from planner.specs.training import DocumentLength, Parallelism, TrainingSpec
 from planner.trainers.calibration import UNPROBED_MEMORY_WIDTH, Calibration, Factor, Quantity, Share
 from planner.trainers.documents import (
+    UNEVEN_RANKS,
     Lengths,
     attended_fraction,
     example_lengths,
@@ -35,6 +36,7 @@ from planner.trainers.documents import (
     mean_length,
     padding_fraction,
     rank_imbalance,
+    texts_by_ranks,
 )
 from planner.trainers.load import load_runtime
 
@@ -209,6 +211,20 @@ def test_longer_examples_are_cut_to_a_sequence() -> None:
 def test_without_lengths_every_example_is_a_sequence() -> None:
     assert example_lengths(_training((), seq_length=77)) == ((77, 1.0),)
     assert padding_fraction(((77, 1.0),), 8) == 0
+
+
+@pytest.mark.parametrize("packs", [True, False])
+def test_a_text_has_as_many_ranks_as_hold_it(packs: bool) -> None:
+    training = _training(((1000, 0.5), (2049, 0.3), (4096, 0.1), (8192, 0.1)), seq_length=8192)
+    texts = texts_by_ranks(training, Shape.of(cp=4, dp=8, seq_length=8192), packs)
+    assert [(own.seq_length, own.cp, own.dp) for _, own in texts] == [
+        (1000, 1, 32), (pytest.approx((2049**2 * 3 + 4096**2) / (2049 * 3 + 4096)), 2, 16), (8192, 4, 8),
+    ]  # fmt: skip
+    tokens = sum(times * own.micro_batch_size * own.seq_length * 4 / own.cp for times, own in texts)
+    assert tokens == pytest.approx((1 + UNEVEN_RANKS) * 8192)
+    assert [own.micro_batch_size for _, own in texts] == (
+        [2.048, pytest.approx(1.428, abs=1e-3), 1] if packs else [1, 1, 1]
+    )
 
 
 MEASURED = Calibration(

@@ -137,7 +137,8 @@ def _models_beside(given: Settings, text: str) -> tuple[int, int]:
     )
     refers = shares or any(is_on(given.get(n)) for n in ("colocate_actor_ref", "train.colocate_actor_ref"))
     has_critic = str(given.get("advantage_estimator", given.get("algo.advantage.estimator", "gae"))) == "gae"
-    scores = not any(given.get(name) for name in ("remote_rm_url", "reward.remote_url", "agent_func_path"))
+    elsewhere = ("remote_rm_url", "reward.remote_url", "agent_func_path", "train.agent_func_path")
+    scores = not any(given.get(name) for name in elsewhere)
     kept = not is_on(given.get("ref_reward_offload"))
     return int(shares and has_critic), kept * (int(refers) + int(shares and scores))
 
@@ -180,6 +181,8 @@ def run_of_arguments(keyed: KeyedSettings, config: ConfigFile, tool: Dialect | N
     imported.refused = refused_settings(known, "huggingface", "accelerate", tool.name)
     read_fine_tuning(imported, settings)
     _list_unread(imported, settings)
+    if is_on(settings.get("use_asft_loss")):
+        imported.reinforce(tokens=0, frozen=1)
     _ROW.sort(imported, said, _READ, lambda name, v: is_off(v) or is_empty(v) or tool.is_harmless(name))
     imported.unknown |= {name: value for name, value in unread.items() if not _ROW.is_harmless(name)}
     layout.setdefault("micro_batch_size", 1)
@@ -251,6 +254,8 @@ def _in_one(settings: Settings) -> Settings:
         names = {name for name in map(str, settings) if name.startswith(start)} - {"fsdp_config", "fsdp_version"}
         if names and not isinstance(inner, str):
             found[section] = {**(inner or {}), **{name: found.pop(name) for name in settings if name in names}}
+    if is_on(found.pop("pure_bf16", False)):
+        found |= {"bf16": True, "torch_dtype": "bfloat16"}
     if is_on(found.pop("use_fsdp", False)):
         found.setdefault("fsdp_version", 1)
     if (name := found.pop("deepspeed_config_file", None)) is not None:

@@ -243,10 +243,8 @@ def _read_kernels(imported: ImportedRun, settings: Said) -> None:
     attention = word(settings, "attn_implementation", "attn_impl")
     if attention == "eager":
         features["flash_attention"] = False
-    elif is_on(settings.get("flash_attention")) or "fa2" in str(settings.get("flash_attn")) or "2" in attention:
-        features["attention_kernel"] = "flash"
-    elif "flash" in attention:
-        features["attention_kernel"] = "fastest"
+    elif is_on(settings.get("flash_attention")) or "fa2" in str(settings.get("flash_attn")) or "flash" in attention:
+        features["attention_kernel"] = "fastest" if re.search("[34]", attention) else "flash"
     if is_on(settings.get("torch_compile")):
         features["compile"] = True
     is_older = bool(settings.keys() & {*table()["trl"]["older"].split()})
