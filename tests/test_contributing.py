@@ -238,9 +238,7 @@ KNOWN: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("kind", NEW["SCAFFOLDS"])
-def test_the_test_that_is_begun_passes_once_it_is_filled_in(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_test_that_is_begun_passes_once_it_is_filled_in(kind: str, tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "tests" / "observe"))
     name, values = KNOWN[kind]
     files = NEW["SCAFFOLDS"][kind]["files"]

@@ -268,7 +268,7 @@ def run_of_settings(settings: Fields, num_gpus: int | None) -> ImportedRun:
         imported.notes.append(f"what {settings['base']} sets beside is not read: it is not in this file, nor beside it")
     if is_on(settings.get("training.enable_cpu_offload")):
         imported.offload_all("training.enable_cpu_offload")
-    _ROW.sort(imported, settings, (), lambda name, value: (name, value) == ("training.dtype", "float32"))
+    _ROW.sort(imported, settings)
     return imported
 
 
@@ -304,6 +304,8 @@ def _features(settings: Fields) -> Fields:
     features: Fields = {"async_tp": dist_gemm or bool(first(settings, "compile.enable_async_tensor_parallel"))}
     if settings.get("model.moe_comm_backend") in ("deepep", "hybridep"):
         features["dispatcher"] = settings.pop("model.moe_comm_backend")
+    if settings.get("training.dtype") == "bfloat16":
+        features["no_masters"] = True
     features["deterministic"] = first(settings, "debug.deterministic", "training.deterministic") is True
     compiled = first(settings, "compile.enable", "training.compile")
     components = first(settings, "compile.components") or ["model", "loss"]

@@ -139,6 +139,9 @@ def _of_fsdp(settings: Settings, model: str, is_rl: bool) -> ImportedRun:
     size = number(settings, f"{actor}fsdp_config.fsdp_size", "engine.fsdp_size", "model.fsdp_config.fsdp_size") or -1
     if size > 0:
         imported.run["parallelism"]["fsdp"] = size
+    dtype = first(settings, f"{actor}fsdp_config.model_dtype", "engine.model_dtype", "model.fsdp_config.model_dtype")
+    if dtype in ("bf16", "bfloat16") and not imported.run.get("adapters"):
+        imported.run["features"]["no_masters"] = True
     _offload(imported, settings, f"{actor}fsdp_config." if is_rl else "model.fsdp_config.")
     _list_unread(imported, settings, ())
     return imported

@@ -134,7 +134,7 @@ def _buffers_bytes(pricing: Pricing, table: CostTable) -> Number:
 
 
 def buffers(pricing: Pricing, table: CostTable) -> tuple[Saved, ...]:
-    """Every rank's buffers: the gradient from the next stage, or two layers gathered by unpipelined ZeRO-3.
+    """Every rank's buffers: the gradient from the next stage, or two layers gathered by unpipelined ZeRO-3; an engine.
 
     torch's stages have a buffer for every micro-batch, of each chunk's input and of its output's gradient (less one
     chunk's on the first rank and the last). Inputs that micro-batches in flight have received are counted twice, here
@@ -143,6 +143,8 @@ def buffers(pricing: Pricing, table: CostTable) -> tuple[Saved, ...]:
     """
     shape, runtime, hidden = table.shape, pricing.runtime, pricing.model.residual_size
     beside = _overlapped(pricing, shape)
+    if pricing.training.objective.rollout_stays:
+        beside = (*beside, Saved("generation of answers", (generation_bytes(pricing),), dtype="bytes"))
     if int(shape.pp) > 1:
         if not runtime.has_torch_stages:
             return (Saved("gradient from the next stage", (shape.shard_tokens, hidden)), *beside)
@@ -236,11 +238,16 @@ def between_updates_bytes(pricing: Pricing, table: CostTable, cost: PartCost) ->
     objective, shape = pricing.training.objective, table.shape
     logits = objective.scored_tokens * float(padded_vocab(pricing.model, shape, pricing.runtime)) / float(shape.tp)
     scored = SCORED_BYTES * logits * (float(cost.logits_bytes) > 0)
-    generates = objective.rollout_fraction * pricing.cluster.hardware.memory_bytes
+    generates = generation_bytes(pricing) * (not objective.rollout_stays)
     # Megatron's gradients have a buffer that stays
     freed = float(cost.gradients_bytes) * (pricing.runtime.family != "megatron")
     freed += objective.scored_alone * float(cost.optimizer_bytes)
     return max(copied_gradients_bytes(pricing, table, cost), max(scored, generates) - freed)
+
+
+def generation_bytes(pricing: Pricing) -> float:
+    """Bytes that the engine takes which generates answers on the same GPU."""
+    return pricing.training.objective.rollout_fraction * pricing.cluster.hardware.memory_bytes
 
 
 HOST_STATE_BYTES = 16
@@ -252,7 +259,7 @@ def host_bytes(pricing: Pricing, shape: Shape) -> Number:
     """Bytes that a rank keeps in host memory, the mean over all ranks: a node's GPUs share its memory.
 
     These are the states of parameters that the host updates, and activations that wait there while as many
-    micro-batches are in flight as a rank has in the mean.
+    micro-batches are in flight as a rank has in the mean: of whole layers at least their inputs, to recompute them.
     """
     runtime, model = pricing.runtime, pricing.model
     waits = runtime.offload_modules or runtime.offloaded_layers or runtime.parameter_offload
@@ -266,7 +273,10 @@ def host_bytes(pricing: Pricing, shape: Shape) -> Number:
         for routed in (False, True)
     )
     updated = runtime.optimizer_offload_fraction * sharded_parameters(dense, expert, shape, runtime)
-    waiting = sum(count * pricing.offloaded_bytes_of(items) for count, items in layers if is_decoder_layer(items))
+    share = pricing.offloaded_share
+    inputs = share * BF16 * shape.shard_tokens * model.residual_size
+    decoder = [(count, items) for count, items in layers if is_decoder_layer(items)]
+    waiting = sum(count * (inputs if share else pricing.offloaded_bytes_of(items)) for count, items in decoder)
     in_flight = minimum((shape.pp + 1) / 2, shape.num_microbatches)
     if runtime.parameter_offload:
         frozen = sum(count * num_parameters(items, trained=False) for count, items in parts)

@@ -7,8 +7,9 @@ figures of months of training: the sustained step, what the whole run costs, and
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Literal
 
 from planner.answer import AS_PLANNED, Goodput, Interval, Plan, PricedLayout, RobustStep, RunCost, StagePlan
@@ -242,6 +243,20 @@ def _layers(stage: StagePlan) -> str:
         return f"{stage.num_layers} in {len(stage.chunks)} chunks"
     first, end = stage.chunks[0] if stage.chunks else (0, 0)
     return f"{stage.num_layers} ({first}–{end - 1})" if end > first else "0"
+
+
+def chunks(ranges: Sequence[tuple[int, int]]) -> str:
+    """`0–6`, `3, 19, 35`, or `2–3, then every 16 on to 114–115` where as many come again and again."""
+    held = [(first, end) for first, end in ranges if end > first]
+    gaps = {after[0] - before[0] for before, after in pairwise(held)}
+    sizes = {end - first for first, end in held}
+    if len(held) > 3 and len(gaps) == len(sizes) == 1:
+        return f"{_range(*held[0])}, then every {gaps.pop()} on to {_range(*held[-1])}"
+    return ", ".join(_range(first, end) for first, end in held)
+
+
+def _range(first: int, end: int) -> str:
+    return f"{first}–{end - 1}" if end > first + 1 else str(first)
 
 
 def _recomputed(stage: StagePlan) -> str:

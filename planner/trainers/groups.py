@@ -349,6 +349,9 @@ class Overlaps(Group):
     each keeps its shard, and they gather it again."""
     cp_comm_type: Literal["p2p", "all_gather", "a2a"] = "p2p"
     """The exchange of keys and values in context parallelism: ring, all-gather, or heads for tokens."""
+    dynamic_cp: Literal["", "texts", "packs"] = ""
+    """Each text is split over as few ranks as hold it, by itself (`texts`) or with others that fill them (`packs`);
+    without: every packed sequence over all of cp."""
     repeats_keys: bool = False
     """Keys and values are copied for every query head before attention, and ranks exchange all the copies."""
     balances_context: bool = True

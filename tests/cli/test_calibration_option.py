@@ -62,9 +62,7 @@ def test_a_slower_machine_makes_a_slower_plan_with_probed_evidence(plan_file: Pa
     assert after.inputs_sha256 != before.inputs_sha256
 
 
-def test_a_search_is_calibrated_too_and_says_what_it_took(
-    plan_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_search_is_calibrated_too_and_says_what_it_took(plan_file: Path, tmp_path: Path, capsys: Any) -> None:
     probe = save_probe(plan_file, 1.1)
     assert main([*JOB, "--top", "1", "--calibration", str(probe), "-o", str(tmp_path / "p.json")]) == 0
     assert read_plan(str(tmp_path / "p.json")).evidence == "probed"
@@ -230,9 +228,7 @@ def test_another_folder_may_be_named(run_file: Path, history: Path, capsys: pyte
     assert not history.exists()
 
 
-def test_a_run_on_another_gpu_is_refused_by_name(
-    run_file: Path, history: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_on_another_gpu_is_refused_by_name(run_file: Path, history: Path, tmp_path: Path, capsys: Any) -> None:
     saved = json.loads(run_file.read_text())
     saved["observation"]["facts"]["hardware"] = "NVIDIA A100-SXM4-80GB"
     other = tmp_path / "a100.json"

@@ -62,9 +62,7 @@ def test_saved_plans_are_the_same_for_the_same_inputs(small: Path, tmp_path: Pat
 
 
 @pytest.mark.parametrize("words", [SMALL, ["trace", "PLAN"], ["report", "PLAN"]], ids=" ".join)
-def test_a_file_is_not_overwritten_without_force(
-    words: list[str], small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_file_is_not_overwritten_without_force(words: list[str], small: Path, tmp_path: Path, capsys: Any) -> None:
     target = tmp_path / "mine"
     target.write_text("mine")
     command = [*(str(small) if word == "PLAN" else word for word in words), "-o", str(target)]
@@ -112,9 +110,7 @@ def test_what_cannot_fit_says_in_json_what_excludes_it(capsys: pytest.CaptureFix
     assert sum(answer["rejections"].values()) > 0
 
 
-def test_a_file_of_runs_that_breaks_off_ends_in_a_line_of_json(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_file_of_runs_that_breaks_off_ends_in_a_line_of_json(tmp_path: Path, capsys: Any) -> None:
     path = tmp_path / "runs.jsonl"
     path.write_bytes(b'{"id": "a", "run": {}}\n\x00')
     assert main(["evaluate", "--runs", str(path), "--json"]) == 2
@@ -209,9 +205,7 @@ def test_models_and_hardware_can_be_listed_and_shown(capsys: pytest.CaptureFixtu
 @pytest.mark.parametrize(
     ("listing", "option", "name"), [("models", "--model", "405b"), ("hardware", "--hardware", "h100")]
 )
-def test_what_is_shown_can_be_read_back(
-    listing: str, option: str, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_shown_can_be_read_back(listing: str, option: str, name: str, tmp_path: Path, capsys: Any) -> None:
     main([listing, name])
     path = tmp_path / "mine.yaml"
     path.write_text(capsys.readouterr().out)
@@ -308,9 +302,7 @@ def test_a_family_is_listed_run_by_run(capsys: pytest.CaptureFixture[str]) -> No
     assert "bloom-176b-384gpu-main" in capsys.readouterr().out
 
 
-def test_regret_names_what_was_ranked_first_and_what_was_fastest(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_regret_names_what_was_ranked_first_and_what_was_fastest(capsys: Any, monkeypatch: Any) -> None:
     few = [row for row in load_rows() if row.family == "bloom-prequel" and row.run["global_batch_size"] == 1568]
     monkeypatch.setattr("planner.validate.rows.load_rows", lambda: tuple(few))
     assert main(["validate", "--family", "bloom-prequel", "--regret"]) == 0
@@ -337,9 +329,7 @@ def test_a_family_of_one_layout_a_job_has_no_regret(capsys: pytest.CaptureFixtur
     assert json.loads(capsys.readouterr().out) == {"regret": [], "sweeps": []}
 
 
-def test_what_is_not_modelled_is_counted_and_named(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_not_modelled_is_counted_and_named(monkeypatch: Any, capsys: Any) -> None:
     priced = [row for row in load_rows() if row.family == "bloom"]
     fields = priced[0].model_dump()
     offloads = [
@@ -377,9 +367,7 @@ evaluate -m 70b -g 8 --tp 8
 
 @pytest.mark.thorough(4)
 @pytest.mark.parametrize("job", JOBS.strip().splitlines())
-def test_the_answer_is_one_screen(
-    job: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_answer_is_one_screen(job: str, monkeypatch: Any, capsys: Any) -> None:
     monkeypatch.setenv("COLUMNS", str(COLUMNS))
     assert main([*job.split(), "--no-history"]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -397,8 +385,6 @@ def test_the_answer_is_one_screen(
         ("-m 8b -g 8 --hardware mi355x", "--to primus"),
     ],
 )
-def test_the_next_command_exports_only_what_a_target_takes(
-    job: str, command: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_next_command_exports_only_what_a_target_takes(job: str, command: str, capsys: Any) -> None:
     assert main([*job.split(), "--no-history"]) == 0
     assert command in capsys.readouterr().out.splitlines()[-1]

@@ -105,9 +105,7 @@ def run_of(trial: Path, longer: float) -> Path:
     return path
 
 
-def test_the_loop_closes(
-    plan_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_loop_closes(plan_file: Path, tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
     monkeypatch.setenv("PLANNER_HISTORY", str(tmp_path / "history"))
     plan, first, second = str(plan_file), tmp_path / "first.json", tmp_path / "second.json"
     before = answer_of_next(capsys, plan, "--days", "30", "-o", str(first))
@@ -133,9 +131,7 @@ def test_the_loop_closes(
     assert answer_of_next(capsys, plan, "--days", "30", "--skip", str(number))["proposed"] != after["proposed"]
 
 
-def test_it_stops_with_exit_code_0_and_writes_nothing(
-    plan_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_it_stops_with_exit_code_0_and_writes_nothing(plan_file: Path, tmp_path: Path, capsys: Any) -> None:
     path = tmp_path / "none.json"
     assert main(["next", str(plan_file), "--days", "0.01", "-o", str(path)]) == 0
     out, err = capsys.readouterr()
@@ -303,9 +299,7 @@ def test_the_json_is_a_plan_with_the_ways_beside_it(saved: Path, capsys: pytest.
     assert plan.command.startswith("plan --gpus 28")
 
 
-def test_what_is_saved_is_a_plan_that_commands_read(
-    saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_saved_is_a_plan_that_commands_read(saved: Path, tmp_path: Path, capsys: Any) -> None:
     new = tmp_path / "new.json"
     assert main(answer_of_replan(saved, "--keep", "tp, pp", "-o", str(new))) == 0
     assert "Ways to go on" in capsys.readouterr().out

@@ -222,9 +222,7 @@ def test_a_plan_is_shown_as_it_was_answered(saved: Path, capsys: pytest.CaptureF
         (["evaluate", *JOB[:5], "--tp", "2", "--json"], "TP 2"),
     ],
 )
-def test_other_answers_are_shown_as_they_were_answered(
-    words: list[str], noun: str, saved: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_other_answers_are_shown_as_they_were_answered(words: list[str], noun: str, saved: Path, capsys: Any) -> None:
     assert main([word.replace("PLAN", str(saved / "plan.json")) for word in words]) == 0
     path = saved / f"{words[0].strip('-')}.json"
     path.write_text(capsys.readouterr().out)
@@ -318,9 +316,7 @@ def test_short_steps_are_drawn_whole(arguments: str, tmp_path: Path, capsys: pyt
     assert "Drawn:" not in page
 
 
-def test_it_reads_a_plan_from_a_pipe(
-    plan_file_of_report: Path, target: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_it_reads_a_plan_from_a_pipe(plan_file_of_report: Path, target: Path, monkeypatch: Any, capsys: Any) -> None:
     with plan_file_of_report.open() as file:
         monkeypatch.setattr("sys.stdin", file)
         assert main(["report", "-", "-o", "-"]) == 0

@@ -215,9 +215,7 @@ def test_a_dangling_link_is_an_existing_file(planned: Planned, tmp_path: Path) -
         write_bundle(bundle_of(planned("llama-3.1-8b", 16), ["megatron"]), tmp_path)
 
 
-def test_a_failure_leaves_the_folder_as_it_was(
-    planned: Planned, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failure_leaves_the_folder_as_it_was(planned: Planned, tmp_path: Path, monkeypatch: Any) -> None:
     """Here the disk is full when the last file is written, the manifest."""
     (tmp_path / "mine").write_text("")
     synced: list[int] = []

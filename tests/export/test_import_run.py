@@ -66,9 +66,7 @@ def test_a_recipe_of_a_file_without_functions_is_an_error() -> None:
         read_configuration(SCRIPT, recipe="llama3_405b")
 
 
-def test_the_example_of_the_docstring(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_example_of_the_docstring(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     monkeypatch.chdir(tmp_path)
     Path("pretrain.sh").write_text(SCRIPT)
     names: dict[str, Any] = {}
@@ -125,6 +123,18 @@ def test_the_command_for_eyes(script: str, capsys: pytest.CaptureFixture[str]) -
     assert "TP 4 × PP 4 × DP 8" in out
     assert "Not understood" in out
     assert "--brand-new-switch 7" in out
+
+
+def test_examples_that_are_padded_take_a_shorter_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "run.sh").write_text(
+        "swift sft --model Qwen/Qwen3-0.6B --max_length 4096 --per_device_train_batch_size 2"
+    )
+    asked = ["import", str(tmp_path / "run.sh"), "--gpus", "2", "--no-search", "--json", "-q"]
+    assert main([*asked, "--example-lengths", "300:2048"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    mean_ms = float(re.findall(r"takes ([\d.]+) ms in the mean", " ".join(answer["notes"]))[0])
+    assert (answer["run"]["batching"], answer["run"]["seq_length"]) == ("padded", 2048), "no batch is as long as 4096"
+    assert mean_ms < 700 * answer["evaluated"]["best"]["step"]["step_s"]
 
 
 def test_files_that_are_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -87,7 +87,7 @@ def met(*clauses: str) -> dict[str, list[str]]:
     """Options that clauses hold of."""
     options: dict[str, list[str]] = {}
     for clause in clauses:
-        name, *said = clause.replace("> 1", "2").replace("> 0", "1").split()
+        name, *said = re.sub(r"> (\d)", lambda found: str(int(found[1]) + 1), clause).split()
         options.setdefault(name, []).extend(word.split("|")[0] for word in said)
     return options
 

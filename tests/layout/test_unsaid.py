@@ -223,11 +223,9 @@ def test_a_wide_interval_names_the_fact_that_halves_it(run: dict[str, Any], opti
 def test_a_fine_tuned_mixture_is_wider_and_its_allocator_loses_more(spread: float) -> None:
     training = {"seq_length": 4096, "global_batch_size": 256, "moe_spread": spread}
     pricing = Pricing(
-        model=load_model("qwen3-30b"),
-        training=TrainingSpec(**training),
-        cluster=ClusterSpec(hardware=load_hardware("h100"), num_gpus=8),
-        runtime=load_runtime("megatron"),
-    )
+        model=load_model("qwen3-30b"), training=TrainingSpec(**training),
+        cluster=ClusterSpec(hardware=load_hardware("h100"), num_gpus=8), runtime=load_runtime("megatron"),
+    )  # fmt: skip
     best = _priced(MIXTURE, hardware="h100", dtype="bf16")
     assert width_terms(pricing, best, 0.0)["routing"] == (TUNED_WIDTH if spread else 0.0)
     assert memory_width(pricing) == pytest.approx(0.287 if spread else 0.085, abs=0.002)

@@ -189,11 +189,9 @@ def test_a_long_log_takes_little_memory(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 SEEDS = (
-    "\n".join([arguments(**LLAMA_8B), *iterations([2.0] * 8), TIMERS]),
-    mlperf([2.0] * 6),
-    torchtitan([2.0] * 6, ranks=2),
-    "step,step_time_ms\n1,900\n2,500\n3,510\n",
-)
+    "\n".join([arguments(**LLAMA_8B), *iterations([2.0] * 8), TIMERS]), mlperf([2.0] * 6),
+    torchtitan([2.0] * 6, ranks=2), "step,step_time_ms\n1,900\n2,500\n3,510\n",
+)  # fmt: skip
 TOKENS = [b"nan", b"-1", b"1e308", b"9" * 25, b"", b"|", b"\n", b"\x1b[", b"\xff", b"\0", b"{", b"None", b": ", b"inf"]
 
 

@@ -230,11 +230,9 @@ def test_progress_bars_of_trainers(tmp_path: Path) -> None:
     ]
     loads = ["Loading checkpoint shards: 100%|##########| 4/4 [05:10<00:00,  2.59s/it]"]
     seen = read(tmp_path, "\r".join(["\n".join([*head, *loads]), *bars(1200, 3, 1.68, 40.0), *bars(50, 1, 0.2)]))
-    assert (seen.sources[0].format, seen.facts.global_batch_size, seen.facts.num_steps_asked) == (
-        "progress bar",
-        128,
-        1200,
-    )
+    assert (
+        seen.sources[0].format, seen.facts.global_batch_size, seen.facts.num_steps_asked,
+    ) == ("progress bar", 128, 1200)  # fmt: skip
     assert seen.step_s == pytest.approx(1.68, rel=0.02)
     tune = [f"1|{n}|Loss: 0.91: {bar}" for n, bar in enumerate(bars(400, 1, 2.5))]
     told = read(tmp_path, "\n".join(tune))

@@ -136,11 +136,9 @@ def test_a_drawing_is_to_scale() -> None:
     timeline = RankSeconds(FOUR, FOUR, FOUR).replayed(build_schedule("1f1b", 4, 1, 8))
     rows = [row.plain for row in drawing(timeline, 2 + 33)]
     assert rows == [
-        "0 FFFF······B0FB1FB2FB3FB4·B5·B6·B7",
-        "1 ·FFF····B0FB1FB2FB3FB4FB5·B6·B7··",
-        "2 ··FF··B0FB1FB2FB3FB4FB5FB6·B7····",
-        "3 ···FB0FB1FB2FB3FB4FB5FB6FB7······",
-    ]
+        "0 FFFF······B0FB1FB2FB3FB4·B5·B6·B7", "1 ·FFF····B0FB1FB2FB3FB4FB5·B6·B7··",
+        "2 ··FF··B0FB1FB2FB3FB4FB5FB6·B7····", "3 ···FB0FB1FB2FB3FB4FB5FB6FB7······",
+    ]  # fmt: skip
 
 
 def test_every_second_chunk_is_small_and_long_actions_are_filled() -> None:

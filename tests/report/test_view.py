@@ -285,9 +285,7 @@ def test_every_report_says_it() -> None:
         (["--assume", "fsdp_overlap_fraction=0.5"], True),
     ],
 )
-def test_options_that_say_a_switch_say_all(
-    options: list[str], is_said: bool, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_options_that_say_a_switch_say_all(options: list[str], is_said: bool, capsys: Any) -> None:
     assert main(["evaluate", *JOB, *options, "--json"]) == 0
     assert (json.loads(capsys.readouterr().out)["best"]["unsaid"] == []) is is_said
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -65,9 +66,7 @@ FULL = {"ms-swift-qwen2.5-14b-a800x8-zero2"}
 """Its table says 80 GiB of a card of 80."""
 
 
-def test_published_runs_lie_in_their_intervals_and_fit(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_published_runs_lie_in_their_intervals_and_fit(monkeypatch: Any, capsys: Any) -> None:
     """One test, since pricing all runs takes half a minute of CPU.
 
     Trusted rows alone: some others name layouts that cannot be what ran (70B unsharded on one GPU).

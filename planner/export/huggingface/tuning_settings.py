@@ -26,7 +26,8 @@ from planner.export.keyed_settings import (
 from planner.export.named_models import has_towers, model_called, num_layers_of
 from planner.specs.base import Fields, Named, Said
 from planner.specs.model import ModelSpec
-from planner.specs.training import ATTENTION, GROUPS, LATENT, TARGETS, AdapterSpec
+from planner.specs.registry import load_model
+from planner.specs.training import ATTENTION, GROUPS, LATENT, OBJECTIVES, TARGETS, AdapterSpec
 from planner.trainers.load import load_runtime, switches_of
 
 FSDP_RUNTIME, HF_RUNTIME = "torch-fsdp", "hf"
@@ -82,9 +83,14 @@ def set_model(imported: ImportedRun, name: Any) -> None:
     """The model that a setting names; a note where the planner does not know it."""
     if not isinstance(name, str) or not name:
         return
-    imported.run["model"] = model_called(name)
-    if imported.run["model"] is None:
+    imported.run["model"] = found = model_called(name)
+    if found is None:
         imported.model_name = name
+    elif (tower := load_model(found).vision) is not None:
+        tokens = f"{tower.image_tokens:,} tokens"
+        imported.notes.append(
+            f"{name[:80]}: planned with a frozen tower and an image of {tokens} a sequence (--images)"
+        )
     elif has_towers(name):
         imported.notes.append(f"{name[:80]}: the language model alone is planned")
 
@@ -137,18 +143,62 @@ def read_fine_tuning(imported: ImportedRun, settings: Fields) -> None:
     _read_kernels(imported, settings)
 
 
+_LENGTHS = tuple(table()["huggingface"]["spelled"]["sequence"].split())
+_OBJECTIVES: Mapping[str, str | None] = table()["huggingface"]["objectives"]
+"""Trainers' words for what they learn, and our objective; none for what is not priced."""
+
+
+def stage_of(settings: Said) -> str:
+    """The trainer's own word for the objective; an empty one for the next token."""
+    named = word(settings, "rl", "rlhf_type", "stage")
+    preferred = word(settings, "pref_loss", "loss_type")
+    if named == "dpo" and preferred in ("orpo", "simpo"):
+        return preferred
+    told = {"num_generations": "grpo", "precompute_ref_log_probs": "dpo"}
+    return named or next((stage for name, stage in told.items() if name in settings), "")
+
+
+def policy_length(settings: Said, said: Said) -> int | None:
+    """Tokens of a prompt and its answer in a policy's update; None for what is none, or says its length itself."""
+    if _OBJECTIVES.get(stage_of(settings)) != "policy":
+        return None
+    answer, is_swift = number(settings, "max_completion_length"), "rlhf_type" in settings
+    if is_swift:
+        return (number(said, "max_length") or 1024) + (answer or 512)
+    return None if number(said, *_LENGTHS) else (number(settings, "max_prompt_length") or 512) + (answer or 256)
+
+
 def _read_objective(imported: ImportedRun, settings: Said) -> None:
-    """Pairs of answers, which DPO counts its batch in; other objectives than these are not understood."""
-    stage = word(settings, "rl", "stage", "rlhf_type") or ("grpo" if "num_generations" in settings else "")
-    if "precompute_ref_log_probs" not in settings and stage != "dpo":
-        if stage in ("kto", "orpo", "ppo", "rm", "grpo", "simpo", "ipo"):
-            imported.unknown["stage"] = f"{stage}, priced as learning the next token"
-        return
-    reference = "adapters" if imported.run.get("adapters") else "model"
-    is_before = is_on(settings.get("precompute_ref_log_probs"))
-    imported.run["objective"] = {"name": "dpo", "reference": "precomputed" if is_before else reference}
-    layout = imported.run["parallelism"]
-    layout["micro_batch_size"] = 2 * layout.get("micro_batch_size", 1)
+    """Pairs of answers, a policy's update, or what else is not the next token; what has no price is not understood."""
+    stage = stage_of(settings)
+    name = _OBJECTIVES.get(stage, "lm")
+    if name is None:
+        imported.unknown["stage"] = f"{stage}, priced as learning the next token"
+    elif name == "policy":
+        _read_policy(imported, settings)
+    elif name != "lm":
+        reference = "adapters" if imported.run.get("adapters") else "model"
+        is_before = is_on(settings.get("precompute_ref_log_probs"))
+        imported.run["objective"] = {"name": name, "reference": "precomputed" if is_before else reference}
+        if OBJECTIVES[name].num_sequences > 1:
+            layout = imported.run["parallelism"]
+            layout["micro_batch_size"] = 2 * layout.get("micro_batch_size", 1)
+
+
+def _read_policy(imported: ImportedRun, settings: Said) -> None:
+    """Price a policy's update, with its reference and an engine that generates answers beside it.
+
+    TRL keeps no reference where beta is 0, as it has been since 0.18 unless told; ms-swift's beta is 0.04.
+    """
+    is_swift = "rlhf_type" in settings
+    beta = settings.get("beta", 0.04 if is_swift else 0.0)
+    is_kept = beta not in (0, 0.0, "0", "0.0", None) and not imported.run.get("adapters")
+    is_beside = is_on(settings.get("use_vllm")) and word(settings, "vllm_mode") in ("", "colocate")
+    share = float(settings.get("vllm_gpu_memory_utilization") or (0.9 if is_swift else 0.3))
+    sleeps = is_on(settings.get("vllm_enable_sleep_mode")) or number(settings, "sleep_level") is not None
+    is_alone = is_any_on(settings, "offload_optimizer", "offload_model")
+    imported.reinforce(share=share * is_beside, stays=not sleeps, alone=is_alone, frozen=int(is_kept))
+    imported.notes.append("one update of the policy is priced; answers and rewards are not")
 
 
 def _read_sharding(imported: ImportedRun, settings: Said) -> None:
@@ -193,10 +243,8 @@ def _read_kernels(imported: ImportedRun, settings: Said) -> None:
     attention = word(settings, "attn_implementation", "attn_impl")
     if attention == "eager":
         features["flash_attention"] = False
-    elif is_on(settings.get("flash_attention")) or "fa2" in str(settings.get("flash_attn")) or "2" in attention:
-        features["attention_kernel"] = "flash"
-    elif "flash" in attention:
-        features["attention_kernel"] = "fastest"
+    elif is_on(settings.get("flash_attention")) or "fa2" in str(settings.get("flash_attn")) or "flash" in attention:
+        features["attention_kernel"] = "fastest" if re.search("[34]", attention) else "flash"
     if is_on(settings.get("torch_compile")):
         features["compile"] = True
     is_older = bool(settings.keys() & {*table()["trl"]["older"].split()})
@@ -206,7 +254,7 @@ def _read_kernels(imported: ImportedRun, settings: Said) -> None:
         features["liger"] = True
     elif settings.get("loss_type") == "chunked_nll" and not is_older and "objective" not in imported.run:
         features["liger"] = "loss"
-    if is_on(settings.get("activation_offloading")):
+    if is_on(settings.get("activation_offloading")) or _offloads_inputs(settings):
         layers = num_layers_of(imported.run["model"])
         if layers is None:
             imported.unknown["activation_offloading"] = "true"
@@ -214,10 +262,19 @@ def _read_kernels(imported: ImportedRun, settings: Said) -> None:
             features["cpu_offloading_num_layers"] = layers
 
 
+def _offloads_inputs(settings: Said) -> bool:
+    """Checkpointing keeps its layers' inputs on the host, as transformers, axolotl and Unsloth ask for it."""
+    kwargs = settings.get("gradient_checkpointing_kwargs")
+    named = (settings.get(name) for name in ("gradient_checkpointing", "use_gradient_checkpointing"))
+    return (isinstance(kwargs, Mapping) and is_on(kwargs.get("offload"))) or any(
+        v in ("offload", "unsloth") for v in named
+    )
+
+
 _READ_OF_SECTIONS = re.compile(
     r"(fsdp_)?(sharding_strategy|reshard_after_forward|activation_checkpointing|version|offload_params)|zero_stage"
     r"|gradient_accumulation_steps|offload_(optimizer|param)_device|deepspeed_config_file"
-    r"|parallelism_config_(tp|cp|sp|dp_replicate|dp_shard)_size"
+    r"|parallelism_config_((tp|cp|sp|dp_replicate|dp_shard)_size|cp_comm_strategy)"
     r"|megatron_lm_(tp_degree|pp_degree|sequence_parallelism|use_distributed_optimizer|recompute_activations?"
     r"|num_micro_batches)"
 )
@@ -291,6 +348,10 @@ def apply_parallelism(imported: ImportedRun, options: Fields) -> None:
         layout["fsdp"] = shard * layout["cp"]
     if layout["tp"] > 1 or layout["cp"] > 1:
         imported.run["runtime"] = "torchtitan"
+        # of a year in which transformers splits models: torch deals parts of sequences evenly, and chooses their kernel
+        imported.run["features"] |= {"flex_attention": True} | (
+            {"attention_kernel": "fastest"} if layout["cp"] > 1 else {}
+        )
         imported.notes.append(
             "FSDP2 beside tensor or context parallelism is priced as torchtitan, which is the same torch"
         )
@@ -425,8 +486,9 @@ def _targets(settings: Said) -> tuple[list[str], list[str]]:
     if "all" in short or EVERY_LINEAR in short or settings.get("lora_target_linear") in (True, "true"):
         return [EVERY_LINEAR, *(name for name in short if name in TARGETS and name not in GROUPS[EVERY_LINEAR])], []
     known = [name for name in dict.fromkeys(short) if name in TARGETS]
-    # peft adapts the projections of queries and values where nothing is named
-    return known or (["q_proj", "v_proj"] if not named else [EVERY_LINEAR]), [n for n in short if n not in TARGETS]
+    # peft adapts the projections of queries and values where nothing is named, and Unsloth all
+    unnamed = [EVERY_LINEAR] if named or is_on(settings.get("use_unsloth")) else ["q_proj", "v_proj"]
+    return known or unnamed, [n for n in short if n not in TARGETS]
 
 
 def _listed(given: Any) -> list[Any]:

@@ -341,7 +341,8 @@ def _hub_name(record: CallRecord) -> str:
 def _run(fields: Said, script: Script, recipe: str, hub_name: str = "") -> ImportedRun:
     launched = {name: words for name, words in options_of(script.words).items() if name in _RANKS}
     options = {**launched, **options_of_fields(fields)}
-    named = None if "--hidden-size" in options else model_called(hub_name) or model_of_recipe(recipe)
+    is_described = {"--num-layers", "--hidden-size", "--num-attention-heads"} <= options.keys()
+    named = None if is_described else model_called(hub_name) or model_of_recipe(recipe)
     if named is not None:
         # providers of mixtures have it unasked, unlike Megatron-LM
         options.setdefault("--moe-token-dispatcher-type", ["alltoall"])
@@ -354,8 +355,7 @@ def _run(fields: Said, script: Script, recipe: str, hub_name: str = "") -> Impor
     _sort_fields(fields, imported)
     if named is not None:
         # a model by name has these layers
-        for path in [path for path in imported.unknown if _OF_HYBRIDS.match(path)]:
-            imported.ignored[path] = imported.unknown.pop(path)
+        imported.ignore(_OF_HYBRIDS.match)
     if imported.run["model"] is None and (hub_name or recipe):
         imported.model_name = hub_name or recipe
     imported.notes = [note for note in imported.notes if not note.startswith("neither --bf16")]

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator, Sequence
 
 from planner.errors import SpecError
 from planner.export.followed.shell_script import AROUND, Script, read_script
-from planner.export.imported_run import ConfigFile, ImportedRun, json_of, new_run
+from planner.export.imported_run import ConfigFile, ImportedRun, json_of, new_run, published_name
 from planner.export.keyed_settings import beginnings, count, num_gpus, table
 from planner.export.megatron.deepspeed_options import (
     DEEPSPEED_OPTIONS,
@@ -16,7 +16,7 @@ from planner.export.megatron.deepspeed_options import (
     is_megatron_deepspeed,
     read_zero,
 )
-from planner.export.megatron.model_options import MODEL_OPTIONS, PATTERNS, read_model, with_pattern
+from planner.export.megatron.model_options import MODEL_OPTIONS, PATTERNS, read_model, resized, with_pattern
 from planner.export.megatron.option_rows import Options, broken_rows, number, options_of, read_fields, text
 from planner.export.megatron.option_rows import table as option_table
 from planner.export.megatron.plan_options import (
@@ -192,8 +192,17 @@ def _run_of(
     options: Options, script: Script, source: str, also_read: Collection[str], named: Model | None
 ) -> ImportedRun:
     options = with_pattern(options)
-    model = read_model(options) if "--num-layers" in options and named is None else named
-    described = {**options, **_options_of_model(named)} if named is not None else options
+    if named is None and "--num-layers" in options and _ROW["plugin"] in text(options, "--spec"):
+        # what its layers are stands in Python, and the model of these sizes has them
+        named = published_name(read_model(options))
+        also_read = {*also_read, *_ROW["of_plugin"].split()} if named else also_read
+    model: Model | None = None
+    described = options
+    if named is not None:
+        model = found = resized(named, options)
+        described = {**options, **_options_of_model(found)}
+    elif "--num-layers" in options:
+        model = read_model(options)
     imported = new_run(
         source,
         "megatron",
