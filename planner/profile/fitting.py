@@ -17,7 +17,7 @@ from planner.physics.communication import joined_fraction, num_hops
 from planner.physics.kernels import PassSeconds, attention_s, gemm_s, stream_s
 from planner.physics.operators import Operator
 from planner.shape import FloatArray
-from planner.specs.base import Fields, Spec
+from planner.specs.base import Fields, Named, Spec
 from planner.specs.hardware import HardwareSpec, LinkTier
 from planner.specs.reading import shipped_table
 from planner.specs.units import GB, MICRO
@@ -88,7 +88,7 @@ def _jacobian(
 class MeasuredTable:
     """The columns of one CSV file. Numbers become float arrays (empty cells NaN), text becomes string arrays."""
 
-    def __init__(self, rows: list[dict[str, str]]) -> None:
+    def __init__(self, rows: list[Named]) -> None:
         self._cells = {name: np.array([row[name] for row in rows]) for name in (rows[0] if rows else ())}
 
     def __contains__(self, column: str) -> bool:
@@ -109,7 +109,7 @@ class MeasuredTable:
         """A column of microseconds, in seconds."""
         return self.number(column) * MICRO
 
-    def rows(self) -> list[dict[str, str]]:
+    def rows(self) -> list[Named]:
         """All rows as text, by column."""
         return [dict(zip(self._cells, row, strict=True)) for row in zip(*self._cells.values(), strict=True)]
 

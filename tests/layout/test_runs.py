@@ -32,7 +32,7 @@ from planner.search.search import plan
 from planner.specs.cluster import ClusterSpec
 from planner.specs.registry import load_hardware, load_model
 from planner.specs.training import Parallelism, SearchLimits, TrainingSpec
-from planner.trainers.generations import NATURAL_IMBALANCE
+from planner.trainers.generations import NATURAL_IMBALANCE, STRONG_IMBALANCE, UNBALANCED
 from planner.trainers.load import load_runtime
 from planner.trainers.switches import EP_OVERLAP
 
@@ -194,6 +194,10 @@ def test_natural_routing_fills_one_rank_more_unless_biases_balance_experts() -> 
     assert parse_run({"run": qwen}).training.moe_imbalance == 1.0
     assert parse_run({"run": qwen | natural}).training.moe_imbalance == NATURAL_IMBALANCE > 1.0
     assert parse_run({"run": deepseek | natural}).training.moe_imbalance == 1.0
+    assert parse_run({"run": asked | natural | {"model": "mixtral-8x7b"}}).training.moe_imbalance == STRONG_IMBALANCE
+    unbalanced = load_model("qwen3-30b").model_dump(mode="json", exclude_unset=True)
+    unbalanced["moe"]["router_aux_loss_coef"] = 0
+    assert parse_run({"run": asked | natural | {"model": unbalanced}}).training.moe_spread == UNBALANCED.spread
     forced = {"adapters": {"rank": 8}, "features": {"natural_routing": False}}
     assert parse_run({"run": qwen | forced}).training.moe_spread == 0
 
