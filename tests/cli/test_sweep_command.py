@@ -231,13 +231,7 @@ ALIKE = ["--gpus", "64", "--pp", "1", "--micro-batch-size", "1", "--switch", "de
 
 
 @pytest.mark.thorough(2)
-@pytest.mark.parametrize(
-    ("recipe", "job", "tokens", "lengths"),
-    [
-        ("llama-3-405b", ["--model", "8b", "--tp", "8"], 15.6e12, [4096, 8192, 8192, 16384, 131072]),
-        ("deepseek-v3", ["--model", "deepseek-v2-lite", "--tp", "1", "--ep", "8"], 14.8e12, [4096, 32768, 131072]),
-    ],
-)
+@pytest.mark.parametrize(("recipe", "job", "tokens", "lengths"), TABLES["published_recipes_plan_and_sum"])
 def test_published_recipes_plan_and_sum(
     recipe: str, job: list[str], tokens: float, lengths: list[int], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -321,14 +321,7 @@ def _flat(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
             yield prefix + key, value
 
 
-@pytest.mark.parametrize(
-    ("model", "layout"),
-    [
-        ("llama-3.1-70b", {"tp": 8, "pp": 2, "vpp": 2, "zero_stage": 0, "recompute": "full", "num_microbatches": 8}),
-        ("deepseek-v2-lite", {"ep": 8, "zero_stage": 3, "recompute": "selective"}),
-        ("qwen3-32b", {"tp": 4, "zero_stage": 3, "fsdp": 8}),
-    ],
-)
+@pytest.mark.parametrize(("model", "layout"), TABLES["torchtitan_s_settings_are_known"])
 def test_torchtitan_s_settings_are_known(planned: Planned, model: str, layout: dict[str, Any]) -> None:
     known = _RECORDED["torchtitan"]
     overrides = _overrides(_amd(planned, model, 64, runtime="primus-torchtitan", **layout))

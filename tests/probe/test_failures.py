@@ -125,11 +125,7 @@ def test_a_loss_that_is_no_number_is_a_failed_check(check: bool, make_run: Any) 
 
 @pytest.mark.thorough(2)
 @pytest.mark.parametrize(
-    ("phase", "sick_rank", "expected"),
-    [
-        ("build", 1, r"rank 1 \(.*\) has stopped in build.*: no sign of life for \d+ s"),
-        ("reference", 0, r"rank 0 \(.*\) has stopped in reference: no sign of life"),
-    ],
+    ("phase", "sick_rank", "expected"), TABLES["the_process_that_stopped_is_named_and_not_those_that_wait_for_it"]
 )
 def test_the_process_that_stopped_is_named_and_not_those_that_wait_for_it(
     phase: str, sick_rank: int, expected: str, make_run: Any, monkeypatch: pytest.MonkeyPatch
