@@ -46,33 +46,16 @@ if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
 def _stage(stage: int, pp: int, num_layers: int, first: int, total_gib: float, recompute: dict[str, int]) -> StagePlan:
     total_bytes = round(total_gib * GIB)
     memory = StageMemory(
-        weights_bytes=10 * GIB,
-        gradients_bytes=20 * GIB,
-        optimizer_bytes=4 * GIB,
-        activations_bytes=total_bytes - 38 * GIB,
-        logits_bytes=0,
-        workspace_bytes=GIB,
-        reserved_bytes=3 * GIB,
-        peak_allocated_bytes=total_bytes - 3 * GIB,
-        total_bytes=total_bytes,
-    )
+        weights_bytes=10 * GIB, gradients_bytes=20 * GIB, optimizer_bytes=4 * GIB,
+        activations_bytes=total_bytes - 38 * GIB, logits_bytes=0, workspace_bytes=GIB, reserved_bytes=3 * GIB,
+        peak_allocated_bytes=total_bytes - 3 * GIB, total_bytes=total_bytes,
+    )  # fmt: skip
     ends = (("embedding",) if stage == 0 else ()) + (("head",) if stage == pp - 1 else ())
     return StagePlan(
-        stage=stage,
-        chunks=((first, first + num_layers),),
-        num_layers=num_layers,
-        holds=ends,
-        recompute=recompute,
-        in_flight_microbatches=pp - stage,
-        forward_s=0.045,
-        backward_s=0.092,
-        weight_grad_s=0.045,
-        forward_comm_s=0.006,
-        backward_comm_s=0.011,
-        optimizer_s=0.02,
-        num_parameters=3_200_000_000,
-        memory=memory,
-    )
+        stage=stage, chunks=((first, first + num_layers),), num_layers=num_layers, holds=ends, recompute=recompute,
+        in_flight_microbatches=pp - stage, forward_s=0.045, backward_s=0.092, weight_grad_s=0.045,
+        forward_comm_s=0.006, backward_comm_s=0.011, optimizer_s=0.02, num_parameters=3_200_000_000, memory=memory,
+    )  # fmt: skip
 
 
 def _priced(

@@ -21,19 +21,13 @@ from tests.made_traces import ATTENTION as ATTENTION_KERNEL
 
 US = 1e6
 NAMES = {
-    "tp": "TENSOR_MODEL_PARALLEL_GROUP",
-    "cp": "CONTEXT_PARALLEL_GROUP",
-    "ep": "EXPERT_MODEL_PARALLEL_GROUP",
-    "dp": "DATA_PARALLEL_GROUP",
-    "pp": "PIPELINE_MODEL_PARALLEL_GROUP",
-    "world": "default_pg",
-}
+    "tp": "TENSOR_MODEL_PARALLEL_GROUP", "cp": "CONTEXT_PARALLEL_GROUP", "ep": "EXPERT_MODEL_PARALLEL_GROUP",
+    "dp": "DATA_PARALLEL_GROUP", "pp": "PIPELINE_MODEL_PARALLEL_GROUP", "world": "default_pg",
+}  # fmt: skip
 KERNELS = {
-    ATTENTION: ATTENTION_KERNEL,
-    MEMORY_BOUND: "triton_poi_fused_add_0",
-    OPTIMIZER: "multi_tensor_apply_kernel<AdamFunctor>",
-    OTHER: "a_kernel_of_no_pattern",
-}
+    ATTENTION: ATTENTION_KERNEL, MEMORY_BOUND: "triton_poi_fused_add_0",
+    OPTIMIZER: "multi_tensor_apply_kernel<AdamFunctor>", OTHER: "a_kernel_of_no_pattern",
+}  # fmt: skip
 STEPS = (3, 4)
 
 

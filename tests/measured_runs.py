@@ -23,12 +23,9 @@ WIDE = {"hidden_size": 6144, "intermediate_size": 16384, "num_attention_heads": 
 def priced(cluster: ClusterSpec | None = None, runtime: RuntimeSpec | None = None, **sizes: Any) -> Plan:
     """A toy's layout: tensor-parallel in a node, two stages over the network unless `sizes` say otherwise."""
     return evaluate(
-        toy_model(**WIDE),
-        cluster or toy_cluster(8),
-        toy_training(global_batch_size=16, seq_length=4096),
-        Parallelism(**(sizes or {"tp": 2, "pp": 2, "dp": 2})),
-        runtime=runtime or load_runtime("megatron"),
-    )
+        toy_model(**WIDE), cluster or toy_cluster(8), toy_training(global_batch_size=16, seq_length=4096),
+        Parallelism(**(sizes or {"tp": 2, "pp": 2, "dp": 2})), runtime=runtime or load_runtime("megatron"),
+    )  # fmt: skip
 
 
 def slower(cluster: ClusterSpec, **factors: float) -> ClusterSpec:
@@ -42,12 +39,8 @@ def observed(plan: Plan, step_s: float | None, causes: tuple[GapCause, ...] = ()
     """A run of the plan with a log of a hundred steps, each `step_s` within a percent."""
     seconds = step_s or 1.0
     log: dict[str, Any] = {
-        "sources": (SourceFile(path="train.log", format="megatron"),),
-        "step_s": step_s,
-        "step_s_spread": (0.99 * seconds, 1.01 * seconds),
-        "num_steps": 100,
-        "num_warmup_steps": 3,
-        "drift_fraction": 0.0,
-        "series": StepSeries(steps=(1, 2), seconds=(seconds, seconds)),
-    }
+        "sources": (SourceFile(path="train.log", format="megatron"),), "step_s": step_s,
+        "step_s_spread": (0.99 * seconds, 1.01 * seconds), "num_steps": 100, "num_warmup_steps": 3,
+        "drift_fraction": 0.0, "series": StepSeries(steps=(1, 2), seconds=(seconds, seconds)),
+    }  # fmt: skip
     return judged(Observation(**{**log, **changes}), plan, "plan.json").model_copy(update={"causes": causes})

@@ -32,19 +32,11 @@ def probe_run(plan: Plan, **changes: Any) -> ProbeRun:
     layout, order = plan.best, slice_schedule(plan.best, plan.best.parallelism.pp)
     asked = layout.parallelism
     fields = {
-        "model": plan.model.spec,
-        "device": "cuda",
-        "dtype": "bfloat16",
-        "tp": asked.tp,
-        "dp": asked.dp,
-        "ep": asked.ep,
-        "cp": asked.cp,
-        "sequence_parallel": asked.sequence_parallel,
-        "micro_batch_size": asked.micro_batch_size,
-        "seq_length": plan.training.seq_length // asked.cp,
-        "chunks": real_chunks(layout, order, range(asked.pp)),
-        "recompute_modules": recompute_modules(layout),
-    }
+        "model": plan.model.spec, "device": "cuda", "dtype": "bfloat16", "tp": asked.tp, "dp": asked.dp,
+        "ep": asked.ep, "cp": asked.cp, "sequence_parallel": asked.sequence_parallel,
+        "micro_batch_size": asked.micro_batch_size, "seq_length": plan.training.seq_length // asked.cp,
+        "chunks": real_chunks(layout, order, range(asked.pp)), "recompute_modules": recompute_modules(layout),
+    }  # fmt: skip
     return ProbeRun.of(order, **(fields | changes))
 
 
@@ -69,17 +61,10 @@ def probe_result(
         if planned.stage in held
     ]
     fields = {
-        "mode": "stages",
-        "device": "NVIDIA H200",
-        "torch_version": "2.11",
-        "inputs_sha256": plan.inputs_sha256,
-        "slice": PlanSlice(asked=str(plan.best.parallelism), run="all of it"),
-        "tolerance_fraction": 0.1,
-        "comparisons": tuple(comparisons),
-        "checks": (),
-        "run": run,
-        "ranks": ranks,
-    }
+        "mode": "stages", "device": "NVIDIA H200", "torch_version": "2.11", "inputs_sha256": plan.inputs_sha256,
+        "slice": PlanSlice(asked=str(plan.best.parallelism), run="all of it"), "tolerance_fraction": 0.1,
+        "comparisons": tuple(comparisons), "checks": (), "run": run, "ranks": ranks,
+    }  # fmt: skip
     return ProbeResult.model_validate(fields | changes)
 
 
@@ -99,17 +84,8 @@ def _rank(
         now += took + GAP_S
     step = StepSeconds(pipeline_s=now, reduce_s=0.0, optimizer_s=1e-3, step_s=now + 1e-3, loss=10.0, gradient_norm=1.0)
     return RankResult(
-        rank=stage * run.dp * run.tp,
-        stage=stage,
-        dp=0,
-        tp=0,
-        torch_version="2.11",
-        device_name="NVIDIA H200",
-        num_parameters=1,
-        steps=(step,),
-        actions=tuple(actions),
+        rank=stage * run.dp * run.tp, stage=stage, dp=0, tp=0, torch_version="2.11", device_name="NVIDIA H200",
+        num_parameters=1, steps=(step,), actions=tuple(actions),
         chunks=tuple(ChunkSeconds(stage=j, forward_s=f, backward_s=b) for j, (f, b) in times.items()),
-        exchanges=exchanges,
-        peak_in_flight_chunks=1,
-        memory=memory,
-    )
+        exchanges=exchanges, peak_in_flight_chunks=1, memory=memory,
+    )  # fmt: skip

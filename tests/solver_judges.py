@@ -92,8 +92,8 @@ def cbc_optimum_s(node: Node, time_limit_s: float) -> tuple[float, float]:
             warnings.simplefilter("ignore", DeprecationWarning)  # until pulp 4, which takes CBC away
             cbc = pulp.PULP_CBC_CMD(msg=False, timeLimit=time_limit_s, gapRel=node.gap_fraction, threads=1)
         cbc.tmpDir = folder
-        program.problem.solve(cbc)
-    status = program.problem.sol_status
+        program.formulation.problem.solve(cbc)
+    status = program.formulation.problem.sol_status
     if status == pulp.LpSolutionInfeasible:
         return math.inf, math.inf
     for variable in program.formulation.variables:
@@ -101,5 +101,5 @@ def cbc_optimum_s(node: Node, time_limit_s: float) -> tuple[float, float]:
             variable.varValue = float(round(variable.varValue))
     if violated_row(program.formulation) is not None:
         return math.nan, math.inf
-    found_s = float(pulp.value(program.problem.objective))
+    found_s = float(pulp.value(program.formulation.problem.objective))
     return found_s if status == pulp.LpSolutionOptimal else math.nan, found_s

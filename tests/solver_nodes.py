@@ -62,27 +62,16 @@ def random_node(seed: int, **changes: Any) -> Node:
     layers = {(kind, "none"): part for kind, part in plain.items()}
     layers |= {(kind, "full"): recomputed_whole(part, rng) for kind, part in plain.items()}
     node = {
-        "runs": runs,
-        "layers": layers,
-        "embedding": random_part(rng, 0.3),
-        "head": random_part(rng, 0.8),
-        "pp": pp,
-        "vpp": 1,
-        "num_microbatches": steps,
-        "base": "none",
+        "runs": runs, "layers": layers, "embedding": random_part(rng, 0.3), "head": random_part(rng, 0.8), "pp": pp,
+        "vpp": 1, "num_microbatches": steps, "base": "none",
         "whole": rng.choice(["none", "all", "per_stage"] + ["one_count"] * (len(runs) == 1)),
         "in_flight": in_flight_microbatches("1f1b" if pp > 1 else "none", pp, 1, steps),
         "usable_bytes": rng.choice([1e6, rng.uniform(3, 12) * sum(lengths) / pp]) * GIB,
-        "p2p_s": rng.choice([0.0, 0.05]),
-        "bound": "one_f_one_b",
-        "placement": tuple(range(pp)),
-        "blocking_p2p": rng.random() < 0.5,
-        "gap_fraction": 0.0,
-        "empty_ends": rng.random() < 0.5,
-        "gradient_overlap_fraction": rng.choice([0.0, 0.9]),
-        "parameter_overlap_fraction": rng.choice([0.0, 0.9]),
+        "p2p_s": rng.choice([0.0, 0.05]), "bound": "one_f_one_b", "placement": tuple(range(pp)),
+        "blocking_p2p": rng.random() < 0.5, "gap_fraction": 0.0, "empty_ends": rng.random() < 0.5,
+        "gradient_overlap_fraction": rng.choice([0.0, 0.9]), "parameter_overlap_fraction": rng.choice([0.0, 0.9]),
         "contention_fraction": rng.choice([0.0, 0.2]),
-    }
+    }  # fmt: skip
     return Node(**(node | changes))
 
 
@@ -96,12 +85,10 @@ def recurring_node(seed: int) -> Node:
     layers = {(kind, "none"): part for kind, part in plain.items()}
     layers |= {(kind, "full"): recomputed_whole(part, rng) for kind, part in plain.items()}
     return random_node(
-        seed,
-        runs=tuple((kind, len(list(same))) for kind, same in groupby(pattern)),
-        layers=layers,
+        seed, runs=tuple((kind, len(list(same))) for kind, same in groupby(pattern)), layers=layers,
         whole=rng.choice(["none", "all"] + ["per_stage"] * (num_layers < 8)),
         usable_bytes=rng.choice([1e6, rng.uniform(3, 12) * num_layers / 2]) * GIB,
-    )
+    )  # fmt: skip
 
 
 def interleaved_node(seed: int) -> Node:
@@ -111,21 +98,14 @@ def interleaved_node(seed: int) -> Node:
     steps = pp * rng.randint(1, 4)
     plain = random_part(rng)
     return random_node(
-        seed,
-        runs=((DENSE, rng.randint(pp * vpp - 2, 13)),),
-        layers={(DENSE, "none"): plain, (DENSE, "full"): recomputed_whole(plain, rng)},
-        pp=pp,
-        vpp=vpp,
-        num_microbatches=steps,
-        whole=rng.choice(["none", "all"]),
+        seed, runs=((DENSE, rng.randint(pp * vpp - 2, 13)),),
+        layers={(DENSE, "none"): plain, (DENSE, "full"): recomputed_whole(plain, rng)}, pp=pp, vpp=vpp,
+        num_microbatches=steps, whole=rng.choice(["none", "all"]),
         in_flight=in_flight_microbatches("interleaved-1f1b", pp, vpp, steps),
-        chunk_in_flight=chunks_in_flight("interleaved-1f1b", pp, vpp, steps),
-        bound="interleaved",
-        placement=tuple(range(pp)) * vpp,
-        usable_bytes=rng.choice([1e6, rng.uniform(8, 25)]) * GIB,
-        passes_behind=rng.choice([0.5, 1.0, 1.5]),
-        lead_passes=rng.choice([1 / vpp, 1.0]),
-    )
+        chunk_in_flight=chunks_in_flight("interleaved-1f1b", pp, vpp, steps), bound="interleaved",
+        placement=tuple(range(pp)) * vpp, usable_bytes=rng.choice([1e6, rng.uniform(8, 25)]) * GIB,
+        passes_behind=rng.choice([0.5, 1.0, 1.5]), lead_passes=rng.choice([1 / vpp, 1.0]),
+    )  # fmt: skip
 
 
 JOBS = (

@@ -60,7 +60,7 @@ ALLOWED = {
         "errors", "files", "specs", "trainers", "schedule", "answer", "search.why.explanation", "search.why.recipe",
         "search.rebalance", "layout.price", "export.launchers", "decide", "observe", "probe", "profile", "validate",
         # a trace draws what runs inside and beside a candidate's passes, and its memory
-        "layout.candidate", "layout.memory_curve", "layout.step",
+        "layout.alive", "layout.candidate", "layout.memory_curve", "layout.step",
     },
     # a module is traced in a process of its own into a model file
     "trace": {"errors", "specs"},
@@ -95,14 +95,10 @@ ALLOWED = {
 """Rooms that each room may import, beside itself; `cli` may import all of them and is imported by none."""
 
 EXTERNAL = {
-    "jinja2": {"export/trainer_files.py", "report/html.py"},
-    "pulp": {"search/ilp"},
-    "torch": {"probe", "profile", "trace/run.py"},
-    "mcp": {"serve/mcp_server.py"},
-    "mcp_types": {"serve/mcp_server.py"},
-    "starlette": {"serve"},
-    "uvicorn": {"serve"},
-}
+    "jinja2": {"export/trainer_files.py", "report/html.py"}, "pulp": {"search/ilp"},
+    "torch": {"probe", "profile", "trace/run.py"}, "mcp": {"serve/mcp_server.py"},
+    "mcp_types": {"serve/mcp_server.py"}, "starlette": {"serve"}, "uvicorn": {"serve"},
+}  # fmt: skip
 """Libraries that only these files or folders may import."""
 
 RIDDLES = ("Of ", "What ", "Where ", "Whether ")

@@ -50,7 +50,7 @@ try:
 except PlannerError as error:
     reveal_type(error.hint)
 """
-REVEALED = ["planner.answer.plan.Plan", "float", "planner.answer.plan.Plan", "float", "str"]
+REVEALED = ["planner.answer.Plan", "float", "planner.answer.Plan", "float", "str"]
 
 
 @pytest.fixture(scope="module")

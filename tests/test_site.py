@@ -154,28 +154,20 @@ def test_every_command_that_prints_json_has_a_schema(reference: ModuleType) -> N
 EXAMPLES: dict[str, str] = {
     "plan": "evaluate --model llama-3.2-1b --gpus 8 --tp 2 --json",
     "program": "explain --model llama-3.2-1b --gpus 8 --program --json",
-    "explain": "explain --model llama-3.2-1b --gpus 8 --tp 2 --json",
-    "model": "models llama-3.2-1b --json",
-    "hardware": "hardware h100 --json",
-    "schedule": "schedule auto --pp 2 -m 4 --slow-stage 1:1.2 --json",
-    "schedules": "schedule --compare --pp 4 -m 8 --json",
-    "memory": "memory plan.json --stage 0 --json",
+    "explain": "explain --model llama-3.2-1b --gpus 8 --tp 2 --json", "model": "models llama-3.2-1b --json",
+    "hardware": "hardware h100 --json", "schedule": "schedule auto --pp 2 -m 4 --slow-stage 1:1.2 --json",
+    "schedules": "schedule --compare --pp 4 -m 8 --json", "memory": "memory plan.json --stage 0 --json",
     "export": "export plan.json --to megatron --dry-run --json",
-    "observe": "observe train.log --plan plan.json --json",
-    "compare": "compare plan.json plan.json --json",
-    "next": "next plan.json --days 30 --json",
-    "sweep": "sweep --model llama-3.2-1b --gpus 8 --json",
-    "runs": "evaluate --runs runs.jsonl --json",
-    "doctor": "doctor --json",
+    "observe": "observe train.log --plan plan.json --json", "compare": "compare plan.json plan.json --json",
+    "next": "next plan.json --days 30 --json", "sweep": "sweep --model llama-3.2-1b --gpus 8 --json",
+    "runs": "evaluate --runs runs.jsonl --json", "doctor": "doctor --json",
     "error": "evaluate --model llama-3.2-1b --gpus 8 --tp 3 --json",
-}
+}  # fmt: skip
 """A command for each schema whose answer is cheap; `plan.json` is the first one's plan."""
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_answers_obey_their_schemas(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_answers_obey_their_schemas(name: str, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     jsonschema = pytest.importorskip("jsonschema", reason="needs the extra test")
     monkeypatch.chdir(tmp_path)
     line = EXAMPLES[name]

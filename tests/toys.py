@@ -54,20 +54,14 @@ def toy_hardware(
 ) -> HardwareSpec:
     """A GPU in nodes of four; all of its memory holds tensors."""
     return HardwareSpec(
-        name="toy-gpu",
-        source="made up",
-        architecture="hopper",
-        memory_gib=memory_gib,
-        hbm_gb_per_s=hbm_gb_per_s,
-        peak_tflops={"bf16": tflops, "fp8": 2 * tflops},
-        num_sms=132,
-        gpus_per_node=4,
+        name="toy-gpu", source="made up", architecture="hopper", memory_gib=memory_gib, hbm_gb_per_s=hbm_gb_per_s,
+        peak_tflops={"bf16": tflops, "fp8": 2 * tflops}, num_sms=132, gpus_per_node=4,
         tiers=(
             LinkTier(name="nvlink", num_gpus=4, gb_per_s=nvlink_gb_per_s, latency_us=latency_us),
             LinkTier(name="network", gb_per_s=network_gb_per_s, latency_us=latency_us),
         ),
         reserved=ReservedMemory(context_gib=0.0, communicator_gib=0.0, fragmentation_fraction=0.0),
-    )
+    )  # fmt: skip
 
 
 def toy_cluster(num_gpus: int = 8, **changes: Any) -> ClusterSpec:
@@ -173,12 +167,10 @@ def toy_problem(
     **limits: Any,
 ) -> Problem:
     return Problem(
-        model or toy_model(),
-        cluster or toy_cluster(),
-        training or toy_training(),
+        model or toy_model(), cluster or toy_cluster(), training or toy_training(),
         load_runtime(runtime) if isinstance(runtime, str) else runtime,
         SearchLimits(**({"time_limit_s": NO_LIMIT_S, "switches": "default"} | limits)),
-    )
+    )  # fmt: skip
 
 
 def case_of(problem: Problem) -> Case:

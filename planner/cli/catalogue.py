@@ -62,9 +62,10 @@ def models_command(
     if name == "trace":
         _trace(source, shard, output, force)
         return
-    from planner.specs.registry import load_model, model_names
+    from planner.specs.registry import load_model
+    from planner.specs.shipped import names
 
-    models = [load_model(known) for known in ([name] if name is not None else model_names())]
+    models = [load_model(known) for known in ([name] if name is not None else names("model"))]
     if json:
         data = [
             _plain(model) | {key: getattr(_totals(model), key) for key in ("num_parameters", "num_active_parameters")}

@@ -33,6 +33,7 @@ def validate_command(
         _keep(add, history, json, alone=not (family or regret))
         return
     from planner.report import accuracy
+    from planner.validate.choices import priced_pairs
     from planner.validate.rows import load_rows
     from planner.validate.score import evaluate_rows
 
@@ -43,14 +44,15 @@ def validate_command(
     if family == accuracy.PAIRS:
         if regret:
             raise SpecError(f"--family {family}: has no --regret", "leave them out, or name another family")
-        pairs = accuracy.priced_pairs()
+        pairs = priced_pairs()
         tell(accuracy.pairs_json(pairs) if json else accuracy.render_pairs(pairs))
         return
     scored = evaluate_rows([row for row in rows if family in (None, "all", row.family)])
     if regret:
         tell(accuracy.regret_json(scored) if json else accuracy.render_regret(scored, family is not None))
     else:
-        tell(accuracy.agreement_json(scored, family) if json else accuracy.render_agreement(scored, family))
+        pairs = [] if family else priced_pairs()
+        tell(accuracy.agreement_json(scored, pairs) if json else accuracy.render_agreement(scored, pairs))
 
 
 def _keep(path: str | None, folder: str | None, json: bool, alone: bool) -> None:

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from planner.answer import Plan
-    from planner.answer.memory import MemoryAnswer, MemoryOfStage
     from planner.decide.compare import Compared
+    from planner.layout.alive import MemoryAnswer, MemoryOfStage
     from planner.layout.candidate import Candidate
     from planner.serve.controls import Question
 
@@ -221,7 +221,7 @@ def memory_command(
     from planner.layout.alive import explore, shown
     from planner.layout.price import reprice
     from planner.plan_file import read_plan, with_alternative
-    from planner.report.memory import render_memory
+    from planner.report.terminal import render_memory
 
     for path in (output, plot, snapshot):
         refuse_to_overwrite(path, force)
@@ -264,7 +264,7 @@ def _drawing_to(path: str) -> Callable[[MemoryOfStage, str, bool], None]:
 def _write_snapshot(answer: MemoryAnswer, stage: MemoryOfStage, candidate: Candidate, path: str, force: bool) -> None:
     from planner.layout.alive import step_of
     from planner.layout.memory_curve import memory_curves
-    from planner.report.memory import snapshot
+    from planner.report.trace import snapshot
     from planner.schedule.replay import replay
 
     timeline = replay(candidate.order, candidate.durations)

@@ -34,8 +34,8 @@ class Bundle:
     plan_sha256: str
     inputs_sha256: str
     planner_version: str
-    world_size: int
-    """GPUs that the layout uses."""
+    job: Fields
+    """Facts of the job that the files may leave out: model, hardware, GPUs and tokens of a sequence."""
     files: tuple[ExportFile, ...]
     notes: Texts
     """Things that the plan does not decide and the export had to."""
@@ -55,7 +55,8 @@ class Bundle:
             "inputs_sha256": self.inputs_sha256,
             "targets": list(self.targets),
             "written_for": list(self.written_for),
-            "world_size": self.world_size,
+            "world_size": self.job["num_gpus"],
+            "job": self.job,
             "notes": list(self.notes),
             "placeholders": [asdict(place) for place in self.placeholders],
             "first_run": self.first_run,
@@ -137,7 +138,12 @@ def bundle_of(plan: Plan, to: str | Iterable[str], image: str | None = None, for
         plan_sha256=plan_sha256(plan),
         inputs_sha256=plan.as_planned.inputs_sha256,
         planner_version=plan.planner_version,
-        world_size=plan.parallelism.num_gpus_used,
+        job={
+            "model": plan.model.name,
+            "hardware": plan.cluster.hardware.name,
+            "num_gpus": plan.parallelism.num_gpus_used,
+            "seq_length": plan.training.seq_length,
+        },
         files=(*written.files, *_launcher_files(plan, written.command, launchers, image)),
         notes=(*written.notes, *unfit),
         first_run=_first_run(written.command, launchers),

@@ -13,6 +13,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from pydantic import BaseModel, Field, PositiveInt, ValidationError
+
 from planner.errors import SpecError
 from planner.export.imported_run import ConfigFile, json_of
 from planner.export.imported_run import ImportedRun as ImportedRun
@@ -20,7 +22,7 @@ from planner.export.keyed_settings import table
 from planner.export.targets import READERS, SOURCES, UNMARKED
 from planner.specs.base import Fields, Named, Said
 from planner.specs.reading import STDIN, label, parse_yaml, read_configuration_text, shipped_table, text_beside
-from planner.specs.shipped import find
+from planner.specs.shipped import Kind, find
 
 _NAMED = (
     "training_arguments.yaml", "training_arguments.json", "training_args.yaml", "training_args.json", "recipe.yaml",
@@ -84,15 +86,67 @@ def read(
     SpecError for a file that cannot be read, or that is no configuration of these trainers.
     """
     name = str(path)
+    name, job = (name, {}) if name == STDIN else _exported(name)
     if os.path.isdir(name):  # Path.is_dir raises for a name that is too long
         name = str(configuration_in(Path(name)))
     config = ConfigFile(read_configuration_text(name), None if name == STDIN else Path(name), recipe, variables or {})
     try:
-        return read_file(config, source)
+        imported = read_file(config, source)
     except SpecError as error:
         if not error.message.startswith((label(name), "--from", "--recipe")):
             error.message = f"{label(name)}: {error.message}"
         raise
+    if imported.run.get("model") is None and imported.again is not None and "model" in job:
+        imported = imported.again(job["model"])
+    imported.run |= {field: value for field, value in job.items() if imported.run.get(field) is None}
+    if "hardware" in job:
+        imported.run["hardware"] = job["hardware"]
+        imported.assumed.pop("hardware", None)
+    return imported
+
+
+_LAUNCHES_ALL = ("megatron", "bridge", "primus")
+"""Targets whose launchers start with every option; others' start the file that has them."""
+
+
+class _Job(BaseModel):
+    model: str | None = None
+    hardware: str | None = None
+    num_gpus: PositiveInt | None = None
+    seq_length: PositiveInt | None = None
+
+
+class _Manifest(BaseModel):
+    """The part of an export's manifest that is read."""
+
+    planner_version: str
+    targets: list[str] = Field(min_length=1)
+    files: dict[str, str] = Field(min_length=1)
+    job: _Job = _Job()
+
+
+def _exported(name: str) -> tuple[str, Fields]:
+    """The file to read of a folder that we exported or of one of its files, and the job of its manifest.
+
+    The file itself and nothing where the manifest beside it is none of ours, or does not list the file.
+    """
+    folder, _, last = (name, "", "") if os.path.isdir(name) else name.rpartition("/")
+    text = text_beside(Path(folder, "manifest.json"))
+    try:
+        said = _Manifest.model_validate_json(text or "")
+    except ValidationError:
+        return name, {}
+    main = next(iter(said.files))
+    if Path(main).name != main or not Path(folder, main).is_file() or last not in ("", "manifest.json", *said.files):
+        return name, {}
+    if last.startswith(("launch", "kubernetes")) and said.targets[0] in _LAUNCHES_ALL:
+        main = last
+    job = said.job.model_dump(exclude_none=True)
+    kinds: tuple[Kind, ...] = ("model", "hardware")
+    for kind in kinds:
+        if kind in job and find(kind, job[kind]) is None:
+            del job[kind]
+    return str(Path(folder, main)), job
 
 
 def read_configuration(text: str, source: str | None = None, recipe: str | None = None) -> ImportedRun:
@@ -136,13 +190,23 @@ def _refuse_unread(text: str) -> None:
             )
 
 
+def _recognised(text: str) -> str | None:
+    """The trainer whose mark a text bears."""
+    return next((name for name in SOURCES if READERS[name].recognises(text)), None)
+
+
 def read_file(config: ConfigFile, source: str | None) -> ImportedRun:
     """The run of a configuration, as `read` gives it; of a manifest, that of the script it starts."""
     config = replace(config, text=_of_notebook(config.text))
     job = job_of(config.text)
     if job is not None:
         config = replace(config, text=job.script)
-    source = source or next((name for name in SOURCES if READERS[name].recognises(config.text)), None)
+    is_told = source is not None
+    source = source or _recognised(config.text)
+    if source is None:
+        # a launcher's own words show nothing where the program beside it says its settings itself
+        programs = map(config.beside, re.findall(r"[\w./-]+\.py\b", config.text))
+        source = next((found for text in programs if text and (found := _recognised(text))), None)
     if source is None:
         _refuse_unread(config.text)
         if not re.search(r"(^|\s)--?\w|MODEL_ARGS|\A\s*[\[{]|^\s*(import|from) ", config.text, re.MULTILINE):
@@ -157,6 +221,10 @@ def read_file(config: ConfigFile, source: str | None) -> ImportedRun:
         imported = READERS[source].read(config.filled())
     except RecursionError:
         raise SpecError("the configuration is nested too deeply", "give a simpler file") from None
+    except SpecError:
+        if source in (UNMARKED, "huggingface") and not is_told:
+            _refuse_unread(config.text)
+        raise
     if job is not None:
         imported.run["num_gpus"] = imported.run.get("num_gpus") or job.num_gpus
         imported.run.setdefault("hardware", job.hardware)

@@ -152,6 +152,8 @@ def read_primus(config: ConfigFile) -> ImportedRun:
     _name_model(imported, name)
     if nodes := number({"NNODES": given.pop("NNODES", None)}, "NNODES"):
         imported.run["num_gpus"] = nodes * _GPUS_OF_A_NODE
+    elif (gpus := exported_gpus(config.text)) is not None:
+        imported.run["num_gpus"] = gpus
     _place(imported, config)
     return imported
 
@@ -166,7 +168,8 @@ def _launched(config: ConfigFile) -> tuple[ConfigFile, Tree]:
     if (text := config.beside(name)) is None or config.path is None:
         raise SpecError(f"{name[:80]}: the experiment is not beside the script", "give the experiment's YAML")
     given = {name: _scalar(words[0]) for name, words in options.items() if len(words) == 1}
-    given["NNODES"] = next(iter(script.variables.get("NNODES", [])), None)
+    nodes = [*script.variables.get("NNODES", []), *re.findall(r"\bNNODES=(\d+)", config.text)]
+    given["NNODES"] = next(iter([*nodes, *script.variables.get("SLURM_NNODES", [])]), None)
     return replace(config, text=text, path=config.path.parent / name), given
 
 
@@ -220,7 +223,8 @@ def trainer_of(experiment: Tree) -> Tree:
 
 def _read_megatron(values: Tree, written: Tree, model: str) -> ImportedRun:
     """Megatron-LM's arguments; a model that they do not describe is the one of the preset's name."""
-    named = _published(model) or (None if "num_layers" in values else model_called(model))
+    is_described = {"num_layers", "hidden_size"} <= values.keys()
+    named = _published(model) or (None if is_described else model_called(model))
     if (mixture := moe_of(named)) is not None:
         values = {"num_experts": mixture["num_experts"], **values}
     imported = run_of_keys(values, written, named)
@@ -281,7 +285,8 @@ def _place(imported: ImportedRun, config: ConfigFile) -> None:
     found = _HARDWARE.findall(str(config.path.absolute() if config.path else ""))
     run["hardware"] = f"mi{found[-1]}x" if found else _DEFAULT_HARDWARE
     if not found:
-        imported.notes.append(f"no folder names a GPU: priced on {_DEFAULT_HARDWARE}; add --hardware mi355x, say")
+        said = f"{_DEFAULT_HARDWARE} (no folder names a GPU; --hardware mi355x, say)"
+        imported.assumed = {"hardware": said, **imported.assumed}
     least, batch = least_gpus(run["parallelism"]), run["global_batch_size"]
     if run.get("num_gpus") is None and _GPUS_OF_A_NODE % least == 0:
         run["num_gpus"] = _GPUS_OF_A_NODE

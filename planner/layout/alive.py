@@ -1,12 +1,8 @@
-"""The tensors that are alive at a rank's peak: what they are, who made them when, and who frees them when.
+"""The memory explorer: per stage the tensors that are alive at its peak, who makes and frees them, and its memory over
+the step; and the changes of a layout that would make room, each priced.
 
-They add up to the peak, item by item. What no list of tensors names is a row of its own that says why.
-
-Changes of a layout that would make room in memory, each priced: what is recomputed, micro-batch, shards.
-
-The memory explorer's answer for a candidate: tensors at the peak and the curve of each stage.
-
-Every tensor of a rank over the whole step, in the order in which they come and go.
+The tensors add up to the peak, item by item; what no list of tensors names is a row of its own that says why. Sizes are
+in bytes, times in seconds from the start of the step. `plan memory --json` prints the answer's types.
 """
 
 from __future__ import annotations
@@ -14,10 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from math import ceil, floor
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
-from planner.answer import Plan, PricedLayout, StageMemory
-from planner.answer.memory import MemoryAnswer, MemoryChange, MemoryItem, MemoryOfStage, MemoryTensor
+from pydantic import AliasChoices, ConfigDict, Field
+
+from planner.answer import Count, Plan, PositiveSeconds, PricedLayout, StageMemory
+from planner.answer.layout import Seconds
 from planner.errors import SpecError
 from planner.layout.candidate import FULL, Candidate
 from planner.layout.memory_curve import (
@@ -41,7 +39,99 @@ from planner.physics.stage_memory import buffers, copied_gradients_bytes, fixed_
 from planner.schedule.actions import ActionList
 from planner.schedule.orders import SCHEDULES
 from planner.schedule.replay import Timeline, replay
+from planner.specs.base import NonNegativeInt, Spec
 from planner.specs.units import gib
+
+MemoryItem = Literal["weights", "gradients", "optimizer", "activations", "logits", "workspace"]
+"""The item of `StageMemory` that a tensor counts to; the items add up to the peak."""
+
+
+class MemoryTensor(Spec):
+    """A tensor that is alive at a stage's peak."""
+
+    model_config = ConfigDict(serialize_by_alias=True)
+
+    name: str
+    """The operator and the tensor that it keeps, or the parameter: `qkv: qkv`, `experts up: weight`."""
+    item: MemoryItem
+    part: str = ""
+    """The part of the stage that it belongs to: `layer`, `embedding`, `head`, `mtp`, `buffers`."""
+    layer: Count | None = None
+    """The decoder layer; null for what belongs to none."""
+    microbatch: Count | None = None
+    """The micro-batch; null for what belongs to none."""
+    shape: tuple[int, ...]
+    """The tensor's dimensions on this rank; for a row that is a sum its bytes, and its `note` says of what."""
+    dtype: str
+    """Such as `bf16`, `fp32`, `int64`; `uint8` for a row that is a sum."""
+    bytes: NonNegativeInt
+    from_s: Seconds = Field(serialization_alias="from", validation_alias=AliasChoices("from", "from_s"))
+    """The time when it is made; 0 for what is there before the step."""
+    to_s: Seconds = Field(serialization_alias="to", validation_alias=AliasChoices("to", "to_s"))
+    """The time when it is freed; the end of the step for what outlives it."""
+    made_by: str = ""
+    """The pass that makes it, such as `forward of micro-batch 3`; empty for what is there before the step."""
+    freed_by: str = ""
+    """The pass that frees it, such as `backward of micro-batch 3`; empty for what outlives the step."""
+    remade_by: tuple[str, ...] = ()
+    """Modules that would make it again in the backward, if they were recomputed; none where no module does."""
+    note: str = ""
+    """The reason for a row that is no tensor of its own."""
+
+    @property
+    def sizes(self) -> str:
+        """Shape and dtype in words; empty for a row that is a sum."""
+        is_sum = self.dtype == "uint8" and self.shape == (self.bytes,)
+        return "" if is_sum else f" {list(self.shape)} {self.dtype}"
+
+
+class MemoryOfStage(Spec):
+    """A stage's peak, what is alive then, and its memory over the step."""
+
+    stage: Count
+    peak_bytes: Count
+    """The stage's `peak_allocated_bytes`; the tensors add up to it."""
+    peak_s: Seconds
+    """The first time when so much is allocated."""
+    capacity_bytes: Count
+    """The GPU's memory."""
+    chunks: tuple[tuple[int, int], ...]
+    """[first layer, last layer exclusive) of each of its virtual stages."""
+    memory: StageMemory
+    """The plan's own items, which the tensors of each item add up to."""
+    tensors: tuple[MemoryTensor, ...]
+    curve: tuple[tuple[float, int], ...]
+    """Time in seconds, and the bytes allocated from then on; the last entry is the end of the step."""
+    curve_activations_bytes: tuple[int, ...]
+    """The part of each entry of the curve that micro-batches in flight hold."""
+
+
+class MemoryChange(Spec):
+    """A change of the layout that would make room, with the step that it would give."""
+
+    change: str
+    """The change in words, such as `recompute mlp`."""
+    modules: tuple[str, ...] = ()
+    """The modules that are recomputed then; `full` for whole layers."""
+    step_s: PositiveSeconds
+    fits: bool
+    peak_bytes: tuple[int, ...]
+    """The peak of each stage."""
+
+
+class MemoryAnswer(Spec):
+    """The memory of a plan's stages, or of one of them."""
+
+    schema_version: Literal[1] = 1
+    model: str
+    layout: str
+    step_s: PositiveSeconds
+    num_microbatches: Count
+    """Micro-batches of the step that the curves show: the plan's, or fewer of a step too long to show."""
+    stages: tuple[MemoryOfStage, ...]
+    changes: tuple[MemoryChange, ...] = ()
+    """Changes that free memory on the fullest stage, the shortest step first."""
+
 
 BACKWARDS = {"B": "backward", "I": "input gradients", "W": "weight gradients"}
 """Passes of a backward in words."""
@@ -74,17 +164,20 @@ class LivingTensor:
     part: str = ""
     layer: int | None = None
 
+    def as_tensor(self, item: MemoryItem, num_bytes: int) -> MemoryTensor:
+        """The tensor as the answer has it, in whole bytes."""
+        held, life, note = self.held, self.life, self.held.note
+        if held.dims is not None and any(size % 1 for size in held.dims):
+            note = "its size is a mean over ranks: the shape is rounded up, the bytes are not"
+        return MemoryTensor(
+            name=held.name, item=item, part=self.part, layer=self.layer, microbatch=life.microbatch,
+            shape=(num_bytes,) if held.dims is None else tuple(map(ceil, held.dims)), dtype=held.dtype or "uint8",
+            bytes=num_bytes, from_s=life.from_s, to_s=life.to_s, made_by=life.made_by, freed_by=life.freed_by,
+            remade_by=held.modules, note=note,
+        )  # fmt: skip
 
-@dataclass(frozen=True, slots=True)
-class Alive:
-    """A tensor at the peak, in whole bytes."""
 
-    row: LivingTensor
-    item: MemoryItem
-    num_bytes: int
-
-
-def tensors_at_peak(candidate: Candidate, timeline: Timeline, rank: int) -> list[Alive]:
+def tensors_at_peak(candidate: Candidate, timeline: Timeline, rank: int) -> list[MemoryTensor]:
     """All tensors of a rank when the most activations are held, in the backward that follows."""
     pricing, shape, memory = candidate.pricing, candidate.shape, candidate.memory[rank]
     parts, always = parts_of(candidate, rank), Life(0.0, timeline.makespan_s + sum(candidate.outside))
@@ -111,7 +204,7 @@ def tensors_at_peak(candidate: Candidate, timeline: Timeline, rank: int) -> list
         ("logits", logits, memory.logits_bytes),
         ("workspace", workspace, memory.workspace_bytes),
     )
-    return [alive for item, rows, total in listed for alive in rounded(item, rows, total, always)]
+    return [tensor for item, rows, total in listed for tensor in rounded(item, rows, total, always)]
 
 
 def lives_at_peak(candidate: Candidate, timeline: Timeline, rank: int) -> tuple[list[Life], Life]:
@@ -190,7 +283,7 @@ def copies_of_gradients(
         yield LivingTensor(Held(name, more, note=note), life)
 
 
-def rounded(item: MemoryItem, rows: Sequence[LivingTensor], total_bytes: int, always: Life) -> Iterator[Alive]:
+def rounded(item: MemoryItem, rows: Sequence[LivingTensor], total_bytes: int, always: Life) -> Iterator[MemoryTensor]:
     """The rows in whole bytes, which add up to `total_bytes`; a row more where they miss more than rounding does."""
     missing = total_bytes - sum(row.held.num_bytes for row in rows)
     if abs(missing) > 2:
@@ -199,7 +292,7 @@ def rounded(item: MemoryItem, rows: Sequence[LivingTensor], total_bytes: int, al
     for place, row in enumerate(rows, 1):
         exact += row.held.num_bytes
         upto = total_bytes if place == len(rows) else floor(exact + 0.5)
-        yield Alive(row, item, upto - before)
+        yield row.as_tensor(item, upto - before)
         before = upto
 
 
@@ -299,7 +392,7 @@ def _stage(
         capacity_bytes=round(plan.cluster.hardware.memory_bytes),
         chunks=layout.stages[curve.rank].chunks,
         memory=_memory(layout, candidate, curve.rank),
-        tensors=tuple(map(as_tensor, tensors_at_peak(candidate, timeline, curve.rank))),
+        tensors=tuple(tensors_at_peak(candidate, timeline, curve.rank)),
         curve=tuple(zip(curve.times_s.tolist(), map(int, curve.allocated_bytes.tolist()), strict=True)),
         curve_activations_bytes=tuple(map(int, curve.activations_bytes.tolist())),
     )
@@ -310,30 +403,6 @@ def _memory(layout: PricedLayout, candidate: Candidate, stage: int) -> StageMemo
     planned, now = layout.stages[stage].memory, candidate.memory[stage]
     names = StageMemory.model_fields.keys() - {"total_bytes_interval", "frozen_weights_bytes"}
     return planned.model_copy(update={name: getattr(now, name) for name in names})
-
-
-def as_tensor(alive: Alive) -> MemoryTensor:
-    """A tensor as the answer has it."""
-    held, life = alive.row.held, alive.row.life
-    note = held.note
-    if held.dims is not None and any(size % 1 for size in held.dims):
-        note = "its size is a mean over ranks: the shape is rounded up, the bytes are not"
-    return MemoryTensor(
-        name=held.name,
-        item=alive.item,
-        part=alive.row.part,
-        layer=alive.row.layer,
-        microbatch=life.microbatch,
-        shape=(alive.num_bytes,) if held.dims is None else tuple(map(ceil, held.dims)),
-        dtype=held.dtype or "uint8",
-        bytes=alive.num_bytes,
-        from_s=life.from_s,
-        to_s=life.to_s,
-        made_by=life.made_by,
-        freed_by=life.freed_by,
-        remade_by=held.modules,
-        note=note,
-    )
 
 
 class Event(NamedTuple):
@@ -352,10 +421,10 @@ class Step:
     tensors: list[MemoryTensor] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
 
-    def make(self, row: LivingTensor, item: MemoryItem, num_bytes: int) -> int:
+    def make(self, tensor: MemoryTensor) -> int:
         """Note that a tensor is made; its place."""
-        self.tensors.append(as_tensor(Alive(row, item, num_bytes)))
-        self.events.append(Event(row.life.from_s, True, len(self.tensors) - 1))
+        self.tensors.append(tensor)
+        self.events.append(Event(tensor.from_s, True, len(self.tensors) - 1))
         return len(self.tensors) - 1
 
     def free(self, places: Sequence[int]) -> None:
@@ -378,12 +447,12 @@ def step_of(candidate: Candidate, timeline: Timeline, curve: MemoryCurve) -> Ste
     Fractions of a byte are left out, and the last tensor of the peak makes up for them there.
     """
     step, rank = Step(), curve.rank
-    for alive in tensors_at_peak(candidate, timeline, rank):
-        if not alive.row.life.freed_by:
-            step.make(alive.row, alive.item, alive.num_bytes)
+    for tensor in tensors_at_peak(candidate, timeline, rank):
+        if not tensor.freed_by:
+            step.make(tensor)
     _passes(step, candidate, timeline, rank)
     for row in copies_of_gradients(candidate, timeline, rank):
-        step.free([step.make(row, "workspace", floor(row.held.num_bytes))])
+        step.free([step.make(row.as_tensor("workspace", floor(row.held.num_bytes)))])
     # a rank's passes in their order, but for pairs that run at the same time
     step.events.sort(key=lambda event: event.time_s)
     for _ in range(2):  # what is taken from one of two equal peaks shows the other
@@ -409,14 +478,14 @@ def _passes(step: Step, candidate: Candidate, timeline: Timeline, rank: int) -> 
     for index, ((kind, stage, microbatch), start_s, end_s) in enumerate(spans):
         if kind == "F":
             life = lives[stage, microbatch]
-            made = (replace(row, life=life) for row in kept[stage])
-            places[stage, microbatch] = [step.make(row, "activations", floor(row.held.num_bytes)) for row in made]
+            made = (replace(row, life=life).as_tensor("activations", floor(row.held.num_bytes)) for row in kept[stage])
+            places[stage, microbatch] = [step.make(tensor) for tensor in made]
             continue
         name = f"{BACKWARDS[kind]} of micro-batch {microbatch}"
         life = Life(start_s, end_s, name, name, microbatch, stage)
         for item, rows in (at_peak if index == fullest else needed[stage]).items():
             for row in rows:
-                step.free([step.make(replace(row, life=life), item, floor(row.held.num_bytes))])
+                step.free([step.make(replace(row, life=life).as_tensor(item, floor(row.held.num_bytes)))])
         if kind != "I":
             step.free(places.pop((stage, microbatch)))
 

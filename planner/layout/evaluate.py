@@ -289,7 +289,7 @@ def export_warnings(pricing: Pricing) -> tuple[str, ...]:
     if training.dtype == "bf16" and "bf16" not in hardware.peak_tflops:
         warnings = (f"{hardware.name} has no bf16: priced at the rate of fp16, which --dtype fp16 asks for",)
     is_packed = training.document_lengths is not None and training.batching == "packed"
-    if is_packed and not runtime.masks_documents:
+    if is_packed and not (runtime.masks_documents or runtime.dynamic_cp):
         warnings += (f"{runtime.name} attends across packed documents: priced as whole sequences ({_across(runtime)})",)
     return warnings + tuple(
         f"plan export refuses this model for {runtime.name}: {rule.reason}: {rule.message(model, training, Shape())}"

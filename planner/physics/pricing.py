@@ -50,7 +50,13 @@ from planner.specs.cluster import ClusterSpec
 from planner.specs.model import LayerKind, ModelSpec
 from planner.specs.training import Recompute, TrainingSpec
 from planner.specs.units import GIB
-from planner.trainers.documents import Documents, excess_microbatches, largest_normal, masked_documents
+from planner.trainers.documents import (
+    Documents,
+    excess_microbatches,
+    largest_normal,
+    masked_documents,
+    texts_by_ranks,
+)
 from planner.trainers.spec import RuntimeSpec
 
 SHARDED = ("weights_bytes", "gradients_bytes", "optimizer_bytes", "reduce_s", "gather_s", "optimizer_s")
@@ -111,6 +117,21 @@ class Pricing:
 
     def table(self, shape: Shape, modes: Sequence[Recompute] = ("none", "selective", "full")) -> CostTable:
         """Prices of `shape` (numbers or arrays) under each recompute mode."""
+        parts = self._parts(shape, modes)
+        if self.runtime.dynamic_cp:
+            parts = _in_the_mean(parts, [(times, alone._parts(own, modes)) for times, alone, own in self._texts(shape)])
+        return self._assembled(shape, *parts)
+
+    def _texts(self, shape: Shape) -> list[tuple[Number, Pricing, Shape]]:
+        """The micro-batches of texts of each length for one of `shape`, what prices them, and their own shape."""
+        runtime = self.runtime.model_copy(update={"dynamic_cp": "", "packs_documents": False})
+        training = self.training.model_copy(update={"document_lengths": None})
+        alone = replace(self, runtime=runtime, training=training)
+        texts = texts_by_ranks(self.training, shape, self.runtime.dynamic_cp == "packs")
+        return [(times, alone, own) for times, own in texts]
+
+    def _parts(self, shape: Shape, modes: Sequence[Recompute]) -> tuple[Any, ...]:
+        """The parts of `_assembled`."""
         model = self.model
         layers: dict[tuple[LayerKind, Recompute], PartCost] = {}
         for kind in model.kinds:
@@ -129,8 +150,7 @@ class Pricing:
         copy = self._plain(self.lookup_items(shape), shape)
         first = copy if model.vision is None else self._plain(self.embedding_items(shape), shape)
         mtp = (self._plain(self.mtp_block(shape), shape), copy) if model.num_nextn_predict_layers else ()
-        hidden_s = self._hidden_s(shape)
-        return self._assembled(shape, layers, first, own_head, beside, mtp, hidden_s)
+        return layers, first, own_head, beside, mtp, self._hidden_s(shape)
 
     def of_shapes(self, kernels: CostTable, shape: Shape) -> CostTable:
         """`table` of shapes whose kernels are priced, row by row: sharding, replicas and the pipeline alone are new."""
@@ -176,6 +196,9 @@ class Pricing:
         It is what `table` adds up to, less what sharding, accumulation and offloading add to it. The axes of `shape`
         may be arrays that broadcast against each other, so that a grid of kernels is priced axis by axis.
         """
+        if self.runtime.dynamic_cp:
+            mean_s: Number = sum(times * alone.least_work_s(own) for times, alone, own in self._texts(shape))
+            return mean_s
         parts = [(self.layer(kind, shape), count) for kind, count in self.kind_counts.items()]
         parts += [(self.embedding_items(shape), 1), (self.head_items(shape, shares_embedding=False), 1)]
         if self.model.num_nextn_predict_layers:
@@ -262,6 +285,10 @@ class Pricing:
         live: Number = BF16 * shape.shard_tokens * self.model.residual_size * self._pool
         if mode != "full":
             live = self._kept_bytes(items, frozenset(self.selective_modules))
+        elif share := self.offloaded_share:
+            if self.counts_seconds:
+                plain = replace(plain, **self._pass_seconds(items, shape, plain, share * live))
+            live = (1 - share) * live
         seconds: dict[str, Number] = {}
         if self.counts_seconds:
             repeat = self.passes.seconds(self.replayed_items(items, mode), shape, replayed=True)
@@ -300,14 +327,20 @@ class Pricing:
         left: Number = 0.0
         if runtime.offload_modules:
             left = offloaded_bytes(items, runtime.offload_modules, recomputed, dtype)
-        if runtime.offloaded_layers and is_decoder_layer(items):
-            share = min(runtime.offloaded_layers / self.model.num_hidden_layers, 1.0)
-            left = left + share * (saved_bytes(items, recomputed, dtype) - left)
+        if self.offloaded_share and is_decoder_layer(items):
+            left = left + self.offloaded_share * (saved_bytes(items, recomputed, dtype) - left)
         return left
+
+    @property
+    def offloaded_share(self) -> float:
+        """Share of the layers that keep on the host all that they keep: their inputs, where they are recomputed."""
+        return min(self.runtime.offloaded_layers / self.model.num_hidden_layers, 1.0)
 
     def selective_table(self, table: CostTable) -> CostTable:
         """`table` with its selective mode priced for the modules that this pricing recomputes; other prices stay."""
         model, shape = self.model, table.shape
+        if self.runtime.dynamic_cp:
+            return self.table(shape, tuple(dict.fromkeys(mode for _, mode in table.layers)))
         layers = dict(table.layers)
         for kind in model.kinds:
             items = self.layer(kind, shape)
@@ -357,7 +390,9 @@ class Pricing:
         copies_s = (
             self.runtime.tensor_kernels * num_tensors(items) * compute.issue_s(self.cluster.hardware, self.runtime)
         )
-        own = memory.transient_bytes(items, self.runtime) + memory.unused_gradient_bytes(items, self.runtime)
+        own = memory.transient_bytes(items, self.runtime) + memory.bytes_of(
+            memory.unused_gradients(items, self.runtime)
+        )
         part = replace(
             counted,
             **seconds,
@@ -413,7 +448,7 @@ class Pricing:
         trained = part.parameters - part.frozen_parameters
         plain = [(layers[kind, "none"], count) for kind, count in self.kind_counts.items()]
         stage = trained + sum((one.parameters - one.frozen_parameters) * count for one, count in plain) / shape.pp
-        table = minimum(trained, memory.sharded_parameters(stage, 0.0, shape, self.runtime))
+        table = minimum(trained, memory.sharded(stage, 0.0, shape, self.runtime))
         slower_s = kernels.optimizer_s(self.cluster.hardware, 0.0, self.runtime, table)
         return replace(part, optimizer_s=part.optimizer_s + slower_s)
 
@@ -422,11 +457,11 @@ class Pricing:
         items = self.head_items(shape, shares_embedding)
         part = self._plain(items, shape)
         layer = self.layer(self.model.layers[-1], shape)
-        loss_bytes = sum(tensor.num_bytes for tensor in memory.loss_tensors(items, layer, self.runtime))
+        loss_bytes = memory.bytes_of(memory.loss_tensors(items, layer, self.runtime))
         if not self.runtime.fused_cross_entropy:
             return replace(part, logits_bytes=loss_bytes)
         # logits that the gradient overwrites live from the loss to the head's backward, which comes next
-        logits_bytes = sum(tensor.num_bytes for tensor in memory.overwritten_logits(items, self.runtime))
+        logits_bytes = memory.bytes_of(memory.overwritten_logits(items, self.runtime))
         live_bytes = part.live_bytes - logits_bytes
         return replace(part, live_bytes=live_bytes, transient_bytes=loss_bytes, logits_bytes=loss_bytes)
 
@@ -486,15 +521,35 @@ class Pricing:
         return hidden_s
 
     def uneven_s(self, shape: Shape) -> Number:
-        """Seconds per step that ranks wait for the one whose documents make for most attention, without recomputing.
+        """Seconds per step that ranks wait for the one whose documents make for most attention, without recomputing;
+        none where texts are dealt out by their work.
 
         Layers that see a window of keys are taken to be even.
         """
         waits_s: Number = 0.0
-        for kind, count in self.kind_counts.items() if self._documents else ():
+        for kind, count in self.kind_counts.items() if self._documents and not self.runtime.dynamic_cp else ():
             for op in operators_of(self.layer(kind, shape)):
                 if op.documents and not op.window:
                     passes = compute.operator_seconds(op, self.cluster.hardware, self.training.dtype, self.runtime)
                     each_s = lateness(self.training, self.cluster) * sum(passes) * count / shape.pp
                     waits_s = waits_s + each_s * excess_microbatches(op.documents, op.kv_len, op.batch, shape)
         return waits_s
+
+
+_TIMED = (
+    "forward_s",
+    "input_grad_s",
+    "weight_grad_s",
+    *(f"{g}_{way}_s" for g in COMM_GROUPS for way in ("forward", "backward")),
+)
+
+
+def _in_the_mean(own: Any, others: Sequence[tuple[Number, Any]]) -> Any:
+    """Parts with their own bytes, and seconds that are sums of those of others, each so many times."""
+    if isinstance(own, dict):
+        return {key: _in_the_mean(part, [(times, other[key]) for times, other in others]) for key, part in own.items()}
+    if isinstance(own, tuple):
+        return tuple(_in_the_mean(part, [(t, other[at]) for t, other in others]) for at, part in enumerate(own))
+    if isinstance(own, PartCost):
+        return replace(own, **{n: sum(times * getattr(part, n) for times, part in others) for n in _TIMED})
+    return sum(times * other for times, other in others)

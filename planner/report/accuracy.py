@@ -22,8 +22,6 @@ from planner.validate.choices import (
     PublishedSweep,
     Regret,
     harm,
-    load_ablations,
-    priced,
     regrets,
     run_pairs,
     scores,
@@ -52,14 +50,13 @@ PAIRS = "ablations"
 """The name of the published pairs on the command line."""
 
 
-def agreement_json(scored: Sequence[Scored], family: str | None) -> dict[str, object]:
-    """The agreement with published runs as plain data; of all families, with that of ablations and of memory."""
+def agreement_json(scored: Sequence[Scored], pairs: Sequence[PricedPair]) -> dict[str, object]:
+    """The agreement with published runs as plain data; of all families, with that of their pairs and of memory."""
     months = production(months_of(scored))
     answer: dict[str, object] = {"families": _plain(by_family(scored)), "rows": [_described(run) for run in scored]}
     answer |= {} if months is None else {"production": asdict(months)}
-    if family:
+    if not pairs:
         return answer
-    pairs = priced_pairs()
     return answer | pairs_json(pairs) | {
         "harm": asdict(harm([*pairs, *run_pairs(scored)])),
         "memory_coverage": _plain(memory_coverage(scored)),
@@ -67,14 +64,13 @@ def agreement_json(scored: Sequence[Scored], family: str | None) -> dict[str, ob
     }  # fmt: skip
 
 
-def render_agreement(scored: Sequence[Scored], family: str | None) -> Parts:
-    """A table of the families and what else was held against runs, or one of the runs of a family."""
+def render_agreement(scored: Sequence[Scored], pairs: Sequence[PricedPair]) -> Parts:
+    """A table of the families and what else was held against runs; without pairs, one of the runs of a family."""
     months, families = production(months_of(scored)), by_family(scored)
-    yield _row_table(scored) if family else _family_table(families)
+    yield _family_table(families) if pairs else _row_table(scored)
     if months is not None:
         yield says_production(months)
-    if not family:
-        pairs = priced_pairs()
+    if pairs:
         yield _says_pairs(pairs)
         yield _says_harm(pairs, scored)
         yield from _says_regret(scored)
@@ -254,11 +250,6 @@ def _says_regret(scored: Sequence[Scored]) -> Iterator[str]:
 def _fine(value: float | None) -> str:
     """A share with the digits that tell two good scores apart; empty where it is not known."""
     return _known(value, lambda share: f"{100 * share:.{2 if share < 0.1 else 0}f}%")
-
-
-def priced_pairs() -> list[PricedPair]:
-    """All published pairs, priced."""
-    return [priced(pair) for pair in load_ablations()]
 
 
 def render_pairs(answers: Sequence[PricedPair]) -> Parts:

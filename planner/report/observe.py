@@ -42,20 +42,13 @@ if TYPE_CHECKING:
 _MOST_TIMERS, _MOST_RANKS = 16, 8
 _LEAST_DRIFT = 0.01
 _WALL = {
-    "startup_s": "start-up",
-    "steps_s": "steps",
-    "evaluation_s": "evaluation",
-    "checkpoint_s": "checkpoints",
-    "down_s": "interruptions",
-    "idle_s": "idle, or not said",
-}
+    "startup_s": "start-up", "steps_s": "steps", "evaluation_s": "evaluation", "checkpoint_s": "checkpoints",
+    "down_s": "interruptions", "idle_s": "idle, or not said",
+}  # fmt: skip
 _KINDS = {
-    "checkpoint": "after a checkpoint",
-    "evaluation": "after an evaluation",
-    "periodic": "regularly",
-    "slow_spell": "in slow spells",
-    "unexplained": "now and then",
-}
+    "checkpoint": "after a checkpoint", "evaluation": "after an evaluation", "periodic": "regularly",
+    "slow_spell": "in slow spells", "unexplained": "now and then",
+}  # fmt: skip
 
 
 @as_group
@@ -389,13 +382,9 @@ def _place(found: FollowedRun) -> str:
 
 _MOST_ROWS, _NAME_WIDTH = 10, 34
 _PARTS = {
-    "compute_s": "computing",
-    "exposed_communication_s": "communication, exposed",
-    "copies_s": "copies",
-    "host_gaps_s": "GPU idle, host late",
-    "dependencies_s": "GPU idle, work waits",
-    "idle_s": "GPU idle, not told",
-}
+    "compute_s": "computing", "exposed_communication_s": "communication, exposed", "copies_s": "copies",
+    "host_gaps_s": "GPU idle, host late", "dependencies_s": "GPU idle, work waits", "idle_s": "GPU idle, not told",
+}  # fmt: skip
 
 
 def recorded_sections(recorded: Recorded) -> Parts:

@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import numpy as np
 
 from planner.answer import Interval
-from planner.answer.memory import MemoryOfStage
 from planner.decide.sweep import Point, Sweep
 from planner.errors import SpecError
 from planner.files import write_bytes
+from planner.layout.alive import MemoryOfStage
 from planner.report.decisions import swept_axes
 from planner.report.format import gibibytes, large, unit_for
 from planner.report.pictures import MEMORY_COLOURS, PALETTE, envelope

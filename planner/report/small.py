@@ -159,7 +159,7 @@ def memory_items(plan: Plan) -> tuple[MemoryItem, ...]:
         ("activations", memory.activations_bytes),
         ("logits", memory.logits_bytes),
         ("workspace", memory.workspace_bytes),
-        ("reserved by driver, allocator", memory.reserved_bytes),
+        ("driver and allocator", memory.reserved_bytes),
         ("free", capacity - memory.total_bytes),
     )
     return tuple(MemoryItem(name, size, capacity) for name, size in items if name and size > 0)
@@ -169,7 +169,7 @@ def step_items(plan: Plan) -> tuple[StepShare, ...]:
     """The items of a step: computing is forward and backward."""
     step_s, parts, layout = plan.step.step_s, plan.step.breakdown, plan.parallelism
     stage, number = plan.best.slowest_stage, layout.num_microbatches
-    recomputed = " and recomputing" if layout.recompute != "none" else ""
+    recomputed = ", recomputing" if layout.recompute != "none" else ""
     items = (
         ("forward", number * stage.forward_s),
         (f"backward{recomputed}", number * stage.backward_s),

@@ -1,4 +1,4 @@
-"""A plan for a terminal of 80 columns: one screen that decides, or every section in full.
+"""A plan for a terminal of 80 columns: one screen that decides, every section in full, or its stages' memory.
 
 Everything is a rich renderable, so that the console decides about colour; no colour carries meaning alone.
 """
@@ -17,18 +17,21 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from planner.answer import Plan, PricedLayout
+from planner.layout.alive import MemoryAnswer, MemoryChange, MemoryOfStage, MemoryTensor
 from planner.report import small
 from planner.report.format import (
     EVIDENCE_IN_BRIEF,
     LINE,
+    MEMORY,
     gibibytes,
+    percent,
     recipe_lines,
     says_scope,
     says_unsaid,
     seconds,
     unsure,
 )
-from planner.report.pieces import Parts, TextBar, bullets, columns, section
+from planner.report.pieces import Parts, TextBar, as_group, bullets, columns, headed, section
 from planner.report.rows import Entry, Figure, ReportSection, Robust, Table, entry_of
 from planner.report.view import View, seconds_table, stage_table, view_of
 from planner.specs.base import Texts
@@ -329,3 +332,86 @@ def _footnote(plan: Plan) -> list[str]:
     if plan.search is None:
         return []
     return wrap(f"{says_scope(plan.search, is_brief=True)}; more: --show proof", COLUMNS - 1)
+
+
+_MOST_GROUPS = 16
+_MOST_STAGES = 16
+_SHORT = {"gradients": "grads", "optimizer": "optim", "activations": "activ", "workspace": "work", "reserved": "resvd"}
+
+
+@as_group
+def render_memory(answer: MemoryAnswer, stage: MemoryOfStage) -> Iterator[RenderableType]:
+    """The stages' peaks, the largest tensors of `stage`, and what would make room there."""
+    capacity = gibibytes(stage.capacity_bytes)
+    yield Text(f"{answer.model}  {answer.layout}")
+    yield section(f"Memory at the peak of each stage, GiB of the GPU's {capacity}", _peaks(answer))
+    when = seconds(stage.peak_s)
+    flying = len({(tensor.microbatch, tensor.from_s) for tensor in stage.tensors if tensor.item == "activations"})
+    passes = "micro-batches" if len(stage.chunks) == 1 else "chunks of micro-batches"
+    yield section(
+        f"Stage {stage.stage}, {when} into the step: {len(stage.tensors):,} tensors, {flying} {passes} in flight",
+        _largest(answer, stage),
+    )
+    if answer.changes:
+        yield section(f"What would make room on stage {stage.stage}", _freeing(answer, stage))
+    notes = dict.fromkeys(f"{tensor.name}: {tensor.note}" for tensor in stage.tensors if tensor.note)
+    if notes:
+        yield section("Rows that are no tensor of their own", bullets(notes))
+
+
+def _peaks(answer: MemoryAnswer) -> RichTable:
+    items = [name for name in MEMORY if name != "total_bytes"]
+    heads = [_SHORT.get(MEMORY[name], MEMORY[name]) for name in items]
+    table = headed(("stage", *heads, "total", "peak at"), "r" * (len(items) + 3))
+    for first, last in _alike(answer.stages):
+        sizes = [gibibytes(getattr(first.memory, name)) for name in items]
+        name = str(first.stage) if first is last else f"{first.stage}–{last.stage}"
+        table.add_row(name, *sizes, gibibytes(first.memory.total_bytes), seconds(first.peak_s))
+    return table
+
+
+def _alike(stages: Sequence[MemoryOfStage]) -> Iterator[tuple[MemoryOfStage, MemoryOfStage]]:
+    """First and last of runs of stages with the same figures, where there are many stages; else each by itself."""
+    runs: list[list[MemoryOfStage]] = []
+    for stage in stages:
+        if len(stages) > _MOST_STAGES and runs and runs[-1][0].memory == stage.memory:
+            runs[-1].append(stage)
+        else:
+            runs.append([stage])
+    return ((run[0], run[-1]) for run in runs)
+
+
+def _largest(answer: MemoryAnswer, stage: MemoryOfStage) -> RichTable:
+    """The tensors alive at the peak, those of one name and shape together, and the quickest change that drops each."""
+    groups: dict[tuple[object, ...], list[MemoryTensor]] = {}
+    for tensor in stage.tensors:
+        groups.setdefault((tensor.item, tensor.part, tensor.name, tensor.shape, tensor.dtype), []).append(tensor)
+    sized = sorted(((sum(one.bytes for one in group), group) for group in groups.values()), key=lambda row: -row[0])
+    table = headed(("GiB", "item", "tensor", "number", "gone with", "step"), "rlwrwr")
+    for num_bytes, (first, *others) in sized[:_MOST_GROUPS]:
+        dropping = [change for change in answer.changes if {*first.remade_by} & {*change.modules}]
+        change = min(dropping, key=lambda one: one.step_s, default=None)
+        words = ("", "") if change is None else (change.change, _longer(answer, change))
+        item, name = _SHORT.get(first.item, first.item), f"{first.name}{first.sizes}"
+        table.add_row(gibibytes(num_bytes), item, name, f"{1 + len(others):,}", *words)
+    if rest := sized[_MOST_GROUPS:]:
+        number = sum(len(group) for _, group in rest)
+        table.add_row(gibibytes(sum(size for size, _ in rest)), "", "others", f"{number:,}", "", "")
+    return table
+
+
+def _longer(answer: MemoryAnswer, change: MemoryChange) -> str:
+    ratio = change.step_s / answer.step_s - 1
+    return f"{'+' if ratio >= 0 else '−'}{percent(abs(ratio))}"
+
+
+def _freeing(answer: MemoryAnswer, stage: MemoryOfStage) -> RichTable:
+    table = headed(("change", "peak", "frees", "step", ""), "wrrrr")
+    for change in answer.changes:
+        peak = change.peak_bytes[stage.stage]
+        freed = gibibytes(stage.peak_bytes - peak)
+        fits = "" if change.fits else " (does not fit)"
+        table.add_row(
+            change.change + fits, gibibytes(peak), freed, seconds(change.step_s), _longer(answer, change)
+        )  # fmt: skip
+    return table

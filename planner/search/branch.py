@@ -43,8 +43,17 @@ from planner.search.frontier import (
     key_of,
     nodes_of,
 )
-from planner.search.ilp.node import Node, RecomputeChoice, node_of, split_of, with_shorter_chunks
-from planner.search.ilp.program import MAX_TRIES, SolverFailed, shorter, solve, splits_tried
+from planner.search.ilp.node import (
+    MAX_TRIES,
+    Node,
+    RecomputeChoice,
+    node_of,
+    shorter,
+    split_of,
+    splits_tried,
+    with_shorter_chunks,
+)
+from planner.search.ilp.program import SolverFailed, solve
 from planner.search.priced_shapes import PricedShapes
 from planner.search.rebalance import SHAPES, improved, level_guess_s, level_split
 from planner.shape import FloatArray, IntArray, Shape

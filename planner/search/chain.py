@@ -430,7 +430,7 @@ def _memory(node: Node, first: IntArray, last: IntArray, number: int) -> tuple[F
 def _rows_s(
     node: Node, rank: IntArray, forward_s: FloatArray, backward_s: FloatArray, before_s: FloatArray, below_s: FloatArray
 ) -> list[FloatArray]:
-    """Rows 5 of the program for plain 1F1B (`ilp/rows.py`): a rank with so many seconds on it, before and below it."""
+    """Rows 5 of the program for plain 1F1B (`ilp/program.py`): a rank with such seconds on it, before and below it."""
     pp, steps = node.pp, node.num_microbatches
     hop_s, pause_s = 2 * node.p2p_s, node.p2p_s if node.blocking_p2p else 0.0
     k = np.minimum(steps, pp - rank)
@@ -449,7 +449,7 @@ def _before(node: Node, quantity: str, mode: Recompute) -> FloatArray:
 def _ends_s(
     chain: Chain, rank: IntArray, passes: Sequence[FloatArray], before: Sequence[FloatArray]
 ) -> list[list[FloatArray]]:
-    """Row 7 of the program (`ilp/rows.py`): seconds of gradients, of parameters and of the optimizer, each as parts.
+    """Row 7 of the program (`ilp/program.py`): seconds of gradients, of parameters and of the optimizer, each as parts.
 
     `passes` are seconds of a forward and a backward on the rank, `before` at most those on all ranks before it.
     """

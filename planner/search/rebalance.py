@@ -32,8 +32,8 @@ from planner.schedule.orders import SCHEDULES
 from planner.search.bounds import busiest_rank_s, schedule_bound_s
 from planner.search.case import Deadline
 from planner.search.frontier import Nodes
-from planner.search.ilp.node import RecomputeChoice, Whole
-from planner.search.ilp.program import solve, splits_tried
+from planner.search.ilp.node import RecomputeChoice, Whole, splits_tried
+from planner.search.ilp.program import solve
 from planner.shape import FloatArray
 from planner.specs.model import ModelSpec
 

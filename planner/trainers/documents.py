@@ -14,7 +14,9 @@ independently, the longest is at most x with the probability F(x)ᵇ, F being th
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection
+from dataclasses import replace
 from functools import lru_cache, partial
 from itertools import pairwise
 from statistics import NormalDist
@@ -22,7 +24,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from planner.shape import FloatArray, Number, Shape
+from planner.shape import FloatArray, Number, Shape, ceil, log2, maximum, minimum
 from planner.specs.hardware import HardwareSpec
 from planner.specs.model import LayerKind, ModelSpec
 from planner.specs.training import TrainingSpec
@@ -102,7 +104,8 @@ _SEED, _SEQUENCES, _MOST_DOCUMENTS = 26, 1024, 2_000_000
 def masked_documents(training: TrainingSpec, runtime: RuntimeSpec) -> Documents:
     """The documents that attention stays within: none where the trainer attends across them, or where each has a
     sequence to itself."""
-    if training.document_lengths is None or not runtime.masks_documents or training.batching == "padded":
+    masks = runtime.masks_documents or runtime.dynamic_cp
+    if training.document_lengths is None or not masks or training.batching == "padded":
         return ()
     return tuple((entry.length, entry.share) for entry in training.document_lengths)
 
@@ -211,6 +214,37 @@ def example_lengths(training: TrainingSpec) -> Lengths:
         return ((training.seq_length, 1.0),)
     total = sum(shares.values())
     return tuple((length, shares[length] / total) for length in sorted(shares))
+
+
+OCTAVES = 12
+"""Halvings of a sequence's length below which texts count as of one length."""
+UNEVEN_RANKS = 0.05
+"""Share by which Megatron-LM lets the fullest rank's attention exceed what it aims at (core/pipeline_parallel/
+hybrid_cp_schedule.py, `delta`; core/datasets/data_schedule_utils.py)."""
+
+
+def texts_by_ranks(training: TrainingSpec, shape: Shape, packs: bool) -> list[tuple[Number, Shape]]:
+    """Texts of each octave of lengths over as many ranks as hold them, a power of two, and the micro-batches of them
+    for each micro-batch of `shape`, as shares of its ranks.
+
+    A rank holds as many tokens as in `shape`. The length of an octave, Σl² / Σl, has its texts' tokens and attention.
+    A text is a micro-batch of its own, or, where a trainer `packs`, as many as fill the ranks of the longest share one.
+    """
+    octaves: dict[int, tuple[float, float]] = {}
+    for length, share in example_lengths(training):
+        octave = min(int(math.log2(training.seq_length / length)), OCTAVES)
+        before = octaves.get(octave, (0.0, 0.0))
+        octaves[octave] = before[0] + share * length, before[1] + share * length**2
+    all_tokens = sum(tokens for tokens, _ in octaves.values())
+    found: list[tuple[Number, Shape]] = []
+    for tokens, squares in octaves.values():
+        mean, room = squares / tokens, shape.tokens
+        cp = minimum(2 ** ceil(log2(maximum(mean / room, 1.0))), shape.dp * shape.cp)
+        batch: Number = maximum(room * cp / mean, 1.0) if packs else 1.0
+        times = (1 + UNEVEN_RANKS) * tokens / all_tokens * room * cp / (mean * batch)
+        own = replace(shape, cp=cp, dp=shape.dp * shape.cp / cp, seq_length=mean, micro_batch_size=batch)
+        found.append((times, own))
+    return found
 
 
 def longest_of(lengths: Lengths, count: int) -> Lengths:

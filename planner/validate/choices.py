@@ -316,6 +316,11 @@ def priced(pair: Ablation) -> PricedPair:
     return PricedPair(pair, off_s, on_s)
 
 
+def priced_pairs() -> list[PricedPair]:
+    """All published pairs, priced."""
+    return [priced(pair) for pair in load_ablations()]
+
+
 def run_pairs(scored: Iterable[Scored]) -> list[PricedPair]:
     """The pairs among published runs of one family that differ in one switch (and in the chunks that it needs)."""
     jobs: dict[str, list[Scored]] = defaultdict(list)

@@ -16,13 +16,13 @@ from typing import Annotated, Any, Literal, NamedTuple
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, create_model
 
 from planner.answer import Layout, Plan, PricedLayout
-from planner.answer.memory import MemoryAnswer
 from planner.decide.check import CheckedFile
 from planner.decide.compare import Compared
 from planner.decide.job import Resume, SpareNodes
 from planner.decide.next import NextAnswer
 from planner.decide.phases import PhaseAnswer, PhasesAnswer
 from planner.decide.sweep import Goal, Point
+from planner.layout.alive import MemoryAnswer
 from planner.layout.runs import RunSpec
 from planner.observe.follower import FollowedRun
 from planner.observe.observation import Observed

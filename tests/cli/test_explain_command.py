@@ -42,9 +42,7 @@ def shown(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         ("--schedule zb-v", "schedule_not_in_trainer", "megatron cannot run the schedule zb-v"),
     ],
 )
-def test_a_refused_pin_names_its_rule_and_changes_that_work(
-    pins: str, reason: str, numbers: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_refused_pin_names_its_rule_and_changes_that_work(pins: str, reason: str, numbers: str, capsys: Any) -> None:
     told = explained([*JOB, *pins.split()], capsys)
     assert (told["verdict"], told["reason"]) == ("refused", reason)
     assert numbers in told["says"]

@@ -11,7 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 
@@ -31,9 +31,7 @@ EVERY = [[], *([name] for name in COMMANDS)]
 
 @pytest.mark.parametrize("command", EVERY, ids=" ".join)
 @pytest.mark.parametrize("flag", ["-h", "--help"])
-def test_every_command_has_help_with_an_example(
-    command: list[str], flag: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_every_command_has_help_with_an_example(command: list[str], flag: str, capsys: Any) -> None:
     assert main([*command, flag]) == 0
     shown = capsys.readouterr().out
     head, _, example = shown.partition("Example:\n")
@@ -61,9 +59,7 @@ def test_every_option_is_explained_under_its_topic(topic: str, capsys: pytest.Ca
     assert all(len(line.split("  ")) > 2 for line in options)
 
 
-def test_the_first_help_is_one_screen_with_every_command_and_options_that_exist(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_the_first_help_is_one_screen_with_every_command_and_options_that_exist(capsys: Any) -> None:
     first, every = lines(capsys, "-h"), " ".join(lines(capsys, "-h", "all"))
     assert len(first) <= 38
     named = re.findall(r"--[a-z][a-z-]+", " ".join(name for name, _ in FIRST))
@@ -74,9 +70,7 @@ def test_the_first_help_is_one_screen_with_every_command_and_options_that_exist(
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_a_commands_help_is_its_own_options_and_a_line_for_the_others(
-    command: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_commands_help_is_its_own_options_and_a_line_for_the_others(command: str, capsys: Any) -> None:
     own = lines(capsys, command, "-h")
     assert len(own) <= 60
     assert ("--debug" if command not in OF_A_JOB else "plan -h all") in " ".join(own[-3:])
@@ -88,11 +82,6 @@ def test_what_shells_complete_is_what_there_is() -> None:
     assert get_args(Dtype) == DTYPES
     assert {*ORDERS, "auto"} == set(SCHEDULES)
     assert set(SECTIONS) <= {*OF_A_VIEW, "memory"}
-
-
-def test_no_arguments_show_the_help(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([]) == 0
-    assert capsys.readouterr().out.startswith("Usage: plan")
 
 
 def test_version_names_the_calibration_the_solver_and_torch(capsys: pytest.CaptureFixture[str]) -> None:
@@ -118,9 +107,7 @@ def test_version_names_the_calibration_the_solver_and_torch(capsys: pytest.Captu
         ("plan ev", 1, "evaluate"),
     ],
 )
-def test_shells_complete_names(
-    words: str, index: int, expected: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_shells_complete_names(words: str, index: int, expected: str, monkeypatch: Any, capsys: Any) -> None:
     for name, value in {"_PLAN_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(index)}.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(SystemExit) as done:
@@ -158,9 +145,7 @@ def test_a_port_in_use_is_an_error_with_one_that_is_free(capsys: pytest.CaptureF
     assert hint.startswith("hint: plan serve --port ")
 
 
-def test_without_its_packages_it_names_them(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_its_packages_it_names_them(monkeypatch: Any, capsys: Any) -> None:
     monkeypatch.setitem(sys.modules, "uvicorn", None)
     monkeypatch.delitem(sys.modules, "planner.serve.server", raising=False)
     assert main(["serve"]) == 1

@@ -188,15 +188,15 @@ def test_finetune_trains_all_weights_under_the_trainer_of_adapters() -> None:
     tuned = job(gpus=8, finetune=True)
     assert (tuned.runtime, tuned.training.adapters, tuned.training.seq_length) == ("hf", None, 2048)
     assert tuned.training.global_batch_size == 16
+    # transformers' classes leave it out
+    assert job(model="glm-4.5-air", gpus=8, finetune=True).model.num_nextn_predict_layers == 0
 
 
 @pytest.mark.parametrize(
     ("asked", "figure", "value"),
     [("--days 30", "days", 30), ("--usd $200k", "usd", 200_000), ("--days 2w", "days", 14)],
 )
-def test_a_time_or_a_sum_says_how_many_tokens(
-    asked: str, figure: str, value: float, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_time_or_a_sum_says_how_many_tokens(asked: str, figure: str, value: float, capsys: Any) -> None:
     pins = "--tp 1 --pp 1 --micro-batch-size 1 --top 1 --json"
     assert main([*shlex.split(f"-m 1b -g 16 -s 8k -b 256 {pins}"), *asked.split()]) == 0
     cost = json.loads(capsys.readouterr().out)["run_cost"]
@@ -385,6 +385,17 @@ def test_lengths_may_stand_in_a_file(tmp_path: Path) -> None:
     training = _training(example_lengths=str(path), batching="packed", examples="400")
     assert training.tokens == pytest.approx(400 * 125)
     assert (training.batching, training.seq_length) == ("packed", 2048)
+
+
+def test_lengths_may_be_listed_one_a_line_or_with_counts(tmp_path: Path) -> None:
+    path = tmp_path / "lengths.txt"
+    path.write_text("100\n200 3\n\n100\n")
+    assert example_lengths(_training(example_lengths=str(path))) == ((100, 0.4), (200, 0.6))
+    assert example_lengths(_training(example_lengths="100:2,200:3")) == ((100, 0.4), (200, 0.6))
+    path.write_text("".join(f"{length}\n" for length in range(1, 40_000)))
+    lengths = example_lengths(_training(example_lengths=str(path), seq_length=65536))
+    assert len(lengths) < 400
+    assert mean_length(lengths) == pytest.approx(20_000, rel=1e-3)
 
 
 def test_an_optimizer_is_the_switch_of_that_name() -> None:

@@ -82,24 +82,18 @@ def _there_and_back(rng: random.Random, target: str) -> RoundTrip | None:
     """One random job there and back; None where the target cannot express it."""
     plan = _plan(rng, target)
     try:
-        return None if plan is None else there_and_back(plan, target, bundle_of(plan, [target]).files)
+        return None if plan is None else there_and_back(plan, bundle_of(plan, [target]).with_manifest())
     except Inexpressible:
         return None
 
 
-def there_and_back(plan: Plan, target: str, files: tuple[ExportFile, ...]) -> RoundTrip:
-    """The price of what a plan's export is read as; the user adds what such a file never says."""
+def there_and_back(plan: Plan, files: tuple[ExportFile, ...], start: str = "") -> RoundTrip:
+    """The price of what the folder of a plan's export, or one of its files, is read as."""
     with TemporaryDirectory() as folder:
         for file in files:
             Path(folder, file.name).write_text(file.text)
-        imported = read(Path(folder, files[0].name))
-    given: dict[str, Any] = {"hardware": plan.cluster.hardware.name}
-    # Primus starts one node unless NNODES says otherwise
-    if imported.run["num_gpus"] is None or target == "primus":
-        given["num_gpus"] = plan.parallelism.num_gpus_used
-    if target == "deepspeed":
-        given |= {"model": plan.model.name, "seq_length": plan.training.seq_length}
-    run = parse_run({"run": imported.complete(**given)})
+        imported = read(Path(folder, start))
+    run = parse_run({"run": imported.complete()})
     again = evaluate(run.model, run.cluster, run.training, run.parallelism, runtime=run.runtime)
     return RoundTrip(plan, imported, again)
 
@@ -132,16 +126,11 @@ def _plan(rng: random.Random, target: str) -> Plan | None:
     # Primus' Megatron core has no yarn: gpt-oss goes there without it, at another price
     model = load_model(rng.choice([name for name in _MODELS if target != "primus" or "gpt-oss" not in name]))
     layout: dict[str, Any] = {
-        "tp": rng.choice((1, 1, 2, 4, 8)),
-        "cp": 1 if target == "deepspeed" else rng.choice((1, 1, 1, 2)),
-        "pp": pp,
-        "dp": dp,
-        "ep": 1 if model.moe is None else rng.choice((1, 2, 4, 8)),
-        "vpp": rng.choice((1, 1, 2, 4)) if pp > 1 else 1,
-        "micro_batch_size": micro_batch_size,
-        "recompute": rng.choice(("none", "none", "full", "selective")),
-        "zero_stage": rng.choice((0, 1, 1, 2, 3)),
-    }
+        "tp": rng.choice((1, 1, 2, 4, 8)), "cp": 1 if target == "deepspeed" else rng.choice((1, 1, 1, 2)), "pp": pp,
+        "dp": dp, "ep": 1 if model.moe is None else rng.choice((1, 2, 4, 8)),
+        "vpp": rng.choice((1, 1, 2, 4)) if pp > 1 else 1, "micro_batch_size": micro_batch_size,
+        "recompute": rng.choice(("none", "none", "full", "selective")), "zero_stage": rng.choice((0, 1, 1, 2, 3)),
+    }  # fmt: skip
     if target == "deepspeed":
         layout |= {"vpp": 1, "sequence_parallel": False}
     if target == "hf":

@@ -18,10 +18,12 @@ from planner.export.import_run import read, read_configuration
 from planner.export.refusal import Inexpressible
 from planner.export.targets import TRAINERS
 from planner.layout.evaluate import evaluate
+from planner.shape import Shape
 from planner.specs.cluster import ClusterSpec
 from planner.specs.registry import load_hardware, load_model
 from planner.specs.training import Parallelism, TrainingSpec
 from planner.trainers.load import load_runtime
+from planner.trainers.rules.recipe import export_rules_for
 
 TABLES = yaml.safe_load((Path(__file__).parent / "tables.yaml").read_text())
 
@@ -40,12 +42,9 @@ def _plan(
     training = {"seq_length": 1024, "global_batch_size": 4 * gpus, "adapters": adapters}
     training |= {"objective": objective} if objective else {}
     return evaluate(
-        load_model("llama-3.2-1b"),
-        ClusterSpec(hardware=load_hardware("h100"), num_gpus=gpus),
-        TrainingSpec.model_validate(training),
-        Parallelism.model_validate(layout),
-        runtime=runtime,
-    )
+        load_model("llama-3.2-1b"), ClusterSpec(hardware=load_hardware("h100"), num_gpus=gpus),
+        TrainingSpec.model_validate(training), Parallelism.model_validate(layout), runtime=runtime,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("target", [name for name in TRAINERS if name not in ABLE])
@@ -71,6 +70,15 @@ def test_other_targets_refuse_adapters(target: str, bits: int) -> None:
 )
 def test_attention_is_one_that_takes_the_models_caps_and_sinks(name: str, attention: str) -> None:
     assert attention_name(load_runtime("hf"), load_model(name)) == attention
+
+
+@pytest.mark.parametrize("name", ["gemma-4-31b", "qwen3-next-80b-a3b", "nemotron-3-nano"])
+def test_transformers_builds_what_no_description_says(name: str) -> None:
+    """Layers, heads and norms that other exports cannot write are those of the model's own config.json."""
+    rules, model = export_rules_for(load_runtime("hf")), load_model(name).model_copy(update={"vision": None})
+    training = TrainingSpec(seq_length=2048, global_batch_size=16)
+    reasons = [rule.reason for rule in rules if not rule.holds(model, training, Shape())]
+    assert reasons == (["mtp"] if model.num_nextn_predict_layers else [])
 
 
 def test_the_hint_of_a_refusal_works() -> None:

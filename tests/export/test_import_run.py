@@ -23,7 +23,10 @@ from planner.export.followed.python_values import Unknown
 from planner.export.followed.shell_script import read_shell
 from planner.export.import_run import read, read_configuration
 from planner.export.imported_run import ConfigFile
+from planner.export.megatron.keyed_reading import options_of_keys
 from planner.layout.runs import parse_run
+
+TABLES = yaml.safe_load((Path(__file__).parent / "tables.yaml").read_text())
 
 
 @pytest.mark.parametrize(
@@ -44,6 +47,9 @@ from planner.layout.runs import parse_run
         ("model:\n  a: " + "[" * 5_000 + "\ntrain:\n  global_batch_size: 8\n", "not YAML"),
         ("trainer:\n  devices: " + "[" * 5_000 + "\nmodel:\n  a: 1\n", "not YAML"),
         ('{"zero_optimization": {}, "train_batch_size": "many"}', "'many' is no positive number"),
+        (f"p.py {BASE} --tensor-model-parallel-size ${{TP:?need}}", "$TP is not set"),
+        (f"p.py {BASE} --prompt-file x", "this is an inference server"),
+        ("actor_train:\n  per_device_train_batch_size: 1\n", "a configuration of ROLL"),
     ],
 )
 def test_what_cannot_be_read(text: str, message: str) -> None:
@@ -51,6 +57,21 @@ def test_what_cannot_be_read(text: str, message: str) -> None:
         SpecError, match=message.replace("(", r"\(").replace("$", r"\$").replace("[", r"\[").replace("+", r"\+")
     ):
         read_configuration(text)
+
+
+@pytest.mark.parametrize(("text", "place", "value"), TABLES["what_decides_is_read_or_named"])
+def test_what_decides_is_read_or_named(text: str, place: str, value: Any) -> None:
+    imported = read_configuration(text)
+    found: Any = {"run": imported.run, "unknown": imported.unknown}
+    for name in place.split("/"):
+        found = found.get(name)
+    assert found == value
+
+
+def test_none_is_a_word_of_some_options() -> None:
+    assert options_of_keys({"moe_router_load_balancing_type": "none", "fp8": "none"}) == {
+        "--moe-router-load-balancing-type": ["none"]
+    }
 
 
 def test_a_broken_file_beside_the_configuration_is_an_error(tmp_path: Path) -> None:
@@ -66,9 +87,7 @@ def test_a_recipe_of_a_file_without_functions_is_an_error() -> None:
         read_configuration(SCRIPT, recipe="llama3_405b")
 
 
-def test_the_example_of_the_docstring(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_example_of_the_docstring(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     monkeypatch.chdir(tmp_path)
     Path("pretrain.sh").write_text(SCRIPT)
     names: dict[str, Any] = {}
@@ -127,6 +146,18 @@ def test_the_command_for_eyes(script: str, capsys: pytest.CaptureFixture[str]) -
     assert "--brand-new-switch 7" in out
 
 
+def test_examples_that_are_padded_take_a_shorter_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "run.sh").write_text(
+        "swift sft --model Qwen/Qwen3-0.6B --max_length 4096 --per_device_train_batch_size 2"
+    )
+    asked = ["import", str(tmp_path / "run.sh"), "--gpus", "2", "--no-search", "--json", "-q"]
+    assert main([*asked, "--example-lengths", "300:2048"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    mean_ms = float(re.findall(r"takes ([\d.]+) ms in the mean", " ".join(answer["notes"]))[0])
+    assert (answer["run"]["batching"], answer["run"]["seq_length"]) == ("padded", 2048), "no batch is as long as 4096"
+    assert mean_ms < 700 * answer["evaluated"]["best"]["step"]["step_s"]
+
+
 def test_files_that_are_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "binary").write_bytes(b"\0\1")
     assert main(["import", str(tmp_path / "binary")]) == 2
@@ -138,14 +169,11 @@ def test_files_that_are_none(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 
 def test_deepspeed() -> None:
     config = {
-        "train_batch_size": 512,
-        "train_micro_batch_size_per_gpu": 4,
-        "gradient_accumulation_steps": 2,
+        "train_batch_size": 512, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2,
         "fp16": {"enabled": True},
         "zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}, "zero_hpz_partition_size": 8},
-        "optimizer": {"type": "AdamW"},
-        "curriculum_learning": {"enabled": True},
-    }
+        "optimizer": {"type": "AdamW"}, "curriculum_learning": {"enabled": True},
+    }  # fmt: skip
     imported = read_configuration(json.dumps(config))
     assert imported.source == "deepspeed"
     assert layout_of(imported)["dp"] == 64
@@ -288,20 +316,13 @@ SIXTEEN = "A=" + "x" * 16 + "\n" + "A=$A$A$A$A\n" * 7
 @pytest.mark.parametrize(
     "script",
     [
-        "A=x\n" + "A=$A$A\n" * 60,
-        "A=(x y)\n" + 'A=("${A[@]}" "${A[@]}")\n' * 60,
-        NESTED_LOOPS,
-        "f() { f; f; f; }\nf\n",
-        "f() { for i in 1 2 3 4 5 6 7 8; do f; done; }\nf\n",
-        SIXTEEN + "B=${A#*y}\n",
-        SIXTEEN + "B=${A%%*y}\n",
-        SIXTEEN + "B=${A//x/$A}\n",
-        SIXTEEN + "B=$((" + "A+" * 1000 + "1))\n",
-        "cat <<a\na\n" * 20_000,
-        "A[1000]=1\n" * 20_000,
+        "A=x\n" + "A=$A$A\n" * 60, "A=(x y)\n" + 'A=("${A[@]}" "${A[@]}")\n' * 60, NESTED_LOOPS,
+        "f() { f; f; f; }\nf\n", "f() { for i in 1 2 3 4 5 6 7 8; do f; done; }\nf\n", SIXTEEN + "B=${A#*y}\n",
+        SIXTEEN + "B=${A%%*y}\n", SIXTEEN + "B=${A//x/$A}\n", SIXTEEN + "B=$((" + "A+" * 1000 + "1))\n",
+        "cat <<a\na\n" * 20_000, "A[1000]=1\n" * 20_000,
     ],
     ids=range(11),
-)
+)  # fmt: skip
 def test_a_script_that_grows_without_end_is_refused(script: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shell_words, "_MAX_CHARACTERS", 1_000_000)  # a quarter of what is allowed
     with pytest.raises(SpecError, match="more than 1,000,000 characters") as caught:
@@ -342,15 +363,12 @@ def test_files_that_source_each_other_many_times_end(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "option",
     [
-        "--moe-layer-freq '([0]*9999999999+[1]*9999999999)'",
-        "--moe-layer-freq '" + "(" * 500 + "'",
+        "--moe-layer-freq '([0]*9999999999+[1]*9999999999)'", "--moe-layer-freq '" + "(" * 500 + "'",
         "--pipeline-model-parallel-layout 't*9999999999'",
-        "--pipeline-model-parallel-layout 'E((((t|)*999)*999)*999)*999L'",
-        "--tensor-model-parallel-size 0",
-        "--tensor-model-parallel-size " + "9" * 5_000,
-        "--num-layers 1e999",
+        "--pipeline-model-parallel-layout 'E((((t|)*999)*999)*999)*999L'", "--tensor-model-parallel-size 0",
+        "--tensor-model-parallel-size " + "9" * 5_000, "--num-layers 1e999",
     ],
-)
+)  # fmt: skip
 def test_an_option_out_of_range_is_refused_in_a_short_line(option: str) -> None:
     with pytest.raises(SpecError) as caught:
         read_configuration(MEGATRON + option)
@@ -367,17 +385,13 @@ def value_of(body: str) -> object:
 @pytest.mark.parametrize(
     "body",
     [
-        "return 9**9**9**9",
-        "return 1 << 10**18",
-        "return 'a' * 10**18",
-        "return [0] * 10**18",
-        "return int('9' * 4096)",
-        "x = [1]\n" + "x = [x, x]\n" * 40 + "return str(x)",
+        "return 9**9**9**9", "return 1 << 10**18", "return 'a' * 10**18", "return [0] * 10**18",
+        "return int('9' * 4096)", "x = [1]\n" + "x = [x, x]\n" * 40 + "return str(x)",
         "x = [1]\ny = [1]\n" + "x = [x, x]\ny = [y, y]\n" * 40 + "return x == y",
         "s = 'a' * 4000\nreturn s.replace('a', s)",
     ],
     ids=range(8),
-)
+)  # fmt: skip
 def test_a_value_that_no_configuration_has_is_not_known(body: str) -> None:
     assert isinstance(value_of(body), Unknown)
 

@@ -220,11 +220,9 @@ def test_files_too_large_for_a_config_map_are_refused(planned: Planned) -> None:
 
 MODULES = {
     "torch": "__version__ = '2.13.0+cu130'\nclass cuda:\n    device_count = staticmethod(lambda: 8)\n",
-    "transformer_engine": "__version__ = '2.14.0'\n",
-    "transformer_engine.pytorch": "",
-    "fused_weight_gradient_mlp_cuda": "",
-    "deep_ep": "class Buffer: pass\nclass HybridEPBuffer: pass\n",
-}
+    "transformer_engine": "__version__ = '2.14.0'\n", "transformer_engine.pytorch": "",
+    "fused_weight_gradient_mlp_cuda": "", "deep_ep": "class Buffer: pass\nclass HybridEPBuffer: pass\n",
+}  # fmt: skip
 
 
 @pytest.fixture
@@ -238,14 +236,10 @@ def machine(tmp_path: Path) -> dict[str, str]:
     (tmp_path / "torchrun").write_text("#!/usr/bin/env bash\necho started\n")
     (tmp_path / "torchrun").chmod(0o755)
     return {
-        "PATH": f"{tmp_path}:{os.environ['PATH']}",
-        "PYTHONPATH": str(tmp_path / "packages"),
-        "MASTER_PORT": "1",
-        "MEGATRON_PATH": str(tmp_path),
-        "DATA_PATH": f"0.5 {tmp_path}/data 0.5 {tmp_path}/data",
-        "TOKENIZER": "meta-llama/Llama-3.1-8B",
-        "CHECKPOINTS": str(tmp_path / "new" / "folder"),
-    }
+        "PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHONPATH": str(tmp_path / "packages"), "MASTER_PORT": "1",
+        "MEGATRON_PATH": str(tmp_path), "DATA_PATH": f"0.5 {tmp_path}/data 0.5 {tmp_path}/data",
+        "TOKENIZER": "meta-llama/Llama-3.1-8B", "CHECKPOINTS": str(tmp_path / "new" / "folder"),
+    }  # fmt: skip
 
 
 def put(folder: Path, module: str, text: str) -> None:

@@ -314,13 +314,9 @@ def test_trials_run_and_are_ranked(planned: Planned, tmp_path: Path) -> None:
 @pytest.mark.parametrize(("line", "seconds"), TABLES["logs_of_other_trainers"])
 def test_logs_of_other_trainers(line: str, seconds: float, tmp_path: Path) -> None:
     trial = {
-        "folder": "trial-0",
-        "layout": "x",
-        "step_s": 2.0,
-        "tokens_per_step": 65536,
-        "global_batch_size": 32,
+        "folder": "trial-0", "layout": "x", "step_s": 2.0, "tokens_per_step": 65536, "global_batch_size": 32,
         "num_gpus": 8,
-    }
+    }  # fmt: skip
     (tmp_path / "trial-0").mkdir()
     (tmp_path / "trial-0" / "a.log").write_text(f"{line}\n" * 3)
     (tmp_path / "trials.json").write_text(json.dumps({"trials": [trial]}))

@@ -162,12 +162,28 @@ def test_a_smaller_shard_group_is_several_optimizer_instances(planned: Planned) 
         ({"cuda_graph": "moe_router"}, {"tp": 2}, "--cuda-graph-modules"),
         ({"fp32_grad_accum": False}, {}, "--grad-reduce-in-bf16"),
         ({"cp_comm_type": "a2a"}, {"cp": 2}, "--cp-comm-type"),
+        ({"dynamic_cp": "texts"}, {"cp": 2}, "--hybrid-context-parallel"),
+        ({"dynamic_cp": "packs"}, {"cp": 2, "pp": 2}, "--dynamic-context-parallel"),
     ],
 )
 def test_what_was_priced_is_switched_on(
     planned: Planned, features: dict[str, Any], layout: dict[str, Any], option: str
 ) -> None:
     assert option in megatron_arguments(planned("mixtral-8x7b", 64, features=features, **layout))
+
+
+@pytest.mark.parametrize(("longest", "cp"), [(4096, 2), (1024, 4), (None, 2)])
+def test_a_rank_holds_as_many_tokens_of_a_text_as_it_was_planned_to(
+    planned: Planned, longest: int | None, cp: int
+) -> None:
+    plan = planned("llama-3.1-8b", 16, cp=2, seq_length=4096, features={"dynamic_cp": "packs"})
+    arguments = megatron_arguments(plan)
+    assert (arguments["--max-seqlen-per-dp-cp-rank"], arguments["--calculate-per-token-loss"]) == (2048, True)
+    assert "--max-seqlen-per-dp-cp-rank" not in megatron_arguments(planned("llama-3.1-8b", 16, cp=2))
+    changed = {} if longest is None else {"--max-seqlen-per-dp-cp-rank": longest}
+    run = read_configuration(" ".join(argv(arguments | changed)), "megatron").run
+    assert (run["parallelism"]["cp"], run["features"]["dynamic_cp"]) == (cp, "packs")
+    assert export_megatron(plan).command.trainer.at_least == "0.21", "no release before it packs"
 
 
 def test_the_dispatcher_that_was_priced(planned: Planned) -> None:

@@ -29,30 +29,19 @@ Planned = Callable[..., Plan]
 
 
 FIELDS = {
-    "--num-layers": "num_layers",
-    "--hidden-size": "hidden_size",
-    "--ffn-hidden-size": "ffn_hidden_size",
-    "--num-attention-heads": "num_attention_heads",
-    "--num-query-groups": "num_query_groups",
-    "--kv-channels": "kv_channels",
-    "--tensor-model-parallel-size": "tensor_model_parallel_size",
+    "--num-layers": "num_layers", "--hidden-size": "hidden_size", "--ffn-hidden-size": "ffn_hidden_size",
+    "--num-attention-heads": "num_attention_heads", "--num-query-groups": "num_query_groups",
+    "--kv-channels": "kv_channels", "--tensor-model-parallel-size": "tensor_model_parallel_size",
     "--pipeline-model-parallel-size": "pipeline_model_parallel_size",
-    "--context-parallel-size": "context_parallel_size",
-    "--sequence-parallel": "sequence_parallel",
+    "--context-parallel-size": "context_parallel_size", "--sequence-parallel": "sequence_parallel",
     "--pipeline-model-parallel-layout": "pipeline_model_parallel_layout",
     "--num-virtual-stages-per-pipeline-rank": "virtual_pipeline_model_parallel_size",
-    "--num-experts": "num_moe_experts",
-    "--expert-model-parallel-size": "expert_model_parallel_size",
-    "--expert-tensor-parallel-size": "expert_tensor_parallel_size",
-    "--moe-ffn-hidden-size": "moe_ffn_hidden_size",
-    "--moe-router-topk": "moe_router_topk",
-    "--moe-grouped-gemm": "moe_grouped_gemm",
-    "--mtp-num-layers": "mtp_num_layers",
-    "--recompute-granularity": "recompute_granularity",
-    "--recompute-method": "recompute_method",
-    "--recompute-num-layers": "recompute_num_layers",
-    "--bf16": "bf16",
-}
+    "--num-experts": "num_moe_experts", "--expert-model-parallel-size": "expert_model_parallel_size",
+    "--expert-tensor-parallel-size": "expert_tensor_parallel_size", "--moe-ffn-hidden-size": "moe_ffn_hidden_size",
+    "--moe-router-topk": "moe_router_topk", "--moe-grouped-gemm": "moe_grouped_gemm",
+    "--mtp-num-layers": "mtp_num_layers", "--recompute-granularity": "recompute_granularity",
+    "--recompute-method": "recompute_method", "--recompute-num-layers": "recompute_num_layers", "--bf16": "bf16",
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")

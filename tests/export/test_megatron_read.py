@@ -354,12 +354,9 @@ def test_nemos_first_version() -> None:
     run, layout, model = imported.run, layout_of(imported), imported.run["model"]
     assert (run["num_gpus"], run["seq_length"], run["global_batch_size"], run["dtype"]) == (16, 4096, 128, "bf16")
     assert (layout["tp"], layout["micro_batch_size"], layout["recompute"], layout["zero_stage"]) == (4, 2, "full", 1)
-    assert (model["intermediate_size"], model["gated_mlp"], model["norm"], model["bias"]) == (
-        20480,
-        True,
-        "rmsnorm",
-        False,
-    )
+    assert (
+        model["intermediate_size"], model["gated_mlp"], model["norm"], model["bias"],
+    ) == (20480, True, "rmsnorm", False)  # fmt: skip
     with pytest.raises(SpecError, match="this is t5"):
         read_configuration(text.replace("megatron_gpt", "megatron_t5"))
 

@@ -145,38 +145,22 @@ def some_model(seed: int) -> ModelSpec | None:
         "max_position_embeddings": SEQ_LENGTH, "tie_word_embeddings": rng.random() < 0.5,
     }  # fmt: skip
     optional: dict[str, Callable[[], Any]] = {
-        "norm_eps": lambda: rng.choice([1e-6, 3.7e-6, 1e-5]),
-        "norm": lambda: rng.choice(["rmsnorm", "layernorm"]),
-        "norm_bias": lambda: True,
-        "bias": lambda: True,
-        "attention_bias": lambda: "qkv",
-        "zero_centered_norm": lambda: True,
-        "qk_norm": lambda: True,
-        "gated_mlp": lambda: False,
-        "activation": lambda: rng.choice(["gelu", "gelu_tanh", "relu2", "quick_gelu"]),
-        "swiglu_limit": lambda: 7.0,
-        "glu_linear_offset": lambda: 1.0,
-        "attention_sinks": lambda: True,
-        "attn_output_gate": lambda: True,
-        "rope_theta": lambda: rng.choice([5e5, 1e7]),
-        "partial_rotary_factor": lambda: 0.25,
-        "rope_scaling": lambda: rng.choice(SCALINGS),
-        "no_rope_layer_interval": lambda: rng.choice([2, 4]),
-        "sliding_window": lambda: 64,
-        "sliding_window_pattern": lambda: rng.choice([2, 3]),
+        "norm_eps": lambda: rng.choice([1e-6, 3.7e-6, 1e-5]), "norm": lambda: rng.choice(["rmsnorm", "layernorm"]),
+        "norm_bias": lambda: True, "bias": lambda: True, "attention_bias": lambda: "qkv",
+        "zero_centered_norm": lambda: True, "qk_norm": lambda: True, "gated_mlp": lambda: False,
+        "activation": lambda: rng.choice(["gelu", "gelu_tanh", "relu2", "quick_gelu"]), "swiglu_limit": lambda: 7.0,
+        "glu_linear_offset": lambda: 1.0, "attention_sinks": lambda: True, "attn_output_gate": lambda: True,
+        "rope_theta": lambda: rng.choice([5e5, 1e7]), "partial_rotary_factor": lambda: 0.25,
+        "rope_scaling": lambda: rng.choice(SCALINGS), "no_rope_layer_interval": lambda: rng.choice([2, 4]),
+        "sliding_window": lambda: 64, "sliding_window_pattern": lambda: rng.choice([2, 3]),
         "layer_types": lambda: tuple(rng.choice(["full", "sliding"]) for _ in range(layers)),
         "moe": lambda: some_moe(rng),
         "mlp_layer_types": lambda: tuple(rng.choice(["dense", "moe"]) for _ in range(layers)),
         "mla": lambda: {
-            "q_lora_rank": 96,
-            "kv_lora_rank": 64,
-            "qk_nope_head_dim": 64,
-            "qk_rope_head_dim": 32,
-            "v_head_dim": 64,
+            "q_lora_rank": 96, "kv_lora_rank": 64, "qk_nope_head_dim": 64, "qk_rope_head_dim": 32, "v_head_dim": 64,
         },
-        "num_nextn_predict_layers": lambda: 1,
-        "mtp_loss_scaling_factor": lambda: 0.3,
-    }
+        "num_nextn_predict_layers": lambda: 1, "mtp_loss_scaling_factor": lambda: 0.3,
+    }  # fmt: skip
     fields |= {name: choose() for name, choose in optional.items() if rng.random() < 0.3}
     try:
         return ModelSpec.model_validate(fields)
@@ -243,15 +227,9 @@ SAMPLES = {
     for name, row in yaml.safe_load(Path(__file__).with_name("law_samples.yaml").read_text()).items()
 }
 _HARMLESS = {
-    "nproc",
-    "nnodes",
-    "template",
-    "max-position-embeddings",
-    "recompute-method",
-    "recompute_method",
-    "target_modules",
-    "stage",
-}
+    "nproc", "nnodes", "template", "max-position-embeddings", "recompute-method", "recompute_method",
+    "target_modules", "stage",
+}  # fmt: skip
 """Keys without which nothing is another price, or the model or the number of GPUs is asked for."""
 
 

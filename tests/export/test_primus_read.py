@@ -174,12 +174,9 @@ def test_presets_of_the_checkout_around_the_file(tmp_path: Path) -> None:
         path.write_text(text)
     run = read(example)
     model = run.run["model"]
-    assert (model["num_hidden_layers"], model["hidden_size"], model["vocab_size"], model["name"]) == (
-        6,
-        256,
-        1000,
-        "own",
-    )
+    assert (
+        model["num_hidden_layers"], model["hidden_size"], model["vocab_size"], model["name"],
+    ) == (6, 256, 1000, "own")  # fmt: skip
     assert (run.run["seq_length"], run.run["hardware"]) == (2048, "mi355x")  # a module's value goes before a model's
     assert run.unknown == {"strange_key": "3"}
 

@@ -47,10 +47,8 @@ def plan_of(runtime: str = "megatron", **sizes: int) -> Plan:
     return evaluate(
         load_model("llama-3.2-1b"),
         ClusterSpec(hardware=load_hardware("mi300x" if runtime.startswith("primus") else "h200"), num_gpus=8),
-        TrainingSpec(seq_length=2048, global_batch_size=16),
-        Parallelism.model_validate(layout),
-        runtime=runtime,
-    )
+        TrainingSpec(seq_length=2048, global_batch_size=16), Parallelism.model_validate(layout), runtime=runtime,
+    )  # fmt: skip
 
 
 def plans() -> Seeds:
@@ -99,12 +97,9 @@ def measurements() -> Seeds:
     rows = [{"m": 4096, "n": 4096, "k": size, "dtype": "bf16", "seconds": size * 1e-8, "spread_fraction": 0.01}
             for size in (512, 1024)]  # fmt: skip
     record = {
-        "machine": MACHINE.model_dump(),
-        "quick": False,
-        "date": "2026-01-01",
-        "tables": {"gemm": rows},
+        "machine": MACHINE.model_dump(), "quick": False, "date": "2026-01-01", "tables": {"gemm": rows},
         "conditions": [],
-    }
+    }  # fmt: skip
     return {"h100.yaml.partial.json": json.dumps(record).encode()}
 
 
@@ -116,13 +111,10 @@ def traces() -> Seeds:
 def snapshots() -> Seeds:
     stack = frames("model/attention.py:forward", "train.py:step")
     events = [
-        event("segment_alloc", 4096, 8192, 1),
-        event("alloc", 4096, 500, 2, stack),
-        event("alloc", 5000, 700, 3, stack),
-        event("free_requested", 4096, 500, 4),
-        event("free_completed", 4096, 500, 5),
-        event("oom", 0, 10**9, 6, stack),
-    ]
+        event("segment_alloc", 4096, 8192, 1), event("alloc", 4096, 500, 2, stack),
+        event("alloc", 5000, 700, 3, stack), event("free_requested", 4096, 500, 4),
+        event("free_completed", 4096, 500, 5), event("oom", 0, 10**9, 6, stack),
+    ]  # fmt: skip
     data = made_snapshot(events, [segment(4096, [(4000, "active_allocated", stack), (4192, "inactive", [])])])
     with tempfile.TemporaryDirectory() as folder:
         return {"s.pickle": write_pickle(Path(folder) / "s", data).read_bytes()}

@@ -15,15 +15,12 @@ from fuzzing.values import NUMBERS, WORDS
 
 MAX_BYTES = 2**17
 """Mutants are cut to this length: size is a test of its own."""
-GRAMMARS: dict[str, Callable[[bytes, random.Random], bytes]] = {
-    "tree": changed_tree,
-    "cells": changed_cells,
-    "words": changed_words,
-    "lines": changed_lines,
-    "command": changed_command,
-    "python": changed_source,
-    "pickle": changed_pickle,
-}
+GRAMMARS: dict[
+    str, Callable[[bytes, random.Random], bytes],
+] = {
+    "tree": changed_tree, "cells": changed_cells, "words": changed_words, "lines": changed_lines,
+    "command": changed_command, "python": changed_source, "pickle": changed_pickle,
+}  # fmt: skip
 """Each gives the file with a part of it changed, or the file itself where it is not of its kind."""
 _NUMBER = re.compile(rb"-?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?")
 _WORD = re.compile(rb"[A-Za-z_][\w.-]*")

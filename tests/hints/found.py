@@ -11,15 +11,9 @@ from pathlib import Path
 
 PLANNER = Path(__file__).parents[2] / "planner"
 ERRORS = (
-    "PlannerError",
-    "SpecError",
-    "LayoutError",
-    "Unsupported",
-    "Infeasible",
-    "SolverError",
-    "ProbeError",
+    "PlannerError", "SpecError", "LayoutError", "Unsupported", "Infeasible", "SolverError", "ProbeError",
     "OutOfBand",
-)
+)  # fmt: skip
 _NAMES = re.compile(r"--[a-z]|nearest\(|close\b|\bone of \{|['\" ]of \{|\{option\}|\{name\}|\{field\}|\d")
 """An option, a name to type, a value of a list, or a number."""
 

@@ -65,13 +65,10 @@ def count(job: Job) -> Counted:
         account.reset_peak()
         kept_bytes = _step(job, model, optimizer, account)
     return Counted(
-        parameters=_num_parameters(model),
-        trained_parameters=sum(weight.numel() for weight in trained),
-        static_bytes=static_bytes,
-        kept_bytes=kept_bytes,
-        peak_bytes=account.peak_bytes,
+        parameters=_num_parameters(model), trained_parameters=sum(weight.numel() for weight in trained),
+        static_bytes=static_bytes, kept_bytes=kept_bytes, peak_bytes=account.peak_bytes,
         peak_label=account.peak_label,
-    )
+    )  # fmt: skip
 
 
 def _step(job: Job, model: nn.Module, optimizer: torch.optim.Optimizer, account: BytesAlive) -> int:

@@ -88,12 +88,10 @@ def planned(job: Job) -> Figures:
     totals, memory = candidate.pricing.totals, priced.stages[0].memory
     trained = totals.num_trained_parameters
     return Figures(
-        parameters=totals.num_parameters + (trained if job.rank else 0),
-        trained_parameters=trained,
-        static_bytes=memory.weights_bytes + memory.optimizer_bytes,
-        kept_bytes=memory.activations_bytes,
+        parameters=totals.num_parameters + (trained if job.rank else 0), trained_parameters=trained,
+        static_bytes=memory.weights_bytes + memory.optimizer_bytes, kept_bytes=memory.activations_bytes,
         peak_bytes=memory.peak_allocated_bytes,
-    )
+    )  # fmt: skip
 
 
 def _ways(model: str, num_layers: int = 0, **common: Any) -> tuple[Job, ...]:
@@ -107,17 +105,13 @@ def _ways(model: str, num_layers: int = 0, **common: Any) -> tuple[Job, ...]:
 
 
 TABLE = (
-    *_ways("Llama 3.1 8B", seq_length=2048),
-    Job("Llama 3.1 8B", 512, rank=8, targets=("q_proj", "v_proj")),
+    *_ways("Llama 3.1 8B", seq_length=2048), Job("Llama 3.1 8B", 512, rank=8, targets=("q_proj", "v_proj")),
     Job("Llama 3.1 8B", 4096, 4, rank=64, checkpointing=True),
     Job("Llama 3.1 8B", 1024, 4, rank=64, base_bits=4, dropout=0.05),
-    Job("Llama 3.1 8B", 4096, rank=32, dropout=0.05),
-    Job("Llama 3.1 8B", 1024, 2, 4),
-    *_ways("Llama 3.2 1B", seq_length=1024, micro_batch_size=4),
-    *_ways("Qwen2.5 7B", seq_length=1024),
-    *_ways("Qwen3 8B", seq_length=4096),
-    *_ways("Mistral 7B", seq_length=2048, micro_batch_size=2),
-)
+    Job("Llama 3.1 8B", 4096, rank=32, dropout=0.05), Job("Llama 3.1 8B", 1024, 2, 4),
+    *_ways("Llama 3.2 1B", seq_length=1024, micro_batch_size=4), *_ways("Qwen2.5 7B", seq_length=1024),
+    *_ways("Qwen3 8B", seq_length=4096), *_ways("Mistral 7B", seq_length=2048, micro_batch_size=2),
+)  # fmt: skip
 """The jobs of the table in the docs."""
 QUICK = tuple(job for model in CONFIGS for job in _ways(model, num_layers=2))
 """Jobs of models of two layers at their real widths."""

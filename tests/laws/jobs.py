@@ -41,17 +41,13 @@ DESIGNS: tuple[dict[str, Any], ...] = (
 )
 """Small models: what each changes of a Llama."""
 FIELDS: dict[str, tuple[Any, ...]] = {
-    "ep_overlap_fraction": (0.0, 0.8, 1.0),
-    "ep_overlap_network_fraction": (0.0, 0.5, 1.0),
+    "ep_overlap_fraction": (0.0, 0.8, 1.0), "ep_overlap_network_fraction": (0.0, 0.5, 1.0),
     "dispatcher": ("", "alltoall", "deepep", "hybridep"),
     "graphed_modules": ((), ("moe_router",), ("attn", "moe_router", "moe_preprocess")),
     "optimizer_offload_fraction": (0.0, 0.5, 1.0),
-    "offload_modules": ((), ("moe_act",), ("core_attn", "attn_proj")),
-    "awaits_token_counts": (False, True),
-    "cuda_graphs": (False, True),
-    "cp_comm_type": ("p2p", "all_gather", "a2a"),
-    "host_factor": (1.3, 8.0),
-}
+    "offload_modules": ((), ("moe_act",), ("core_attn", "attn_proj")), "awaits_token_counts": (False, True),
+    "cuda_graphs": (False, True), "cp_comm_type": ("p2p", "all_gather", "a2a"), "host_factor": (1.3, 8.0),
+}  # fmt: skip
 """Fields of Megatron's runtime, at values that no switch sets, or sets together with others."""
 CHUNKED = ("interleaved-1f1b", "breadth-first", "zb-v", "v-half", "v-min", "dualpipe-v", "zb-v-gathered")
 """Schedules in which a rank holds two chunks at least."""

@@ -25,11 +25,11 @@ from laws.counting import law
 from laws.jobs import Job, accepted, jobs
 from laws.values import values_of
 from planner.answer import Plan, PricedLayout, StageMemory, StepBreakdown
-from planner.answer.memory import MemoryAnswer
 from planner.decide.compare import Comparison
 from planner.decide.job import Resume
 from planner.decide.phases import PhaseAnswer
 from planner.decide.sweep import Sweep
+from planner.layout.alive import MemoryAnswer
 from planner.layout.runs import RunSpec
 from planner.months.losses import Fact
 from planner.observe.follower import FollowedRun

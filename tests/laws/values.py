@@ -114,12 +114,8 @@ def _plain(kind: Any, limits: Mapping[str, Any]) -> st.SearchStrategy[Any]:
 def _shipped() -> dict[type, st.SearchStrategy[Any]]:
     """Values of whole models, GPUs, trainers and answers: few others than those that ship, or are priced, hold."""
     return {
-        ModelSpec: models(),
-        HardwareSpec: st.sampled_from(HARDWARE).map(load_hardware),
-        RuntimeSpec: runtimes(),
-        TrainingSpec: jobs().map(lambda job: job.training),
-        PricedLayout: jobs().map(lambda job: job.priced),
-        Plan: jobs().map(lambda job: job.plan()),
-        Parallelism: jobs().map(lambda job: job.layout),
+        ModelSpec: models(), HardwareSpec: st.sampled_from(HARDWARE).map(load_hardware), RuntimeSpec: runtimes(),
+        TrainingSpec: jobs().map(lambda job: job.training), PricedLayout: jobs().map(lambda job: job.priced),
+        Plan: jobs().map(lambda job: job.plan()), Parallelism: jobs().map(lambda job: job.layout),
         ClusterSpec: jobs().map(lambda job: job.cluster),
-    }
+    }  # fmt: skip

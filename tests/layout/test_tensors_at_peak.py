@@ -20,9 +20,8 @@ from pinned_numbers import LAYOUTS, layouts
 from toys import MOE, Problem, toy_cluster, toy_model, toy_problem, toy_training
 
 from planner.answer import Plan, PricedLayout
-from planner.answer.memory import MemoryOfStage, MemoryTensor
 from planner.errors import SpecError
-from planner.layout.alive import MAX_ACTIONS, explore, shown, step_of
+from planner.layout.alive import MAX_ACTIONS, MemoryOfStage, MemoryTensor, explore, shown, step_of
 from planner.layout.candidate import Candidate, Split
 from planner.layout.evaluate import evaluate
 from planner.layout.memory_curve import MemoryCurve, memory_curves

@@ -98,46 +98,35 @@ def test_files_that_are_none(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "data",
     [
-        pytest.param(bytes(10_000), id="zeros"),
-        pytest.param(b"\x80\x02}q\x01" * 1000, id="pickle"),
+        pytest.param(bytes(10_000), id="zeros"), pytest.param(b"\x80\x02}q\x01" * 1000, id="pickle"),
         pytest.param(b"\x89PNG\r\n\x1a\n" + bytes(5000), id="image"),
         pytest.param(random.Random(0).randbytes(50_000), id="noise"),
-        pytest.param(b"PK\x03\x04" + bytes(100), id="zip"),
-        pytest.param(b"hello\nworld\n", id="other text"),
+        pytest.param(b"PK\x03\x04" + bytes(100), id="zip"), pytest.param(b"hello\nworld\n", id="other text"),
         pytest.param(b"\xff\xfe" + LOG.encode("utf-16-le"), id="utf-16"),
-        pytest.param(b"\n" * 5000, id="blank lines"),
-        pytest.param(b"[" * 100_000, id="brackets"),
+        pytest.param(b"\n" * 5000, id="blank lines"), pytest.param(b"[" * 100_000, id="brackets"),
         pytest.param(b'{"a":' * 20_000, id="nesting"),
     ],
-)
+)  # fmt: skip
 def test_files_that_are_no_log_end_in_one_error(tmp_path: Path, data: bytes) -> None:
     with pytest.raises(SpecError, match=r"is a binary file|has no lines of steps"):
         read(tmp_path, data)
 
 
 HOSTILE = [
-    iteration(1, 2.0).replace("2000.0", "9" * 400),
-    iteration(1, 2.0).replace("2000.0", "nan"),
-    iteration(1, 2.0).replace("2000.0", "-1"),
-    iteration(1, 2.0).replace("       1/", "9" * 60 + "/"),
+    iteration(1, 2.0).replace("2000.0", "9" * 400), iteration(1, 2.0).replace("2000.0", "nan"),
+    iteration(1, 2.0).replace("2000.0", "-1"), iteration(1, 2.0).replace("       1/", "9" * 60 + "/"),
     iteration(20, 2.0, BEGIN_S).replace("2024-04-06", "9999-99-99"),
     "[Rank 99999999999] (after 1 iterations) memory (MB) | max allocated: 1e999",
-    "    forward ....: (1e5, " + "9" * 5000 + ")",
-    "  a b " + "." * 60_000,
-    "  name " + "." * 40 + " " + "x" * 60_000,
-    ":::MLLOG " + "[" * 60_000,
-    ':::MLLOG {"key": 3, "time_ms": "now"}',
+    "    forward ....: (1e5, " + "9" * 5000 + ")", "  a b " + "." * 60_000,
+    "  name " + "." * 40 + " " + "x" * 60_000, ":::MLLOG " + "[" * 60_000, ':::MLLOG {"key": 3, "time_ms": "now"}',
     ':::MLLOG {"key": "tracked_stats", "time_ms": 1, "value": {"train_step_time": {}}, "metadata": {"step": []}}',
-    "DLLL " + '{"data": ' * 5000,
-    'DLLL {"step": 1e400, "data": {"train_step_timing in s": true}}',
+    "DLLL " + '{"data": ' * 5000, 'DLLL {"step": 1e400, "data": {"train_step_timing in s": true}}',
     "step:  1  loss: 1 memory: 9GiB(9%)  tps: ,,,,  mfu: %",
     "0/1, CurrSamplesPerSec=0, RunningAvgSamplesPerSec=inf, MaxMemAllocated=-1GB",
     "comm op: x | time (ms): 0 | msg size: 0 MB | algbw (Gbps): 0 | busbw (Gbps): 0",
-    "iteration: 1 / 2 | time_per_iteration_ms: ...",
-    "\x1b]0;" + "a" * 60_000,
-    "\x1b[31m" * 10_000 + "iteration",
+    "iteration: 1 / 2 | time_per_iteration_ms: ...", "\x1b]0;" + "a" * 60_000, "\x1b[31m" * 10_000 + "iteration",
     "12: " * 10_000 + "iteration       20/ 2 | elapsed time per iteration (ms): 1.0 |",
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("line", HOSTILE, ids=range(len(HOSTILE)))
@@ -200,11 +189,9 @@ def test_a_long_log_takes_little_memory(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 SEEDS = (
-    "\n".join([arguments(**LLAMA_8B), *iterations([2.0] * 8), TIMERS]),
-    mlperf([2.0] * 6),
-    torchtitan([2.0] * 6, ranks=2),
-    "step,step_time_ms\n1,900\n2,500\n3,510\n",
-)
+    "\n".join([arguments(**LLAMA_8B), *iterations([2.0] * 8), TIMERS]), mlperf([2.0] * 6),
+    torchtitan([2.0] * 6, ranks=2), "step,step_time_ms\n1,900\n2,500\n3,510\n",
+)  # fmt: skip
 TOKENS = [b"nan", b"-1", b"1e308", b"9" * 25, b"", b"|", b"\n", b"\x1b[", b"\xff", b"\0", b"{", b"None", b": ", b"inf"]
 
 
@@ -320,11 +307,6 @@ def test_more_steps_than_are_kept_are_counted(tmp_path: Path, monkeypatch: pytes
 def test_a_long_series_is_thinned_and_the_statistics_are_not(tmp_path: Path) -> None:
     seen = read(tmp_path, "\n".join(["step_time_s", *["2.0"] * 9001]))
     assert (seen.series.stride, len(seen.series.steps), seen.num_steps) == (3, 3001, 9001)
-
-
-def test_memory_alone_is_an_observation_without_a_step(tmp_path: Path) -> None:
-    seen = read(tmp_path, "[Rank 3] (after 2 iterations) memory (MB) | max allocated: 512.0")
-    assert (seen.step_s, seen.peak_memory_bytes) == (None, 512 * 2**20)
 
 
 SETTINGS = settings(max_examples=50, deadline=None)

@@ -276,13 +276,9 @@ def test_yarn_that_scales_is_rotated_in_eager_torch_unless_compiled() -> None:
 
 
 GPT = {
-    "gated_mlp": False,
-    "activation": "gelu",
-    "norm": "layernorm",
-    "bias": True,
-    "position_embedding": "learned",
+    "gated_mlp": False, "activation": "gelu", "norm": "layernorm", "bias": True, "position_embedding": "learned",
     "max_position_embeddings": 2048,
-}
+}  # fmt: skip
 UNFUSED = load_runtime("megatron").model_copy(
     update={"flash_attention": False, "dropout": True, "vocab_divisible_by": 1}
 )
@@ -295,15 +291,9 @@ SEQ = 2048
 
 def gpt(heads: int, hidden: int, layers: int = 1, vocab: int = 51200) -> ModelSpec:
     return ModelSpec(
-        name="gpt",
-        num_hidden_layers=layers,
-        hidden_size=hidden,
-        intermediate_size=4 * hidden,
-        num_attention_heads=heads,
-        vocab_size=vocab,
-        tie_word_embeddings=True,
-        **GPT,
-    )
+        name="gpt", num_hidden_layers=layers, hidden_size=hidden, intermediate_size=4 * hidden,
+        num_attention_heads=heads, vocab_size=vocab, tie_word_embeddings=True, **GPT,
+    )  # fmt: skip
 
 
 def layer_bytes(model: ModelSpec, shape: Shape, recomputed: frozenset[str] = frozenset()) -> float:

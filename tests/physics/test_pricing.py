@@ -22,7 +22,7 @@ from planner.shape import Shape
 from planner.specs.cluster import ClusterSpec
 from planner.specs.model import ModelSpec
 from planner.specs.registry import load_hardware, load_model
-from planner.specs.training import Dtype, TrainingSpec
+from planner.specs.training import DocumentLength, Dtype, TrainingSpec
 from planner.trainers.groups import CHUNK_PARAMETERS
 from planner.trainers.load import RUNTIMES, load_runtime
 
@@ -35,12 +35,9 @@ BYTES = ["weights_bytes", "gradients_bytes", "optimizer_bytes"]
 
 def pricing_of(name: str, runtime: str = "megatron", dtype: Dtype = "bf16", **changes: Any) -> Pricing:
     return Pricing(
-        model=load_model(name),
-        training=TrainingSpec(seq_length=4096, global_batch_size=512, dtype=dtype),
-        cluster=GPUS,
-        runtime=load_runtime(runtime),
-        **changes,
-    )
+        model=load_model(name), training=TrainingSpec(seq_length=4096, global_batch_size=512, dtype=dtype),
+        cluster=GPUS, runtime=load_runtime(runtime), **changes,
+    )  # fmt: skip
 
 
 def grid(model: ModelSpec) -> list[Shape]:
@@ -123,6 +120,31 @@ def test_recomputing_more_keeps_less_and_costs_more(name: str, runtime: str) -> 
             assert np.all(part.static_bytes == none.static_bytes)
             # what is kept, and what comes back while the layer's backward runs, is no less than without
             assert np.all(part.live_bytes + part.transient_bytes >= none.live_bytes + none.transient_bytes - 1)
+
+
+@pytest.mark.parametrize("way", ["texts", "packs"])
+def test_texts_over_as_few_ranks_as_hold_them_take_their_mean(way: str) -> None:
+    """Texts as long as a sequence take a static step and what ranks wait; short ones exchange no keys; bytes stay."""
+    shape = Shape.of(cp=4, dp=8, seq_length=32768)
+    tables = {}
+    for length in (32768, 8192, 2048):
+        lengths = (DocumentLength(length=length, share=1.0),)
+        training = TrainingSpec(seq_length=32768, global_batch_size=64, document_lengths=lengths)
+        pricing = replace(pricing_of("llama-3.1-8b"), training=training)
+        runtime = pricing.runtime.model_copy(update={"dynamic_cp": way})
+        dynamic = replace(pricing, runtime=runtime)
+        tables[length] = dynamic.table(shape).layers[dynamic.model.kinds[0], "full"]
+        whole = sum(
+            part.total_s * (32 if "none" in name else 1)
+            for name, part in named_parts(dynamic.table(shape, ("none",)))
+            if name != "head beside embedding"
+        )
+        assert float(dynamic.least_work_s(shape)) == pytest.approx(float(whole), rel=1e-9)
+    static = pricing.table(shape).layers[pricing.model.kinds[0], "full"]
+    assert tables[32768].total_s == pytest.approx(1.05 * static.total_s, rel=1e-9)
+    assert tables[32768].cp_backward_s > tables[8192].cp_backward_s == 0
+    assert tables[2048].total_s < tables[8192].total_s if way == "packs" else tables[2048].total_s > 0
+    assert {part.live_bytes for part in tables.values()} == {static.live_bytes}
 
 
 def test_full_recomputation_keeps_the_layer_input_and_repeats_its_forward() -> None:
@@ -320,11 +342,9 @@ def test_a_straggler_slows_compute_and_no_exchange() -> None:
     shape = Shape(tp=8, pp=4, dp=4, seq_length=4096, sequence_parallel=1)
     pricing = pricing_of("llama-3.1-70b")
     slow = Pricing(
-        model=pricing.model,
-        training=pricing.training.model_copy(update={"straggler_fraction": 0.25}),
-        cluster=pricing.cluster,
-        runtime=pricing.runtime,
-    )
+        model=pricing.model, training=pricing.training.model_copy(update={"straggler_fraction": 0.25}),
+        cluster=pricing.cluster, runtime=pricing.runtime,
+    )  # fmt: skip
     usual, slower = (p.table(shape).layers[pricing.model.kinds[0], "none"] for p in (pricing, slow))
     assert slower.forward_s == pytest.approx(1.25 * usual.forward_s)
     assert slower.weight_grad_s == pytest.approx(1.25 * usual.weight_grad_s)

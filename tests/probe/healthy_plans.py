@@ -58,11 +58,9 @@ def _attempt(random: Random, layers_per_chunk: int, most_stages: int) -> Plan | 
 def _plan(random: Random, layers_per_chunk: int, most_stages: int) -> Plan:
     pick: Any = random.choice
     sizes = {
-        "tp": pick((1, 1, 2, 4, 8)),
-        "cp": pick((1, 1, 1, 2, 4)),
-        "pp": min(pick((1, 2, 2, 4)), most_stages),
+        "tp": pick((1, 1, 2, 4, 8)), "cp": pick((1, 1, 1, 2, 4)), "pp": min(pick((1, 2, 2, 4)), most_stages),
         "dp": pick((1, 2, 4)),
-    }
+    }  # fmt: skip
     schedule = pick(SCHEDULES) if sizes["pp"] > 1 else "none"
     vpp = {"interleaved-1f1b": 2, "breadth-first": 2, "zb-v": 2, "dualpipe-v": 2}.get(schedule, 1)
     micro_batch_size, num_microbatches = pick((1, 1, 2, 4)), sizes["pp"] * pick((1, 2, 4)) * 2
@@ -71,15 +69,11 @@ def _plan(random: Random, layers_per_chunk: int, most_stages: int) -> Plan:
     ranks = sizes["tp"] * sizes["cp"] * sizes["dp"]
     ep = pick([n for n in (1, 2, 4, 8) if ranks % n == 0]) if model.moe is not None else 1
     layout = Parallelism(
-        **sizes,
-        vpp=vpp,
-        ep=ep,
-        micro_batch_size=micro_batch_size,
-        schedule=schedule,
+        **sizes, vpp=vpp, ep=ep, micro_batch_size=micro_batch_size, schedule=schedule,
         recompute=pick(("none", "none", "selective", "full")),
         sequence_parallel=sizes["tp"] > 1 and (model.moe is not None or random.random() < 0.8),
         zero_stage=pick((0, 1, 1)),
-    )
+    )  # fmt: skip
     training = TrainingSpec(
         seq_length=pick((2048, 4096, 8192, 32768, 131072)),
         global_batch_size=micro_batch_size * num_microbatches * sizes["dp"],

@@ -18,14 +18,9 @@ from planner.probe.probe import ProbeOptions, probe
 from planner.probe.result import ProbeResult
 
 SMALL = {
-    "name": "small",
-    "num_hidden_layers": 6,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 256,
-}
+    "name": "small", "num_hidden_layers": 6, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "vocab_size": 256,
+}  # fmt: skip
 
 
 def plan_of(

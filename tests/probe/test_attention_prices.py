@@ -25,18 +25,15 @@ from planner.specs.registry import load_hardware, load_model  # noqa: E402
 from planner.specs.training import Parallelism, TrainingSpec  # noqa: E402
 from planner.trainers.documents import kernel_of  # noqa: E402
 
-KERNELS: dict[tuple[str, str, int, int], set[str]] = {
-    ("8b", "h200", 1, 8192): {"cudnn"},
-    ("8b", "h200", 4, 131072): {"flash"},
-    ("8b", "a100", 1, 8192): {"flash"},
-    ("8b", "mi300x", 1, 8192): {"flash"},
-    ("deepseek-v2-lite", "h200", 1, 4096): {"cudnn"},
-    ("gemma-3-27b", "h200", 1, 8192): {"cudnn", "flash"},
-    ("gpt-oss-20b", "b200", 1, 8192): {"flash"},
-    ("bloom-176b", "h200", 1, 2048): {"mask"},
-    ("llama-4-scout", "h200", 1, 8192): {"cudnn"},
+KERNELS: dict[
+    tuple[str, str, int, int], set[str],
+] = {
+    ("8b", "h200", 1, 8192): {"cudnn"}, ("8b", "h200", 4, 131072): {"flash"}, ("8b", "a100", 1, 8192): {"flash"},
+    ("8b", "mi300x", 1, 8192): {"flash"}, ("deepseek-v2-lite", "h200", 1, 4096): {"cudnn"},
+    ("gemma-3-27b", "h200", 1, 8192): {"cudnn", "flash"}, ("gpt-oss-20b", "b200", 1, 8192): {"flash"},
+    ("bloom-176b", "h200", 1, 2048): {"mask"}, ("llama-4-scout", "h200", 1, 8192): {"cudnn"},
     ("llama-4-scout", "h200", 1, 16384): {"cudnn", "mask"},
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", KERNELS, ids=str)
@@ -57,12 +54,9 @@ def test_split_sequences_are_priced_as_flash_on_a_gpu_that_has_cudnn() -> None:
 
     def seconds(hardware: Any) -> list[float]:
         plan = evaluate(
-            load_model("8b"),
-            ClusterSpec(hardware=hardware, num_gpus=8),
-            TrainingSpec(seq_length=131072, global_batch_size=4),
-            Parallelism(tp=2, cp=4),
-            runtime="torch-eager",
-        )
+            load_model("8b"), ClusterSpec(hardware=hardware, num_gpus=8),
+            TrainingSpec(seq_length=131072, global_batch_size=4), Parallelism(tp=2, cp=4), runtime="torch-eager",
+        )  # fmt: skip
         return [plan.best.stages[0].forward_s, plan.best.stages[0].backward_s]
 
     h200 = load_hardware("h200")

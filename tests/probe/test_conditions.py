@@ -57,29 +57,25 @@ def test_a_gpu_at_its_power_limit_is_as_usual() -> None:
         ({"before": {"busy_fraction": 0.9}}, "was busy before the run: a process out of sight", True),
         (
             {"before": {"busy_fraction": 0.9, "other_processes": ("python3 (7)",), "other_bytes": 2**30}},
-            "busy before the run: python3 (7), which held 1.0 GiB",
-            True,
+            "busy before the run: python3 (7), which held 1.0 GiB", True,
         ),
         ({"within": {"other_processes": ("python3 (7)",)}}, "was shared with python3 (7)", False),
         ({"before": {**HEALTHY, "power_limit_w": 500}}, "power limit is 500 W, 700 by default", False),
         (
             {"within": {**HEALTHY, "throttle_reasons": ("hardware thermal slowdown",)}},
-            "lowered (64 °C): hardware",
-            True,
+            "lowered (64 °C): hardware", True,
         ),
         ({"after": {"throttle_reasons": ("hardware power brake",)}}, "because too little power", True),
         (
             {"within": {**HEALTHY, "power_w": 400, "throttle_reasons": ("applications clocks setting",)}},
-            "clocks are set lower: 1455 of 1980 MHz under load",
-            False,
+            "clocks are set lower: 1455 of 1980 MHz under load", False,
         ),
         (
             {"within": {**HEALTHY, "power_w": 400, "throttle_reasons": (), "busy_fraction": 0.9}},
-            "the driver gives no reason: 1455",
-            False,
+            "the driver gives no reason: 1455", False,
         ),
     ],
-)
+)  # fmt: skip
 def test_unusual_conditions_are_named(states: Any, words: str, is_fault: bool) -> None:
     (condition,) = conditions_of([rank(**states)])
     assert words in condition.text

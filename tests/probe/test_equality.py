@@ -21,16 +21,14 @@ TP2 = {"tp": 2, "sequence_parallel": True}
 CP2 = {"cp": 2, "seq_length": 4}
 """Of 8 tokens."""
 
-RUNS: dict[str, tuple[tuple[str, int, int, int], dict[str, Any]]] = {
-    "pp4": (("1f1b", 4, 1, 6), {}),
-    "pp3-uneven": (("1f1b", 3, 1, 4), {"layers": 5}),
-    "interleaved": (("interleaved-1f1b", 2, 2, 4), {}),
-    "zb-h1": (("zb-h1", 2, 1, 4), {"model": {"moe": MOE}}),
+RUNS: dict[
+    str, tuple[tuple[str, int, int, int], dict[str, Any]],
+] = {
+    "pp4": (("1f1b", 4, 1, 6), {}), "pp3-uneven": (("1f1b", 3, 1, 4), {"layers": 5}),
+    "interleaved": (("interleaved-1f1b", 2, 2, 4), {}), "zb-h1": (("zb-h1", 2, 1, 4), {"model": {"moe": MOE}}),
     "zb-h1-recomputed": (("zb-h1", 2, 1, 2), {"num_recomputed": 1, "model": {"moe": MOE}}),
-    "zb-v": (("zb-v", 2, 2, 5), {"model": {"tie_word_embeddings": True}}),
-    "zb-v-tp": (("zb-v", 2, 2, 4), TP2),
-    "dualpipe-v": (("dualpipe-v", 2, 2, 4), {}),
-    "dualpipe": (("dualpipe", 2, 1, 4), {}),
+    "zb-v": (("zb-v", 2, 2, 5), {"model": {"tie_word_embeddings": True}}), "zb-v-tp": (("zb-v", 2, 2, 4), TP2),
+    "dualpipe-v": (("dualpipe-v", 2, 2, 4), {}), "dualpipe": (("dualpipe", 2, 1, 4), {}),
     "chimera-tied": (("chimera", 2, 1, 4), {"model": {"tie_word_embeddings": True}}),
     "tp2": (("1f1b", 2, 1, 3), {**TP2, "model": {"qk_norm": True}}),
     "tp2-without-sequence-parallelism": (("1f1b", 2, 1, 3), {"tp": 2, "model": GPT}),
@@ -62,8 +60,7 @@ RUNS: dict[str, tuple[tuple[str, int, int, int], dict[str, Any]]] = {
     "alibi": (("none", 1, 1, 2), {**TP2, "model": {"position_embedding": "alibi", "embedding_norm": True}}),
     "mla": (("1f1b", 2, 1, 3), {**TP2, "model": {"mla": MLA}}),
     "mtp": (("1f1b", 2, 1, 3), {**TP2, "model": {"mla": MLA, "num_nextn_predict_layers": 2}}),
-    "cp2": (("1f1b", 2, 1, 3), CP2),
-    "cp2-tp2": (("none", 1, 1, 2), {**CP2, **TP2, "model": {"qk_norm": True}}),
+    "cp2": (("1f1b", 2, 1, 3), CP2), "cp2-tp2": (("none", 1, 1, 2), {**CP2, **TP2, "model": {"qk_norm": True}}),
     "cp4-gpt": (("none", 1, 1, 2), {"cp": 4, "seq_length": 2, "num_recomputed": 1, "model": GPT}),
     "cp2-mla-mtp": (("zb-h1", 2, 1, 2), {**CP2, "model": {"mla": MLA, "num_nextn_predict_layers": 2}}),
     "cp2-dp2-ep4-gpt-oss": (
@@ -74,7 +71,7 @@ RUNS: dict[str, tuple[tuple[str, int, int, int], dict[str, Any]]] = {
         ("none", 1, 1, 2),
         {**CP2, "fully_sharded": True, "model": {"position_embedding": "alibi", "embedding_norm": True}},
     ),
-}
+}  # fmt: skip
 
 
 @pytest.mark.thorough(4)

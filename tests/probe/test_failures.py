@@ -81,9 +81,7 @@ def test_a_hang_behind_the_pipeline(fault: Any, phase: str, make_run: Any) -> No
         launch(small(make_run, timeout_s=4.0), fault)
 
 
-def test_results_are_not_lost_on_a_rank_that_does_not_end(
-    make_run: Any, monkeypatch: pytest.MonkeyPatch, own_tmp: Path
-) -> None:
+def test_results_are_not_lost_on_a_rank_that_does_not_end(make_run: Any, monkeypatch: Any, own_tmp: Path) -> None:
     monkeypatch.setattr("planner.probe.launch.launcher.STOPPED_S", 1.0)
     measured = launch(small(make_run), faulty.hanging_at_its_end)
     assert [rank.rank for rank in measured.ranks] == [0, 1]
@@ -259,11 +257,9 @@ def test_ctrl_c_in_a_terminal_leaves_no_traceback(make_run: Any, own_tmp: Path) 
     run_file.write_text(small(make_run).model_dump_json())
     launcher = subprocess.Popen(
         [sys.executable, str(HERE / "launch_and_wait.py"), str(run_file)],
-        env={**os.environ, "TMPDIR": str(own_tmp), "PYTHONPATH": str(HERE.parent.parent)},
-        start_new_session=True,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+        env={**os.environ, "TMPDIR": str(own_tmp), "PYTHONPATH": str(HERE.parent.parent)}, start_new_session=True,
+        stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
     until(lambda: any(own_tmp.glob("plan-probe-*/run.json")))
     time.sleep(0.3)
     os.killpg(launcher.pid, signal.SIGINT)

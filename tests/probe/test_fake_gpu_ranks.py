@@ -27,47 +27,29 @@ pytestmark = [
 ]
 EXPERTS = MOE | {"num_experts": 8}
 KINDS: dict[str, dict[str, Any]] = {
-    "dense": {},
-    "tied": {"tie_word_embeddings": True},
-    "gpt": GPT | {"max_position_embeddings": 16},
+    "dense": {}, "tied": {"tie_word_embeddings": True}, "gpt": GPT | {"max_position_embeddings": 16},
     "gemma": {"qk_norm": True, "post_norms": True, "sliding_window": 4, "sliding_window_pattern": 2},
     "sinks": {"attention_sinks": True, "sliding_window": 4, "sliding_window_pattern": 2, "bias": True},
     "chunks": {"attention_chunk_size": 4, "sliding_window_pattern": 2},
     "alibi": {"position_embedding": "alibi", "embedding_norm": True},
     "mixture": {"moe": {**EXPERTS, "shared_expert_intermediate_size": 16}},
     "latent": {"mla": MLA, "moe": EXPERTS, "num_nextn_predict_layers": 1},
-}
+}  # fmt: skip
 GRIDS: dict[str, dict[str, Any]] = {
-    "one": {},
-    "tp2": {"tp": 2, "sequence_parallel": True},
-    "tp2-whole": {"tp": 2},
-    "dp2": {"dp": 2},
-    "dp2-zero0": {"dp": 2, "zero": False, "dp_outermost": True},
-    "dp2-stands-for-4": {"dp": 2, "dp_stands_for": 4},
-    "dp2-zero3": {"dp": 2, "fully_sharded": True},
-    "cp2": {"cp": 2, "seq_length": 4},
+    "one": {}, "tp2": {"tp": 2, "sequence_parallel": True}, "tp2-whole": {"tp": 2}, "dp2": {"dp": 2},
+    "dp2-zero0": {"dp": 2, "zero": False, "dp_outermost": True}, "dp2-stands-for-4": {"dp": 2, "dp_stands_for": 4},
+    "dp2-zero3": {"dp": 2, "fully_sharded": True}, "cp2": {"cp": 2, "seq_length": 4},
     "cp2-tp2-dp2": {"cp": 2, "tp": 2, "dp": 2, "sequence_parallel": True, "seq_length": 4},
-    "recomputed": {"num_recomputed": 1, "recompute_modules": ("core_attn", "mlp")},
-    "ep2": {"dp": 2, "ep": 2},
+    "recomputed": {"num_recomputed": 1, "recompute_modules": ("core_attn", "mlp")}, "ep2": {"dp": 2, "ep": 2},
     "ep4": {"tp": 2, "sequence_parallel": True, "dp": 2, "ep": 4},
-}
+}  # fmt: skip
 RUNS = {
-    "none": ("gpt", "dp2-zero3"),
-    "gpipe": ("tied", "dp2"),
-    "1f1b": ("latent", "ep4"),
-    "interleaved-1f1b": ("gemma", "cp2-tp2-dp2"),
-    "breadth-first": ("sinks", "cp2"),
-    "zb-h1": ("mixture", "tp2"),
-    "zb-h2": ("alibi", "dp2-zero0"),
-    "zb-v": ("latent", "cp2"),
-    "v-half": ("chunks", "tp2-whole"),
-    "v-min": ("dense", "dp2-stands-for-4"),
-    "dualpipe": ("sinks", "recomputed"),
-    "dualpipe-v": ("mixture", "ep2"),
-    "chimera": ("tied", "tp2"),
-    "pipedream-2bw": ("gpt", "cp2"),
-    "forward-only": ("dense", "one"),
-}
+    "none": ("gpt", "dp2-zero3"), "gpipe": ("tied", "dp2"), "1f1b": ("latent", "ep4"),
+    "interleaved-1f1b": ("gemma", "cp2-tp2-dp2"), "breadth-first": ("sinks", "cp2"), "zb-h1": ("mixture", "tp2"),
+    "zb-h2": ("alibi", "dp2-zero0"), "zb-v": ("latent", "cp2"), "v-half": ("chunks", "tp2-whole"),
+    "v-min": ("dense", "dp2-stands-for-4"), "dualpipe": ("sinks", "recomputed"), "dualpipe-v": ("mixture", "ep2"),
+    "chimera": ("tied", "tp2"), "pipedream-2bw": ("gpt", "cp2"), "forward-only": ("dense", "one"),
+}  # fmt: skip
 """For each schedule the kind of layers and the grid that it runs with: all kinds and grids have their turn."""
 
 

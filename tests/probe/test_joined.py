@@ -44,12 +44,9 @@ PATIENCE_S = 100.0
 def plan_file(tmp_path: Path) -> str:
     """Of two stages."""
     plan = evaluate(
-        ModelSpec(num_hidden_layers=6, **TINY),
-        ClusterSpec(hardware=load_hardware("h100"), num_gpus=2),
-        TrainingSpec(seq_length=32, global_batch_size=8),
-        Parallelism(pp=2),
-        runtime="torch-eager",
-    )
+        ModelSpec(num_hidden_layers=6, **TINY), ClusterSpec(hardware=load_hardware("h100"), num_gpus=2),
+        TrainingSpec(seq_length=32, global_batch_size=8), Parallelism(pp=2), runtime="torch-eager",
+    )  # fmt: skip
     path = tmp_path / "plan.json"
     path.write_text(json.dumps(plan.to_json()))
     return str(path)

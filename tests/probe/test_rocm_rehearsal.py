@@ -36,12 +36,9 @@ pytestmark = [
 MOE = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
 MLA = {"kv_lora_rank": 64, "q_lora_rank": 96, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
 MODELS: dict[str, dict[str, Any]] = {
-    "dense": {},
-    "mixture": {"moe": MOE},
-    "latent": {"mla": MLA, "moe": MOE},
-    "windows": {"sliding_window": 4, "sliding_window_pattern": 2},
-    "sinks": {"attention_sinks": True, "bias": True},
-}
+    "dense": {}, "mixture": {"moe": MOE}, "latent": {"mla": MLA, "moe": MOE},
+    "windows": {"sliding_window": 4, "sliding_window_pattern": 2}, "sinks": {"attention_sinks": True, "bias": True},
+}  # fmt: skip
 
 
 @pytest.fixture
@@ -65,9 +62,7 @@ def written(run: ProbeRun, folder: Path) -> Path:
 @pytest.mark.thorough(3)
 @pytest.mark.parametrize("gpu", [MI300X, H200], ids=["rocm", "cuda"])
 @pytest.mark.parametrize("model", MODELS)
-def test_a_stage_alone(
-    model: str, gpu: FakeGPU, make_run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stage_alone(model: str, gpu: FakeGPU, make_run: Any, tmp_path: Path, monkeypatch: Any) -> None:
     run = make_run(("1f1b", 2, 1, 3), 4, check=False, num_steps=1, model=MODELS[model])
     with fake_gpu(gpu, monkeypatch) as cuda:
         rank = rehearsed(StageWorker(written(run, tmp_path), 1, 0), tmp_path)

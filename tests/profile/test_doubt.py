@@ -29,14 +29,10 @@ def problem_of(shares: FloatArray, measured_s: FloatArray, host_s: float = 0.0) 
         return np.array([*np.maximum(shares @ factors, host_s), *(factors / common), common])
 
     return FitProblem(
-        name="passes",
-        free=dict.fromkeys(PATHS, (1.0, 0.1, 10.0)),
-        predict=predict,
-        measured_s=np.array([*measured_s, 1.0, 1.0, 1.0, 1.0]),
-        groups=np.array([]),
-        weights=np.array([1.0] * len(shares) + [TOGETHER] * 3 + [NEAR]),
-        num_guesses=1,
-    )
+        name="passes", free=dict.fromkeys(PATHS, (1.0, 0.1, 10.0)), predict=predict,
+        measured_s=np.array([*measured_s, 1.0, 1.0, 1.0, 1.0]), groups=np.array([]),
+        weights=np.array([1.0] * len(shares) + [TOGETHER] * 3 + [NEAR]), num_guesses=1,
+    )  # fmt: skip
 
 
 def weighed(

@@ -38,17 +38,14 @@ def renamed(plan: Plan, name: str) -> Plan:
     return plan.model_copy(
         update={
             "model": plan.model.model_copy(
-                update={"name": name, "spec": plan.model.spec.model_copy(update={"name": name, "source": name})}
+                update={"name": name, "spec": plan.model.spec.model_copy(update={"name": name, "source": name})},
             ),
             "cluster": type(plan.cluster)(hardware=hardware.model_copy(update=named), num_gpus=plan.cluster.num_gpus),
-            "runtime": name,
-            "assumptions": (name,),
-            "rejections": {name: 1},
-            "rejection_examples": {name: name},
+            "runtime": name, "assumptions": (name,), "rejections": {name: 1}, "rejection_examples": {name: name},
             "best": plan.best.model_copy(update={"warnings": (name,)}),
             "alternatives": tuple(one.model_copy(update={"trade": name}) for one in plan.alternatives),
-        }
-    )
+        },
+    )  # fmt: skip
 
 
 def test_it_needs_no_network_and_no_scripts(make_plan: MakePlan) -> None:

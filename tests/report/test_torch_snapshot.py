@@ -18,8 +18,8 @@ from planner.decide.sweep import Goal, Point, Sweep
 from planner.layout.alive import step_of
 from planner.layout.memory_curve import MemoryCurve, memory_curves
 from planner.layout.price import reprice
-from planner.report.memory import snapshot
 from planner.report.plots import draw_sweep, drawn_sweep, image, series_of
+from planner.report.trace import snapshot
 from planner.schedule.replay import replay
 
 VIEWER_READS = {

@@ -181,13 +181,9 @@ def test_a_layout_beside_another_says_only_what_differs(make_plan: MakePlan) -> 
 
 
 NAMES = (
-    AS_PLANNED,
-    "no overlap: no collective hides",
-    "slow rank: a tenth",
-    "uneven experts: the fullest gets more",
-    "half the network: 25 GB/s",
-    "default switches: its own",
-)
+    AS_PLANNED, "no overlap: no collective hides", "slow rank: a tenth", "uneven experts: the fullest gets more",
+    "half the network: 25 GB/s", "default switches: its own",
+)  # fmt: skip
 
 
 def compared(plan: Plan, *rows: tuple[float, ...]) -> Plan:
@@ -289,9 +285,7 @@ def test_every_report_says_it() -> None:
         (["--assume", "fsdp_overlap_fraction=0.5"], True),
     ],
 )
-def test_options_that_say_a_switch_say_all(
-    options: list[str], is_said: bool, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_options_that_say_a_switch_say_all(options: list[str], is_said: bool, capsys: Any) -> None:
     assert main(["evaluate", *JOB, *options, "--json"]) == 0
     assert (json.loads(capsys.readouterr().out)["best"]["unsaid"] == []) is is_said
 
@@ -330,15 +324,10 @@ def test_the_bound_is_of_the_schedules_searched(schedules: tuple[str, ...], amon
 
 
 GOODPUT = Goodput(
-    effective_fraction=0.942,
-    interval=(0.91, 0.963),
-    checkpoint_s=4.0,
-    checkpoint_interval_s=720.0,
-    evaluation_fraction=0.006,
-    failures_per_day=5.12,
-    restart_s=372.0,
+    effective_fraction=0.942, interval=(0.91, 0.963), checkpoint_s=4.0, checkpoint_interval_s=720.0,
+    evaluation_fraction=0.006, failures_per_day=5.12, restart_s=372.0,
     sources={"failures_per_day": "419 interruptions of Llama 3", "restart_s": "a table of ByteRobust"},
-)
+)  # fmt: skip
 COST = RunCost(
     tokens=15e12, days=265.0, days_interval=(232.0, 312.0), gpu_hours=13e6, usd=41.7e6, usd_interval=(36.5e6, 49e6)
 )

@@ -154,23 +154,13 @@ def test_one_split_is_all_that_a_single_rank_has() -> None:
 
 DENSE_OF_CHUNKS, MOE, CHUNKED = LayerKind("full", "dense"), LayerKind("full", "moe"), LayerKind("chunked", "dense")
 MODELS = {
-    "experts after dense layers": (DENSE_OF_CHUNKS,) * 3 + (MOE,) * 10,
-    "every second": (DENSE_OF_CHUNKS, MOE) * 6,
+    "experts after dense layers": (DENSE_OF_CHUNKS,) * 3 + (MOE,) * 10, "every second": (DENSE_OF_CHUNKS, MOE) * 6,
     "three kinds": (CHUNKED, MOE, CHUNKED, DENSE_OF_CHUNKS) * 3,
     "no pattern": (
-        MOE,
-        DENSE_OF_CHUNKS,
-        DENSE_OF_CHUNKS,
-        MOE,
-        MOE,
-        MOE,
-        DENSE_OF_CHUNKS,
-        CHUNKED,
-        MOE,
-        DENSE_OF_CHUNKS,
+        MOE, DENSE_OF_CHUNKS, DENSE_OF_CHUNKS, MOE, MOE, MOE, DENSE_OF_CHUNKS, CHUNKED, MOE, DENSE_OF_CHUNKS,
         DENSE_OF_CHUNKS,
     ),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", MODELS)

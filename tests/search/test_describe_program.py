@@ -107,7 +107,7 @@ def test_groups_are_those_of_the_module() -> None:
 
 
 def test_functions_that_the_module_points_to_exist() -> None:
-    named = re.findall(r"\b(formulation|rows)\.(_?add_\w+)", program_module.__doc__ or "")
+    named = re.findall(r"\b(formulation|program)\.(_?add_\w+)", program_module.__doc__ or "")
     assert len(named) == 9
     for module, function in named:
         assert inspect.isfunction(getattr(import_module(f"planner.search.ilp.{module}"), function))

@@ -231,12 +231,8 @@ def test_every_reason_is_reached_and_has_its_numbers(reason: str) -> None:
 def test_shapes_and_rejections_add_up_to_the_grid() -> None:
     """Each shape of the grid is either legal or counted once."""
     pins: dict[str, Any] = {
-        "tp": (1, 2, 3, 4),
-        "cp": (1, 2),
-        "pp": (1, 2, 7),
-        "micro_batch_size": (1, 3),
-        "zero_stage": (0,),
-    }
+        "tp": (1, 2, 3, 4), "cp": (1, 2), "pp": (1, 2, 7), "micro_batch_size": (1, 3), "zero_stage": (0,),
+    }  # fmt: skip
     pins |= {"rank_order": RANK_ORDERS[:1]}
     # 3 x 2 x 7 x ... exceeds 8 GPUs now and then: those are no shapes of this cluster, and not counted
     cluster = toy_cluster(64)
@@ -321,10 +317,8 @@ def test_the_search_is_as_fast_as_all_layouts_under_both_orders(seed: int) -> No
     rng = random.Random(f"orders {seed}")
     cluster = three_tiers(16, 8, rng.choice([5.0, 50.0]), rng.choice([0.05, 0.5, 5.0]))
     options = SMALL | {
-        "cluster": cluster,
-        "training": toy_training(rng.choice([16, 32])),
-        "tp": (rng.choice([1, 2, 4]),),
-    }
+        "cluster": cluster, "training": toy_training(rng.choice([16, 32])), "tp": (rng.choice([1, 2, 4]),),
+    }  # fmt: skip
     best_s = {order: toy_problem(**options, rank_order=(order,)).best_step_s() for order in RANK_ORDERS}
     answer = solved(toy_problem(**options))
     assert answer.search.lower_bound_s <= min(best_s.values()) * (1 + 1e-6)

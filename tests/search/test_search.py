@@ -281,12 +281,10 @@ def test_every_layout_of_a_plan_evaluates_to_itself(design: dict[str, Any]) -> N
         virtual = sorted(chunk for stage in layout.stages for chunk in stage.chunks)
         wanted = Parallelism(
             **{axis: getattr(p, axis) for axis in ("tp", "cp", "pp", "vpp", "dp", "ep", "etp", "micro_batch_size")},
-            schedule=p.schedule,
-            rank_order=p.rank_order,
-            zero_stage=p.zero_stage,
+            schedule=p.schedule, rank_order=p.rank_order, zero_stage=p.zero_stage,
             fsdp=p.shard_size if p.zero_stage else None,
             layers_per_stage=tuple(last - first for first, last in virtual),
-        )
+        )  # fmt: skip
         again = evaluate(problem.model, problem.cluster, problem.training, wanted, runtime=problem.runtime)
         assert again.step.step_s == pytest.approx(layout.step.step_s, rel=2e-3)
         assert [s.memory for s in again.stages] == [s.memory for s in layout.stages]
@@ -350,12 +348,9 @@ def test_a_rank_that_the_replay_finds_too_full_is_given_less() -> None:
     """Chunks hold unequal numbers of micro-batches: the mean that the program counts is too little on first ranks."""
     limits = SearchLimits(tp=(2,), cp=(1,), pp=(16,), vpp=(5,), micro_batch_size=(1,))
     answer = plan(
-        load_model("megatron-145.6b"),
-        ClusterSpec(hardware=load_hardware("a100-pcie-80gb"), num_gpus=128),
-        TrainingSpec(seq_length=4096, global_batch_size=256),
-        limits=limits,
-        runtime="torch-eager",
-    )
+        load_model("megatron-145.6b"), ClusterSpec(hardware=load_hardware("a100-pcie-80gb"), num_gpus=128),
+        TrainingSpec(seq_length=4096, global_batch_size=256), limits=limits, runtime="torch-eager",
+    )  # fmt: skip
     assert answer.fits
     assert answer.search.gap < 0.12
 
@@ -403,13 +398,9 @@ def best(resources: dict[str, float], layers: int, design: dict[str, Any], batch
 
 @law(5)
 @given(
-    resource=st.sampled_from(sorted(WORSE)),
-    times=st.sampled_from([2.0, 5.0]),
-    layers=st.integers(4, 7),
-    design=st.sampled_from(MODELS),
-    batch=st.sampled_from([8, 24]),
-    trainer=st.sampled_from(sorted(RUNTIMES)),
-)
+    resource=st.sampled_from(sorted(WORSE)), times=st.sampled_from([2.0, 5.0]), layers=st.integers(4, 7),
+    design=st.sampled_from(MODELS), batch=st.sampled_from([8, 24]), trainer=st.sampled_from(sorted(RUNTIMES)),
+)  # fmt: skip
 def test_more_of_a_resource_finds_no_slower_plan(
     resource: str, times: float, layers: int, design: dict[str, Any], batch: int, trainer: str
 ) -> None:

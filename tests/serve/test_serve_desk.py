@@ -260,9 +260,7 @@ def test_a_hostile_request_is_answered_in_kind_and_the_next_one_as_ever(name: st
 @pytest.mark.parametrize(
     "kind", ["nothing", "half a header", "half a body", "a body nobody asked for", "half a second request"]
 )
-def test_a_request_that_does_not_end_is_hung_up_on(
-    kind: str, running: Running, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_request_that_does_not_end_is_hung_up_on(kind: str, running: Running, monkeypatch: Any) -> None:
     monkeypatch.setattr(server, "REQUEST_S", 0.2)
     port = running.port
     whole = request("GET", "/icon.svg", port)
@@ -277,9 +275,7 @@ def test_a_request_that_does_not_end_is_hung_up_on(
     assert running.ask("GET", "/icon.svg")[0].status == 200
 
 
-def test_a_whole_request_outlasts_the_time_that_its_sending_may_take(
-    running: Running, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_whole_request_outlasts_the_time_that_its_sending_may_take(running: Running, monkeypatch: Any) -> None:
     monkeypatch.setattr(server, "REQUEST_S", 0.05)
     assert running.answer(SMALL)[-1]["state"] == "final"
 

@@ -17,18 +17,12 @@ HOME = "planner/specs/reading.py"
 PARSERS = {
     "json": {"load", "loads", "JSONDecoder"},
     "yaml": {"load", "load_all", "safe_load", "safe_load_all", "full_load", "unsafe_load", "parse", "scan", "compose"},
-    "tomllib": {"load", "loads"},
-    "csv": {"reader", "DictReader"},
-    "ast": {"parse", "literal_eval"},
-    "pickle": {"load", "loads", "Unpickler"},
-    "gzip": {"open", "GzipFile", "decompress"},
-    "zlib": {"decompress", "decompressobj"},
-    "sqlite3": {"connect"},
-    "shlex": {"split"},
-    "configparser": {"ConfigParser"},
-    "marshal": {"load", "loads"},
+    "tomllib": {"load", "loads"}, "csv": {"reader", "DictReader"}, "ast": {"parse", "literal_eval"},
+    "pickle": {"load", "loads", "Unpickler"}, "gzip": {"open", "GzipFile", "decompress"},
+    "zlib": {"decompress", "decompressobj"}, "sqlite3": {"connect"}, "shlex": {"split"},
+    "configparser": {"ConfigParser"}, "marshal": {"load", "loads"},
     "builtins": {"eval", "exec", "compile", "__import__"},
-}
+}  # fmt: skip
 SUSPECT = re.compile(
     rf"^\s*(import|from) ({'|'.join(PARSERS)})\b|(?<![.\w])({'|'.join(PARSERS['builtins'])})\(", re.MULTILINE
 )
@@ -39,22 +33,16 @@ LARGE = "files of gigabytes in pieces, with limits of its own on bytes, inflatio
 
 EXCEPTIONS = {
     "planner/profile/doctor.py": "the tables that nvidia-smi and rocm-smi print, and our own package's metadata",
-    "planner/layout/runs.py": OWN,
-    "planner/cli/options.py": OWN,
-    "planner/serve/controls.py": OWN,
-    "planner/profile/measure.py": WIRE,
-    "planner/report/small.py": OWN,
-    "planner/serve/mcp_server.py": "requests of a client, a line each, with a limit",
-    "planner/report/view.py": OWN,
-    "planner/specs/base.py": "our own sources, for the docstrings below fields",
-    "planner/trace/trace.py": WIRE,
+    "planner/layout/runs.py": OWN, "planner/cli/options.py": OWN, "planner/serve/controls.py": OWN,
+    "planner/profile/measure.py": WIRE, "planner/report/small.py": OWN,
+    "planner/serve/mcp_server.py": "requests of a client, a line each, with a limit", "planner/report/view.py": OWN,
+    "planner/specs/base.py": "our own sources, for the docstrings below fields", "planner/trace/trace.py": WIRE,
     "planner/validate/rows.py": OWN,
     "planner/specs/expressions.py": "expressions in our own tables, in which nothing stands that a user gives",
-    "planner/probe/torch_build.py": "the table that nvidia-smi prints",
-    "planner/probe/rank/groups.py": WIRE,
+    "planner/probe/torch_build.py": "the table that nvidia-smi prints", "planner/probe/rank/groups.py": WIRE,
     "planner/observe/lines.py": "logs, inflated a MiB at a time, up to a limit; no line is longer than 64 KiB",
     "planner/observe/traces/source.py": f"an unpickler that knows no class, in bounded memory; {LARGE}",
-}
+}  # fmt: skip
 """Modules that call a parser themselves, and why they may."""
 
 

@@ -139,7 +139,7 @@ def test_a_model_is_found_by_name_alias_and_repository_in_any_case(repository: s
 
 
 def test_an_unknown_repository_brings_the_nearest_name() -> None:
-    assert "qwen2.5-7b" in failure(load_model, "Qwen/Qwen2.5-VL-7B").hint
+    assert "qwen2.5-7b" in failure(load_model, "Qwen/Qwen2.6-VL-7B").hint
 
 
 def test_a_yaml_is_read_as_a_config_is_and_says_all_that_it_lacks(tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ from planner.specs.registry import load_hardware, load_model
 from planner.specs.training import DocumentLength, Parallelism, TrainingSpec
 from planner.trainers.calibration import UNPROBED_MEMORY_WIDTH, Calibration, Factor, Quantity, Share
 from planner.trainers.documents import (
+    UNEVEN_RANKS,
     Lengths,
     attended_fraction,
     example_lengths,
@@ -35,6 +36,7 @@ from planner.trainers.documents import (
     mean_length,
     padding_fraction,
     rank_imbalance,
+    texts_by_ranks,
 )
 from planner.trainers.load import load_runtime
 
@@ -211,16 +213,28 @@ def test_without_lengths_every_example_is_a_sequence() -> None:
     assert padding_fraction(((77, 1.0),), 8) == 0
 
 
+@pytest.mark.parametrize("packs", [True, False])
+def test_a_text_has_as_many_ranks_as_hold_it(packs: bool) -> None:
+    training = _training(((1000, 0.5), (2049, 0.3), (4096, 0.1), (8192, 0.1)), seq_length=8192)
+    texts = texts_by_ranks(training, Shape.of(cp=4, dp=8, seq_length=8192), packs)
+    assert [(own.seq_length, own.cp, own.dp) for _, own in texts] == [
+        (1000, 1, 32), (pytest.approx((2049**2 * 3 + 4096**2) / (2049 * 3 + 4096)), 2, 16), (8192, 4, 8),
+    ]  # fmt: skip
+    tokens = sum(times * own.micro_batch_size * own.seq_length * 4 / own.cp for times, own in texts)
+    assert tokens == pytest.approx((1 + UNEVEN_RANKS) * 8192)
+    assert [own.micro_batch_size for _, own in texts] == (
+        [2.048, pytest.approx(1.428, abs=1e-3), 1] if packs else [1, 1, 1]
+    )
+
+
 MEASURED = Calibration(
-    source="NVIDIA H200, torch 2.11",
-    gemm_factor=Factor(value=1.1, source="stages"),
+    source="NVIDIA H200, torch 2.11", gemm_factor=Factor(value=1.1, source="stages"),
     attention_factor={"flash": Factor(value=0.9, source="stages")},
     stream_factor=Factor(value=1.2, source="stages"),
     efficiency_fraction={"nvlink": Share(value=0.7, source="an all-gather")},
-    context_gib=Quantity(value=1.5, source="a rank"),
-    fragmentation_fraction=Share(value=0.05, source="a rank"),
+    context_gib=Quantity(value=1.5, source="a rank"), fragmentation_fraction=Share(value=0.05, source="a rank"),
     microbatch_overhead_s=Quantity(value=2e-4, source="a rank"),
-)
+)  # fmt: skip
 
 
 def _cluster(**changes: object) -> ClusterSpec:
@@ -314,11 +328,9 @@ def test_what_is_refused_or_confirmed_stays_and_is_said_with_the_reason() -> Non
 def test_a_profile_that_was_confirmed_is_probed_and_stays() -> None:
     same = Factor(value=1.004, source="stages", verdict="confirmed", reason="as near as seconds repeat")
     after = Calibration(source="x", gemm_factor=same, step_width=0.08).of_hardware(load_hardware("h200"))
-    assert (after.efficiency.gemm_factor, after.efficiency.evidence, after.efficiency.step_width) == (
-        1.0,
-        "probed",
-        0.08,
-    )
+    assert (
+        after.efficiency.gemm_factor, after.efficiency.evidence, after.efficiency.step_width,
+    ) == (1.0, "probed", 0.08)  # fmt: skip
 
 
 def test_the_network_that_a_user_states_is_corrected_too() -> None:

@@ -48,29 +48,18 @@ LLAMA = ModelSpec(
 )  # fmt: skip
 DEEPSEEK = ModelSpec.model_validate(
     {
-        "name": "deepseek",
-        "num_hidden_layers": 61,
-        "hidden_size": 7168,
-        "intermediate_size": 18432,
-        "num_attention_heads": 128,
-        "vocab_size": 129280,
-        "num_nextn_predict_layers": 1,
+        "name": "deepseek", "num_hidden_layers": 61, "hidden_size": 7168, "intermediate_size": 18432,
+        "num_attention_heads": 128, "vocab_size": 129280, "num_nextn_predict_layers": 1,
         "moe": {
-            "num_experts": 256,
-            "num_experts_per_tok": 8,
-            "moe_intermediate_size": 2048,
-            "shared_expert_intermediate_size": 2048,
-            "first_k_dense_replace": 3,
+            "num_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 2048,
+            "shared_expert_intermediate_size": 2048, "first_k_dense_replace": 3,
         },
         "mla": {
-            "kv_lora_rank": 512,
-            "q_lora_rank": 1536,
-            "qk_nope_head_dim": 128,
-            "qk_rope_head_dim": 64,
+            "kv_lora_rank": 512, "q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
             "v_head_dim": 128,
         },
-    }
-)
+    },
+)  # fmt: skip
 TRAINING = TrainingSpec(seq_length=8192, global_batch_size=2048)
 DENSE = Shape(
     tp=8, pp=16, vpp=1, dp=16, num_microbatches=128, seq_length=8192, sequence_parallel=1, shard_size=16, etp=8
@@ -292,14 +281,10 @@ def test_torch_knows_the_schedules_we_name() -> None:
 @pytest.mark.parametrize(
     "rules",
     [
-        MEGATRON_RULES,
-        TORCHTITAN_RULES,
-        TORCH_EAGER_RULES,
-        AUTOMODEL_RULES,
-        *MEGATRON_CP_RULES.values(),
+        MEGATRON_RULES, TORCHTITAN_RULES, TORCH_EAGER_RULES, AUTOMODEL_RULES, *MEGATRON_CP_RULES.values(),
         *TORCH_SCHEDULE_RULES.values(),
     ],
-)
+)  # fmt: skip
 @pytest.mark.parametrize("model", [LLAMA, DEEPSEEK])
 def test_arrays_give_what_scalars_give(rules: tuple[Rule, ...], model: ModelSpec) -> None:
     rng = np.random.default_rng(0)

@@ -24,7 +24,7 @@ from planner.export.megatron.plan_options import (
 )
 from planner.export.refusal import Reason, broken_rules, hint_for, notes_on_price, refuse
 from planner.export.run_settings import notes_on_model, run_settings
-from planner.export.spelling import broken_rules_of_recipe, unspelled
+from planner.export.spelling import broken_rules_of_recipe, recipe_of, unspelled
 from planner.export.stages import Stages, objections_to, virtual_stages
 from planner.export.trainer_files import (
     IMAGE_OF_AMD,
@@ -44,6 +44,7 @@ from planner.export.trainer_files import (
     requirements_of,
 )
 from planner.specs.base import Fields, Named, Texts
+from planner.trainers.load import since_of
 from planner.trainers.rules.facts import is_hybrid, norms_queries_twice, release
 from planner.trainers.rules.rule_rows import Rule, rules_of
 
@@ -163,6 +164,12 @@ def requirements(arguments: Arguments, is_amd: bool = False) -> tuple[Requiremen
     return requirements_of("megatron", None, engine=newest, engine_release=engine.get(newest), **names)
 
 
+def _least_version(plan: Plan) -> str:
+    """The version that the options are read from, or a later one with which a value of a switch came."""
+    came = (since_of(plan.runtime_spec, *choice) for choice in recipe_of(plan, SWITCH_OPTIONS).items())
+    return max(NEWEST, *came, key=release)
+
+
 _OPTIONS_FILE = "megatron.yaml"
 _CHECKOUT = Placeholder("MEGATRON_PATH", "checkout of Megatron-LM", default="$PWD", kind="folder", in_first_run=True)
 LOG = (
@@ -191,7 +198,7 @@ def export_megatron(plan: Plan) -> TrainerFiles:
         trainer=TrainerVersion(
             "Megatron core",
             is_exactly=version,
-            at_least="" if version else NEWEST,
+            at_least="" if version else _least_version(plan),
             folder=_CHECKOUT.name,
             file="megatron/core/package_info.py",
         ),

@@ -2,7 +2,8 @@
 
 pulp has no type stubs. The protocols below name the few operations that rows are written with.
 
-Rows 1 to 3 of the integer program: the layers of the model on each rank, as integers and sums of them.
+Rows 1 to 4 of the integer program: the layers of the model on each rank, and those that are recomputed whole, as
+integers and sums of them.
 
 There are two ways to keep the layers in order, and each is exact for the models that it is used for. If the model is a
 few runs of equal layers, a binary variable of each rank is 1 if a run is finished there (`_add_runs`). If the layers
@@ -17,7 +18,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol
 
-from planner.search.ilp.node import Node, Recurring, recurring
+from planner.search.ilp.node import FULL, Node, Recurring, recurring
 from planner.specs.model import LayerKind
 
 INTEGER, CONTINUOUS = "Integer", "Continuous"
@@ -388,3 +389,106 @@ def _add_later_chunks(
 
 def _difference(ends: Sequence[Expression], index: int) -> Expression:
     return ends[index] - (ends[index - 1] if index else 0)
+
+
+@dataclass(frozen=True, slots=True)
+class RecomputedLayers:
+    """Layers that are recomputed whole, as expressions."""
+
+    by_kind: list[dict[LayerKind, Expression]]
+    """Layers of each rank by kind."""
+    settings: list[dict[LayerKind, Expression]]
+    """The numbers that the trainer is told for each rank and kind; with `one_count` they are for one virtual stage."""
+
+
+def add_recompute(program: Formulation, node: Node, layers: LayersOnRanks) -> RecomputedLayers:
+    """Add row 4: the layers of each kind on each rank that are recomputed whole, at most those that it holds."""
+    if node.whole == "all":
+        return RecomputedLayers(layers.by_kind, layers.by_kind)
+    if node.whole == "none":
+        none = [dict.fromkeys(node.kinds, constant(0)) for _ in layers.by_kind]
+        return RecomputedLayers(none, none)
+    settings: list[dict[LayerKind, Expression]] = []
+    if node.whole == "one_count":
+        meaning = "layers of every virtual stage that are recomputed whole"
+        common = program.variable("recomputed", meaning, node.num_layers, integer=True)
+        settings = [dict.fromkeys(node.kinds, common) for _ in layers.by_kind]
+        by_kind = [dict.fromkeys(node.kinds, node.vpp * common) for _ in layers.by_kind]
+    else:
+        for rank in range(node.pp):
+            settings.append({})
+            for number, kind in enumerate(node.kinds):
+                meaning = f"{kind} layers on rank {rank} that are recomputed whole"
+                name = f"recomputed_{rank}_{number}"
+                settings[rank][kind] = program.variable(name, meaning, node.num_layers, integer=True)
+        by_kind = settings
+    for rank, kinds in enumerate(layers.by_kind):
+        for number, (kind, on_rank) in enumerate(kinds.items()):
+            program.add_row("recompute", f"recompute_{rank}_{number}", by_kind[rank][kind] <= on_rank)
+    return RecomputedLayers(by_kind, settings)
+
+
+@dataclass(frozen=True, slots=True)
+class RankSums:
+    """Sums over what each rank holds, in seconds or bytes, linear in its layers; a slow rank's seconds are longer.
+
+    A quantity is named as a field or property of `PartCost`, such as `forward_total_s`.
+    """
+
+    node: Node
+    layers: LayersOnRanks
+    recomputed: RecomputedLayers
+
+    def total(self, rank: int, quantity: str) -> Expression:
+        """A quantity of all that a rank holds."""
+        return self.of_layers(rank, quantity) + self.of_ends(rank, quantity)
+
+    def of_layers(self, rank: int, quantity: str) -> Expression:
+        """A quantity of the layers on a rank, each in its recompute mode."""
+        node, slowness = self.node, self.node.slowness(rank, quantity)
+        terms = []
+        for kind, number in self.layers.by_kind[rank].items():
+            plain = slowness * float(getattr(node.layers[kind, node.base], quantity))
+            terms.append(scaled(plain, number))
+            if node.whole != "none":
+                full = slowness * float(getattr(node.layers[kind, FULL], quantity))
+                terms.append((full - plain) * self.recomputed.by_kind[rank][kind])
+        return add_up(terms)
+
+    def in_flight_bytes(self, rank: int) -> Expression:
+        """Bytes that the layers of an interleaved rank keep, each for its chunk's micro-batches in flight.
+
+        Recomputed layers are one number per chunk (one_count), or are spread evenly over the chunks (per_stage). In the
+        second case each chunk with more than the mean in flight is taken to have one more of them.
+        """
+        node, weights = self.node, self.node.in_flight_of(rank)
+        mean = sum(weights) / len(weights)
+        uneven = 0.0 if node.whole == "one_count" else sum(max(weight - mean, 0.0) for weight in weights)
+        terms = []
+        for kind, number in self.layers.in_flight[rank].items():
+            plain = float(node.layers[kind, node.modes[0]].live_bytes)
+            terms.append(plain * number)
+            if node.whole in ("one_count", "per_stage"):
+                saved = plain - float(node.layers[kind, FULL].live_bytes)
+                terms.append(-saved * (mean * self.recomputed.by_kind[rank][kind] + uneven))
+        return add_up(terms)
+
+    def of_ends(self, rank: int, quantity: str, *, first_row: bool = True, last_row: bool = True) -> float:
+        """A quantity of the embedding and the head that a rank holds.
+
+        The embedding is on a stage of the first row of virtual stages, the head on a stage of the last row. Either row
+        can be left out.
+        """
+        node, parts = self.node, []
+        if rank == 0 and first_row:
+            parts.append(node.embedding)
+        if rank == node.placement[-1] and last_row:
+            parts.append(node.head)
+        return node.slowness(rank, quantity) * sum(float(getattr(part, quantity)) for part in parts)
+
+    def per_layer(self, rank: int, quantity: str) -> list[float]:
+        """A quantity of one layer on a rank, for each kind and each recompute mode that the layer may be in."""
+        node, slowness = self.node, self.node.slowness(rank, quantity)
+        return [
+            slowness * float(getattr(node.layers[kind, mode], quantity)) for kind in node.kinds for mode in node.modes
+        ]

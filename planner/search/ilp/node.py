@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
 import numpy as np
 
-from planner.layout.candidate import Split, even_counts, held_parts
+from planner.layout.candidate import Candidate, Split, even_counts, held_parts
 from planner.layout.seconds import each_time_overlap_fraction, reduce_overlap_fraction, sharded_each_time
 from planner.physics.cost import CostTable, PartCost, sum_parts
 from planner.physics.memory import sent_bytes
@@ -28,6 +28,7 @@ from planner.schedule.orders import (
 from planner.shape import FloatArray, IntArray, Number
 from planner.specs.model import LayerKind
 from planner.specs.training import Recompute
+from planner.specs.units import GIB
 
 PASSES = ("forward_total_s", "backward_total_s")
 """The two passes of a micro-batch through a stage, as `PartCost` names their seconds, exchanges included."""
@@ -296,25 +297,16 @@ def node_of(
     if of_mean_layers:
         runs, layers = _mean_kind(pricing, table)
     return Node(
-        runs=runs,
-        layers=layers,
-        embedding=table.embedding,
-        head=_last_parts(pricing, table, choice, ranks),
-        pp=pp,
-        vpp=vpp,
-        num_microbatches=microbatches,
-        base=choice.base,
-        whole=choice.whole,
+        runs=runs, layers=layers, embedding=table.embedding, head=_last_parts(pricing, table, choice, ranks),
+        pp=pp, vpp=vpp, num_microbatches=microbatches, base=choice.base, whole=choice.whole, placement=ranks,
+        bound=SCHEDULES[schedule].bound, cutoff_s=cutoff_s, short_bytes=short_bytes, rank_factors=rank_factors,
+        of_mean_layers=of_mean_layers,
         in_flight=in_flight_microbatches(schedule, pp, vpp, microbatches),
         chunk_in_flight=chunks_in_flight(schedule, pp, vpp, microbatches) if vpp > 1 else (),
         usable_bytes=table.usable_bytes - fixed_bytes(pricing, table),
         sent_bytes=sent_bytes(model, shape, runtime),
-        short_bytes=short_bytes,
         p2p_s=table.p2p_s,
-        bound=SCHEDULES[schedule].bound,
-        placement=ranks,
         blocking_p2p=not (runtime.interleaved_p2p_overlap if vpp > 1 else runtime.p2p_overlap),
-        cutoff_s=cutoff_s,
         empty_ends=runtime.head_only_stage,
         sharded_each_time=sharded_each_time(int(shape.zero_stage), pp),
         contention_fraction=runtime.contention_fraction,
@@ -323,9 +315,7 @@ def node_of(
         lead_passes=lead_passes(schedule, vpp),
         gradient_overlap_fraction=float(reduce_overlap_fraction(runtime, shape)),
         parameter_overlap_fraction=runtime.parameter_overlap_fraction,
-        of_mean_layers=of_mean_layers,
-        rank_factors=rank_factors,
-    )
+    )  # fmt: skip
 
 
 def _last_parts(pricing: Pricing, table: CostTable, choice: RecomputeChoice, ranks: Sequence[int]) -> PartCost:
@@ -388,3 +378,46 @@ def split_of(pricing: Pricing, node: Node, solution: Solution) -> Split:
             on_stage = (min(number, layers.count(kind)) for number, kind in zip(shares, kinds, strict=True))
             recomputed.append(tuple(on_stage))
     return Split(solution.counts, node.base, tuple(recomputed))
+
+
+LEAST_SHORT_BYTES = 0.25 * GIB
+"""Bytes left free beyond those that the last program saw left, so that few programs are enough."""
+MAX_TRIES = 4
+"""Most splits of a node that are looked for; each leaves more bytes free on the ranks that were too full."""
+
+
+def shorter(short_bytes: Sequence[float], excess: Sequence[float], free_bytes: Sequence[float]) -> list[float]:
+    """Bytes that the program must leave free on each rank.
+
+    The last program saw `free_bytes` left on each rank, but its split exceeds the exact memory by `excess`. A rank that
+    exceeds it must leave so much more free that it cannot hold the same layers again.
+    """
+    known = short_bytes or [0.0] * len(excess)
+    return [
+        short + (free + LEAST_SHORT_BYTES) * (more > 0)
+        for short, more, free in zip(known, excess, free_bytes, strict=True)
+    ]
+
+
+def splits_tried(
+    start: Candidate, choice: RecomputeChoice, solver: Callable[[Node], Solution | None], cutoff_s: float = math.inf
+) -> Iterator[tuple[Solution | None, Candidate | None]]:
+    """A solver's answers for a candidate's shape, each with its split, until one fits or there is none.
+
+    Each leaves more bytes free on the ranks that the exact memory of the last showed to be too full.
+    """
+    short_bytes: list[float] = []
+    for _ in range(MAX_TRIES):
+        node = node_of(
+            start.pricing, start.table, choice, start.schedule, short_bytes, cutoff_s, rank_factors=start.rank_factors
+        )
+        solution = solver(node)
+        if solution is None or not solution.counts:
+            yield solution, None
+            return
+        split = split_of(start.pricing, node, solution)
+        candidate = start.with_split(replace(split, mtp_stage=start.split.mtp_stage))
+        yield solution, candidate
+        if candidate.fits:
+            return
+        short_bytes = shorter(short_bytes, candidate.excess_bytes, solution.free_bytes)

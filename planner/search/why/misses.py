@@ -37,8 +37,7 @@ from planner.search.enumerate import (
     schedules_tried,
 )
 from planner.search.frontier import nodes_of
-from planner.search.ilp.node import RecomputeChoice
-from planner.search.ilp.program import splits_tried
+from planner.search.ilp.node import RecomputeChoice, splits_tried
 from planner.search.priced_shapes import PricedShapes, fits, priced_shapes
 from planner.shape import FloatArray, IntArray, Shape
 from planner.specs.training import Parallelism, Recompute

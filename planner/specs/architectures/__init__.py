@@ -21,7 +21,6 @@ from planner.errors import SpecError
 from planner.specs.architectures import derivations, layer_lists, sections
 from planner.specs.architectures.derivations import Config, Derived, InexpressibleError, check_switches, first_of
 from planner.specs.architectures.layer_lists import without_unused_sections
-from planner.specs.architectures.vision import vision_of
 from planner.specs.model import ModelSpec
 from planner.specs.model_parts import MLASpec, MoESpec
 from planner.specs.problems import nearest, spec_error
@@ -224,7 +223,7 @@ def _vision(config: Config, text_hidden: Any, where: str) -> Derived:
     """The tower of a multimodal config; one that the table does not know is named, and left out."""
     thinker = config.get("thinker_config")
     config = thinker if isinstance(thinker, Mapping) else config
-    found = vision_of(config, text_hidden) if isinstance(text_hidden, int) else None
+    found = sections.vision_of(config, text_hidden) if isinstance(text_hidden, int) else None
     if found is None and isinstance(config.get("vision_config"), Mapping):
         _log.warning("%s: vision left out: only the language model is planned", where)
     return {} if found is None else {"vision": found}

@@ -115,6 +115,7 @@ def _rules(path: str, runtime: RuntimeSpec | None, core: str) -> Iterator[Rule]:
     name, _, reason = path.partition("/")
     for number, row in enumerate(rule_table()["sets"][name]):
         if isinstance(row, str):
+            assert not reason, f"{path}: a set of sets has no rows of its own"
             yield from _rules(row, runtime, core)
         elif "set" in row:
             rules = _rules(row["set"], runtime, value_at(row["core"], {}, None) if "core" in row else core)

@@ -155,15 +155,9 @@ def test_a_rank_that_the_log_names_again_and_again(
     name: Any, shares: tuple[float, float], low: float, where: list[str]
 ) -> None:
     spread = RankSpread(
-        name=name,
-        low=low,
-        low_rank=3,
-        low_share=shares[0],
-        high=300.0,
-        high_rank=1,
-        high_share=shares[1],
+        name=name, low=low, low_rank=3, low_share=shares[0], high=300.0, high_rank=1, high_share=shares[1],
         num_values=20,
-    )
+    )  # fmt: skip
     assert [one.where for one in named(rank_spreads=(spread,)) if one.name == "straggler_rank"] == where
 
 

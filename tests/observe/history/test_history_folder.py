@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 from multiprocessing import get_context
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -121,14 +122,11 @@ def test_files_that_hold_no_run_are_left_out_with_one_sentence(run: Observed, tm
     add(tmp_path, run)
     good = json.loads((tmp_path / name_of(run)).read_text())
     broken = {
-        "run-a.json": "{",
-        "run-b.json": "[]",
-        "run-c.json": json.dumps({**good, "step_s": -1}),
+        "run-a.json": "{", "run-b.json": "[]", "run-c.json": json.dumps({**good, "step_s": -1}),
         "run-d.json": json.dumps({**good, "plan": 7}),
         "run-e.json": json.dumps({**good, "plan": {**good["plan"], "best": None}}),
-        "run-f.json": json.dumps({**good, "step_s": 1e9}),
-        "run-g.json": "\0",
-    }
+        "run-f.json": json.dumps({**good, "step_s": 1e9}), "run-g.json": "\0",
+    }  # fmt: skip
     for name, text in broken.items():
         (tmp_path / name).write_text(text)
     (tmp_path / "notes.txt").write_text("mine")
@@ -218,9 +216,7 @@ def test_a_folder_that_cannot_be_made_is_one_error(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("platform", "variables", "place"), TABLES["the_place_is_the_platforms_own"])
-def test_the_place_is_the_platforms_own(
-    platform: str, variables: dict[str, str], place: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_place_is_the_platforms_own(platform: str, variables: dict[str, str], place: str, monkeypatch: Any) -> None:
     for name in ("PLANNER_HISTORY", "XDG_DATA_HOME", "LOCALAPPDATA"):
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():

@@ -323,17 +323,13 @@ def test_code_is_refused_and_does_not_run(tmp_path: Path, protocol: int) -> None
 @pytest.mark.parametrize(
     "data",
     [
-        pickle.dumps(OrderedDict(a=1)),
-        b"\x80\x02cbuiltins\neval\n(X\x03\x00\x00\x001+1tR.",
-        b"(S'ls'\nios\nsystem\n.",
-        b"(cos\nsystem\nS'ls'\no.",
-        b"\x80\x02\x82\x01.",
-        b"\x80\x02X\x03\x00\x00\x00pid\x51.",
-        b"\x80\x04\x8c\x02os\x8c\x06system\x93.",
+        pickle.dumps(OrderedDict(a=1)), b"\x80\x02cbuiltins\neval\n(X\x03\x00\x00\x001+1tR.",
+        b"(S'ls'\nios\nsystem\n.", b"(cos\nsystem\nS'ls'\no.", b"\x80\x02\x82\x01.",
+        b"\x80\x02X\x03\x00\x00\x00pid\x51.", b"\x80\x04\x8c\x02os\x8c\x06system\x93.",
         b"\x80\x04}\x8c\x01a\x8c\x01bs}b.",
     ],
     ids=["class", "GLOBAL REDUCE", "INST", "OBJ", "EXT1", "BINPERSID", "STACK_GLOBAL", "BUILD"],
-)
+)  # fmt: skip
 def test_every_way_to_name_code_is_refused(tmp_path: Path, data: bytes) -> None:
     with pytest.raises(SpecError):
         loaded(tmp_path, data)

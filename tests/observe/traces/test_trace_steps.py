@@ -136,12 +136,9 @@ def test_kernels_without_words_get_their_collective_from_the_host(tmp_path: Path
     (trace_read,) = read_kineto(trace.write(tmp_path / "made.json"))
     assert trace_read.groups["5"].ranks == (1, 3, 5, 7)
     gathered, transfer = reported(trace, tmp_path).collectives
-    assert (gathered.group, gathered.collective, gathered.num_bytes, gathered.count) == (
-        "dp",
-        "reduce_scatter",
-        32000,
-        1,
-    )
+    assert (
+        gathered.group, gathered.collective, gathered.num_bytes, gathered.count,
+    ) == ("dp", "reduce_scatter", 32000, 1)  # fmt: skip
     # 32,000 bytes × 3/4 in 100 µs, waiting included: the links are at least as fast
     assert (gathered.bus_gb_per_s, gathered.at_least) == (pytest.approx(0.24), True)
     assert (transfer.group, transfer.num_bytes, transfer.bus_gb_per_s) == ("point to point", None, None)
@@ -251,17 +248,14 @@ def test_families_have_names_of_their_own() -> None:
 
 DESCRIPTIONS = {
     "tp": "TENSOR_MODEL_PARALLEL_GROUP TENSOR_AND_CONTEXT_PARALLEL_GROUP mesh_tp",
-    "pp": "PIPELINE_MODEL_PARALLEL_GROUP mesh_pp",
-    "cp": "CONTEXT_PARALLEL_GROUP mesh_cp",
+    "pp": "PIPELINE_MODEL_PARALLEL_GROUP mesh_pp", "cp": "CONTEXT_PARALLEL_GROUP mesh_cp",
     "dp": "DATA_PARALLEL_GROUP DATA_PARALLEL_GROUP_WITH_CP mesh_dp_shard mesh_dp_shard_cp mesh_fsdp",
     "ep": "EXPERT_MODEL_PARALLEL_GROUP EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP mesh_ep",
     "etp": "EXPERT_TENSOR_PARALLEL_GROUP",
     "edp": "EXPERT_DATA_PARALLEL_GROUP INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP mesh_efsdp",
-    "embedding": "EMBEDDING_GROUP POSITION_EMBEDDING_GROUP",
-    "model": "MODEL_PARALLEL_GROUP",
-    "world": "default_pg",
+    "embedding": "EMBEDDING_GROUP POSITION_EMBEDDING_GROUP", "model": "MODEL_PARALLEL_GROUP", "world": "default_pg",
     None: "undefined",
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("axis", DESCRIPTIONS)

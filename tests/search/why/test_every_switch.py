@@ -14,16 +14,9 @@ from planner.trainers.switches import Value
 
 pytestmark = pytest.mark.thorough(0)  # a search for each value of each switch
 LIMITS = SearchLimits(
-    time_limit_s=3600,
-    tp=(1,),
-    cp=(1,),
-    ep=(8,),
-    pp=(1,),
-    micro_batch_size=(1,),
-    zero_stage=(1,),
-    top=1,
+    time_limit_s=3600, tp=(1,), cp=(1,), ep=(8,), pp=(1,), micro_batch_size=(1,), zero_stage=(1,), top=1,
     recompute=("none",),
-)
+)  # fmt: skip
 
 
 def case(model: str = "deepseek-v2-lite", runtime: str = "megatron", **limits: object) -> Case:

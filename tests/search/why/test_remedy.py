@@ -403,13 +403,10 @@ def test_a_miss_says_only_what_evaluate_would_not_take_by_itself() -> None:
     case = real_case("405b", 96)
     shape = scalar(shapes_of(case)[0], 0)
     told = {
-        (): "--tp 8 --pp 12 --dp 1 --micro-batch-size 1",
-        ("full",): "--recompute full",
-        ("selective",): "--recompute selective --recompute-modules mlp",
-        ("flat",): "--no-sequence-parallel",
-        ("zero",): "--zero-stage 2",
-        ("group",): "--zero-stage 3 --fsdp 4",
-    }
+        (): "--tp 8 --pp 12 --dp 1 --micro-batch-size 1", ("full",): "--recompute full",
+        ("selective",): "--recompute selective --recompute-modules mlp", ("flat",): "--no-sequence-parallel",
+        ("zero",): "--zero-stage 2", ("group",): "--zero-stage 3 --fsdp 4",
+    }  # fmt: skip
     changes: dict[tuple[str, ...], dict[str, int]] = {
         ("flat",): {"sequence_parallel": 0}, ("zero",): {"zero_stage": 2},
         ("group",): {"dp": 8, "shard_size": 4, "zero_stage": 3},

@@ -245,12 +245,9 @@ def _case(model: str = "8b", runtime: str = "megatron", num_gpus: int = 16) -> C
     cluster = ClusterSpec(hardware=load_hardware("h100"), num_gpus=num_gpus)
     training = TrainingSpec(seq_length=4096, global_batch_size=64)
     return Case(
-        load_model(model),
-        cluster,
-        training,
-        load_runtime(runtime),
+        load_model(model), cluster, training, load_runtime(runtime),
         SearchLimits(top=1, time_limit_s=60.0, switches="default"),
-    )
+    )  # fmt: skip
 
 
 @pytest.fixture(scope="module")
