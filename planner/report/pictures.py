@@ -19,8 +19,7 @@ from planner.report.html import draw, tag
 from planner.report.rows import Entry
 from planner.report.schedules import DrawnStep, Window, caption, shown_step
 from planner.schedule.actions import KINDS
-from planner.schedule.replay import Timeline, replay
-from planner.shape import FloatArray
+from planner.schedule.replay import FloatArray, Timeline, replay
 from planner.specs.units import GIB
 
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#F0E442", "#999999")
