@@ -222,7 +222,7 @@ _PARTS = {
     "weights_bytes": "weights", "gradients_bytes": "grads", "optimizer_bytes": "optim", "activations_bytes": "held",
     "moment_bytes": "moment", "reserved_bytes": "resvd", "total_bytes": "total",
 }  # fmt: skip
-"""What a rank holds, and the heads of its columns."""
+"""The parts of a rank's memory, and the heads of their columns."""
 
 
 def render_start(start: ProbeStart) -> Group:
