@@ -416,14 +416,17 @@ def _arguments(words: Sequence[str]) -> tuple[list[str], Named]:
             continue
         value = word[option.end() :] if option[2] else "" if re.match(r"-|\w+\.", after) else after
         name = option[1].replace("-", "_")
-        place = next((path for path, names in _ROW["arguments"].items() if name in names.split()), None)
-        if place is None:
-            others[word[: option.end(1)]] = value
-        elif "." in place:
+        place = _PLACES.get(name, word[: option.end(1)])
+        if "." in place and place[0] != "-":
             said.append(f"{place}={value}")
-        elif place != "harmless":
+        else:
             others[place] = value
+    others.pop("harmless", None)
     return said, others
+
+
+_PLACES = {name: path for path, names in _ROW["arguments"].items() for name in names.split()}
+"""Options of Bridge's launch scripts, and the fields that they set."""
 
 
 def _field(word: str) -> tuple[str, Any]:
