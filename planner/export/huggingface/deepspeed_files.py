@@ -119,7 +119,7 @@ def _pipeline_files(plan: Plan, stages: Stages, files: list[ExportFile], notes: 
 def _check_expressible(plan: Plan, stages: Stages) -> None:
     """Raise Inexpressible, with every reason, where DeepSpeed cannot run the plan."""
     of_model = rules_of("export deepspeed")
-    reasons = broken_rules((*of_model, *rules_of("layout deepspeed")), plan)
+    reasons = broken_rules((*of_model, *rules_of("layout deepspeed", runtime=plan.runtime_spec)), plan)
     refuse("deepspeed", [*reasons, *objections_to(plan, "deepspeed", stages)], hint_for(plan, "deepspeed", of_model))
 
 
@@ -173,6 +173,8 @@ def apply_deepspeed(imported: ImportedRun, config: Fields) -> None:
     }
     if found["zero_stage"] == 3 and section(zero, "offload_param").get("device") == "cpu":
         run["features"]["parameter_offload"] = True
+    if found.get("cp", 1) > 1:
+        run["features"]["ulysses"] = "autosp" if _is_autosp(config) else True
     if section(config, "data_types").get("grad_accum_dtype") == "bf16":
         run["features"]["bf16_gradients"] = True
     run["global_batch_size"] = run["global_batch_size"] or batch
@@ -207,11 +209,16 @@ def _layout(config: Fields, zero: Fields) -> Fields:
         raise SpecError(f"tensor_parallel: autotp_size: {tp!r:.60} is no number", "write a number")
     layout["tp"] = tp
     if isinstance(cp := config.get("sequence_parallel_size"), int) and cp > 1:
-        layout["cp"] = cp
+        layout |= {"cp": cp} | ({"recompute": "selective"} if _is_autosp(config) else {})
     checkpointing = section(config, "activation_checkpointing")
     if any(value for name, value in checkpointing.items() if name != "profile"):
         layout["recompute"] = "full"
     return layout
+
+
+def _is_autosp(config: Fields) -> bool:
+    """True where DeepSpeed's compiler splits sequences."""
+    return "autosp" in (section(config, "compile").get("passes") or ())
 
 
 def _offloaded(zero: Fields) -> float:
@@ -245,7 +252,7 @@ def _sort(config: Fields, imported: ImportedRun) -> None:
     if str(kind or "").lower() not in _ADAMS:
         imported.unknown["optimizer.type"] = str(kind)
     off = {key for key, value in config.items() if isinstance(value, dict) and value.get("enabled") is False}
-    shown = {key: json.dumps(value) for key, value in config.items()}
+    shown = {key: json.dumps(value) for key, value in config.items() if key != "compile" or not _is_autosp(config)}
     dialect("deepspeed").sort(imported, shown, (), lambda key, value: key in off)
 
 
