@@ -228,7 +228,7 @@ def _read_optimizer(imported: ImportedRun, settings: Said) -> None:
     value = _OPTIMIZERS.get(given)
     if _ADAMS.fullmatch(given):
         return
-    if value in switches_of(load_runtime(imported.run["runtime"])).get("optimizer", ()):
+    if value in switches_of(load_runtime(HF_RUNTIME))["optimizer"] and imported.run["runtime"] != DEEPSPEED_RUNTIME:
         imported.run["features"]["optimizer"] = value
     else:
         imported.unknown["optim"] = given
