@@ -114,7 +114,9 @@ def says_adapters(settings: Said) -> bool:
     """The settings of a trainer train adapters, by any of their words."""
     named = word(settings, "adapter", *_KINDS)
     given = word(settings, "lora_r", "lora_rank", "lora_dim") not in ("", "0")
-    is_off = named == "full" or any(name in settings and not is_on(settings[name]) for name in ("use_peft", "use_lora"))
+    is_off = named in ("full", "freeze") or any(
+        name in settings and not is_on(settings[name]) for name in ("use_peft", "use_lora")
+    )
     is_asked = is_any_on(settings, "use_peft", "use_lora", "use_qlora", "peft", "q_lora")
     return named in _WORDS or is_asked or (given and not is_off)
 
@@ -130,7 +132,7 @@ def read_fine_tuning(imported: ImportedRun, settings: Fields) -> None:
         imported.unknown["quantization"] = f"weights of {bits_of(settings)} bits that are trained whole"
     for kind in _KINDS:
         if str(settings.get(kind)).lower() not in ("none", "full", *_WORDS):
-            imported.unknown[kind] = f"{settings[kind]}, priced as all weights"
+            imported.unknown[kind] = f"{settings[kind]}, priced as {'lora' if run.get('adapters') else 'all weights'}"
     _read_objective(imported, settings)
     _read_sharding(imported, settings)
     _read_optimizer(imported, settings)
