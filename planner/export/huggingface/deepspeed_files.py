@@ -242,8 +242,8 @@ def _offloaded(zero: Fields) -> float:
 def name_sections(imported: ImportedRun, config: Fields) -> None:
     """Note what the sections of a configuration hold and is not read."""
     zero = section(config, "zero_optimization")
-    for key, read in (("offload_optimizer", ("none", "cpu")), ("offload_param", ("none", "cpu"))):
-        if section(zero, key).get("device", "none") not in (*read, None):
+    for key, is_read in (("offload_optimizer", True), ("offload_param", zero.get("stage") == 3)):
+        if section(zero, key).get("device") not in (None, "none", *["cpu"] * is_read):
             imported.unknown[f"zero_optimization.{key}"] = json.dumps(zero[key])
     for key, value in zero.items():
         inner = value if isinstance(value, dict) and key.startswith("offload") else {}
