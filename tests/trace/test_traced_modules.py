@@ -90,8 +90,15 @@ def test_a_plan_of_sharding_splits_what_lies_between_columns_and_rows() -> None:
     assert num_parameters(whole) - num_parameters(half) == (ATTENTION + FEED) / 2
     assert sum(op.forward_flops for op in operators_of(half)) == sum(op.forward_flops for op in operators_of(whole)) / 2
     assert {one.group for one in collectives_of(half)} == {"tp"}
-    with pytest.raises(SpecError, match="no style"):
-        traced("unfused", ("*.qkv", "diagonal"))
+    # transformers' plans leave out what stands before the layers
+    assert traced("unfused", ("mixer.qkv", "colwise"), ("mixer.out", "rowwise"), ("norm", "sequence")).traced
+    for wrong, word in {
+        ("*.qkv", "diagonal"): "no style",
+        ("*.qkw", "colwise"): "qkw",
+        ("*.qkv", "colwise"): "by rows",
+    }.items():
+        with pytest.raises(SpecError, match=word):
+            traced("unfused", wrong)
 
 
 def test_a_traced_file_plans_without_torch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -118,7 +125,7 @@ def test_a_traced_file_plans_without_torch(tmp_path: Path, capsys: pytest.Captur
     ("source", "word"),
     [
         (f"module:{ODD}:waits", "cannot be traced"),
-        (f"module:{ODD}:no_such", "no_such"),
+        (f"module:{ODD}:no_such", "no attribute 'no_such'"),
         ("module:nowhere.py:make", "no such file"),
         ("somewhere", "names no module"),
     ],
