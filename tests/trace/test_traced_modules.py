@@ -154,6 +154,14 @@ LATENT = {"q_lora_rank": 384, "kv_lora_rank": 256, "qk_nope_head_dim": 64, "qk_r
     [
         # as tools/trace_known traced them of transformers 5.24
         ("llama", GQA, 94_280),
+        ("qwen2", GQA, 94_280),
+        ("qwen3", GQA, 112_808),
+        ("mistral", GQA, 94_280),
+        ("phi3", GQA, 94_280),
+        ("starcoder2", GQA, 53_328),
+        ("granite", GQA, 94_280),
+        ("smollm3", GQA, 94_280),
+        ("olmoe", SMALL | {"num_experts": 16, "num_experts_per_tok": 4}, 144_172),
         ("gemma", GQA | {"head_dim": 128}, 102_480),
         ("gpt_neox", {"hidden_size": 2048, "intermediate_size": 8192, "num_attention_heads": 16}, 61_520),
         ("qwen3_moe", SMALL | EXPERTS | {"num_experts": 16}, 62_300),
