@@ -238,7 +238,7 @@ def warn_of_towers(config: Config, where: str) -> None:
 
 _TOWERS = (
     "vit_config", "audio_config", "talker_config", "code2wav_config", "vision_tower_config",
-    "img_processor", "embd_layer", "vision_model",
+    "img_processor", "embd_layer", "vision_model", "visual_tokenizer_config",
 )  # fmt: skip
 """Keys of what a multimodal model has beside its language model, and which is not planned."""
 
@@ -363,7 +363,7 @@ def _architecture(config: Config, where: str) -> tuple[Config, Architecture]:
         warn_of_towers(config, where)
         # transformers 5 writes at the top whether the language model's embeddings are tied, and never ties if not there
         tied = {name: config[name] for name in ("tie_word_embeddings",) if name in config}
-        inner = {**inner, **tied} if tied.get("tie_word_embeddings") is False else inner
+        inner = inner if tied.get("tie_word_embeddings") is None else {**inner, **tied}
         named = {"_name_or_path": config.get("_name_or_path")}
         stated = {} if "model_type" in inner else {"model_type": WRAPPERS.get(kind, kind)}
         return _architecture({**tied, **stated, **inner, **named}, where)
