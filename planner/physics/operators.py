@@ -15,6 +15,7 @@ from operator import mul
 from typing import Literal, NamedTuple
 
 from planner.shape import Number, Shape, minimum, where
+from planner.specs.base import Texts
 from planner.trainers.documents import Documents, attended_fraction, rank_imbalance
 
 BF16 = 2
@@ -301,6 +302,22 @@ def up_to_last_saved(items: Sequence[Item]) -> Sequence[Item]:
     """Items that recomputing a layer has to run again: all up to the last operator that keeps a tensor."""
     last = max(index for index, item in enumerate(items) if isinstance(item, Operator) and item.saved)
     return items[: last + 1]
+
+
+def with_products_saved(items: Sequence[Item]) -> tuple[Item, ...]:
+    """Items of which `op` recomputes no product, and keeps what each gives that is added to something else."""
+    return tuple(_saved(item) if isinstance(item, Operator) and item.kind == "gemm" else item for item in items)
+
+
+def _saved(product: Operator) -> Operator:
+    kept = [tensor._replace(modules=_but_op(tensor.modules)) for tensor in product.saved]
+    if "op" in product.modules and not kept:
+        kept.append(Saved(f"{product.name} given", (product.m / product.gradient_shards, product.n)))
+    return replace(product, modules=_but_op(product.modules), saved=tuple(kept))
+
+
+def _but_op(modules: Texts) -> Texts:
+    return tuple(name for name in modules if name != "op")
 
 
 def kept_by_torchao(items: Sequence[Item], dtype: str) -> tuple[Item, ...]:

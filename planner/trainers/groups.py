@@ -471,6 +471,8 @@ class Limits(Group):
     (torch.utils.checkpoint, and graphs that torch.compile partitions); without: all of it runs again."""
     selective_recompute_modules: Texts = ("core_attn",)
     """Modules that it can recompute by themselves."""
+    saves_products: bool = False
+    """What `op` recomputes is no product; without: it is every other one of them, too (torchtitan)."""
     selective_default: Texts = ("core_attn",)
     """The modules that `selective` recomputes where none are named."""
     head_only_stage: bool = False
