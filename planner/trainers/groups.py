@@ -472,7 +472,7 @@ class Limits(Group):
     selective_recompute_modules: Texts = ("core_attn",)
     """Modules that it can recompute by themselves."""
     saves_products: bool = False
-    """What `op` recomputes is no product; without: it is every other one of them, too (torchtitan)."""
+    """Products are no part of what `op` recomputes; without: every other one is (torchtitan)."""
     selective_default: Texts = ("core_attn",)
     """The modules that `selective` recomputes where none are named."""
     head_only_stage: bool = False
