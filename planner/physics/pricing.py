@@ -41,6 +41,7 @@ from planner.physics.operators import (
     saved_bytes,
     up_to_last_saved,
     wide_parameters,
+    with_gathered_weights,
     with_products_saved,
     within_documents,
 )
@@ -272,6 +273,7 @@ class Pricing:
     def as_trained(self, items: Sequence[Item], shape: Shape) -> tuple[Item, ...]:
         """Items of the model as this training runs them: within its documents, beside its adapters."""
         items = adapted(within_documents(items, shape, self._documents), self.training.adapters, self.runtime, shape)
+        items = with_gathered_weights(items, self.runtime.weight_shards)
         items = with_products_saved(items) if self.runtime.saves_products else items
         return kept_by_torchao(items, self.training.dtype) if self.runtime.narrows_by_torchao else items
 
@@ -385,6 +387,7 @@ class Pricing:
             self.runtime.tensor_kernels * num_tensors(items) * compute.issue_s(self.cluster.hardware, self.runtime)
         )
         own = memory.transient_bytes(items, self.runtime) + memory.unused_gradient_bytes(items, self.runtime)
+        own = own + memory.gathered_bytes(items, self.runtime)
         part = replace(
             counted,
             **seconds,

@@ -162,6 +162,7 @@ def test_a_smaller_shard_group_is_several_optimizer_instances(planned: Planned) 
         ({"cuda_graph": "moe_router"}, {"tp": 2}, "--cuda-graph-modules"),
         ({"fp32_grad_accum": False}, {}, "--grad-reduce-in-bf16"),
         ({"cp_comm_type": "a2a"}, {"cp": 2}, "--cp-comm-type"),
+        ({"gtp": 4}, {"tp": 2}, "--tensor-parallel-num-weight-shards"),
         ({"dynamic_cp": "texts"}, {"cp": 2}, "--hybrid-context-parallel"),
         ({"dynamic_cp": "packs"}, {"cp": 2, "pp": 2}, "--dynamic-context-parallel"),
     ],

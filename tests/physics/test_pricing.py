@@ -173,6 +173,29 @@ def test_a_policy_by_operators_saves_recomputes_or_offloads(
         assert table.layers[kind, "selective"].live_bytes - eager == saved * (products == 0)
 
 
+@pytest.mark.parametrize(("shards", "tp"), [(4, 1), (8, 2)])
+def test_ranks_that_share_weights_gather_them_for_every_pass(shards: int, tp: int) -> None:
+    plain = pricing_of("llama-3.1-8b")
+    shared = replace(plain, runtime=plain.runtime.with_features({"gtp": shards})[0])
+    shape = Shape.of(tp=tp, dp=16, seq_length=4096, sequence_parallel=int(tp > 1))
+    (kind,) = plain.model.kinds
+    before, after = (pricing.table(shape).layers[kind, "none"] for pricing in (plain, shared))
+    assert after.weights_bytes == pytest.approx(before.weights_bytes / shards)
+    assert after.gradients_bytes == pytest.approx(before.gradients_bytes / shards)
+    assert after.optimizer_bytes == before.optimizer_bytes, "sharded over all replicas in any case"
+    # the fused gate and up, and the next weight, are whole
+    assert after.transient_bytes - before.transient_bytes == 2 * 2 * 2 * 14336 * 4096 / tp
+    exchanges = [one for one in collectives_of(shared.layer(kind, shape)) if one.shards > 1]
+    weights = 4096 * (4096 * 2 + 1024 * 2 + 14336 * 3) / tp
+    assert [(one.kind, one.num_bytes) for one in exchanges] == [
+        ("all_gather", 2 * weights), ("all_gather", 2 * weights), ("reduce_scatter", 2 * weights)
+    ]  # fmt: skip
+    hidden = shared.runtime.fsdp_overlap_fraction
+    each_s = exchange_s(exchanges[0], shape, GPUS) + 1e-6 * plain.runtime.collective_sync_us * np.log2(shards)
+    assert after.tp_forward_s - before.tp_forward_s == pytest.approx((1 - hidden) * each_s)
+    assert after.reduce_s < before.reduce_s
+
+
 def test_full_recomputation_keeps_the_layer_input_and_repeats_its_forward() -> None:
     pricing = pricing_of("llama-3.1-70b")
     shape = Shape(tp=8, pp=4, dp=4, seq_length=4096, micro_batch_size=2, sequence_parallel=1)
