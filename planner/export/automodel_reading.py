@@ -137,7 +137,9 @@ def read_nemo_rl(config: ConfigFile) -> ImportedRun:
     tunes = re.search(r"\brun_(sft|dpo|rm)\b", config.text)
     if tunes is None and not any(path.startswith(("sft.", "dpo.")) for path in settings):
         imported.notes.append("one update of the policy is priced; rollouts, the reference model and rewards are not")
-        imported.reinforce(tokens=_scored_tokens(settings, run["seq_length"] or 0) // run["parallelism"].get("cp", 1))
+        imported.reinforce(
+            scored_tokens=_scored_tokens(settings, run["seq_length"] or 0) // run["parallelism"].get("cp", 1)
+        )
     return imported
 
 

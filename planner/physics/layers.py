@@ -438,7 +438,7 @@ def _operator(row: TracedOperator, shape: Shape) -> Operator:
         )  # fmt: skip
     moved = _at(row.bytes, length) * sequences * share
     return Operator(
-        name=row.name, kind="elementwise", family="residual", forward_bytes=moved,
+        name=row.name, kind="elementwise", family=row.family, forward_bytes=moved,
         backward_bytes=BACKWARD_FACTOR * moved, forward_kernels=row.kernels,
         backward_kernels=round(BACKWARD_FACTOR * row.kernels), parameters=parameters, saved=saved,
     )  # fmt: skip

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
 
-from rich.console import Group, RenderableType
+from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
@@ -19,8 +18,9 @@ from planner.profile.doctor import EXTRAS, Extra, Findings, Package
 from planner.profile.measurements import Profiled
 from planner.profile.probe_calibration import from_probe
 from planner.report.format import digits, gibibytes, percent, seconds
-from planner.report.pieces import as_group, bullets, columns, headed, section
+from planner.report.pieces import Parts, as_group, bullets, columns, headed, section
 from planner.search.rebalance import Rebalanced
+from planner.specs.base import Fields
 from planner.specs.hardware import Efficiency
 
 _SHOWN: dict[str, Callable[[float], str]] = {
@@ -70,7 +70,7 @@ def plan_in_words(plan: Plan) -> str:
     return f"{seconds(plan.step.step_s)} a step, {held}{'' if plan.best.fits else ', which does not fit'}"
 
 
-def _sections(result: ProbeResult) -> Iterator[RenderableType]:
+def _sections(result: ProbeResult) -> Parts:
     yield Text(f"plan  {result.slice.asked}", style="bold")
     yield Text(f"run   {result.slice.run}")
     yield Text(f"on    {result.device}" + (f", torch {result.torch_version}" if result.torch_version else ""))
@@ -239,7 +239,7 @@ def render_start(start: ProbeStart) -> Group:
     )
 
 
-def rebalanced_json(balanced: Rebalanced, guessed: Sequence[str]) -> dict[str, Any]:
+def rebalanced_json(balanced: Rebalanced, guessed: Sequence[str]) -> Fields:
     """The stages before and after as plain data, and the layout that came of it."""
     stages = [
         {
@@ -265,7 +265,7 @@ def _microbatch_s(stage: StagePlan) -> float:
 
 
 @as_group
-def render_rebalanced(balanced: Rebalanced, guessed: Sequence[str]) -> Iterator[RenderableType]:
+def render_rebalanced(balanced: Rebalanced, guessed: Sequence[str]) -> Parts:
     """Layers and milliseconds of a micro-batch of each stage before and after, and the step."""
     rows = (
         (
@@ -289,7 +289,7 @@ def render_rebalanced(balanced: Rebalanced, guessed: Sequence[str]) -> Iterator[
 
 
 @as_group
-def render_profile(profiled: Profiled, sure: str, output: str, plan: Plan | None = None) -> Iterator[RenderableType]:
+def render_profile(profiled: Profiled, sure: str, output: str, plan: Plan | None = None) -> Parts:
     """The rates that a machine reaches, the errors of their fit, and how they differ from the shipped profile."""
     hardware, efficiency = profiled.hardware, profiled.hardware.efficiency
     rows = (
@@ -365,7 +365,7 @@ def differences(shipped: Efficiency, measured: Efficiency) -> list[str]:
 
 
 @as_group
-def render_findings(findings: Findings) -> Iterator[RenderableType]:
+def render_findings(findings: Findings) -> Parts:
     """The screen of `plan doctor`: a title and one block a subject."""
     yield Text(findings.version, "bold")
     yield columns("lw", _lines(findings))

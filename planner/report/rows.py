@@ -28,6 +28,7 @@ from planner.report.format import (
     sizes,
     span,
 )
+from planner.specs.base import Texts
 
 Unit = Literal[
     "s", "tokens/s", "TFLOP/s", "fraction", "bytes", "days", "GPU-hours", "USD", "MWh", "1/day", "examples", "steps"
@@ -60,14 +61,14 @@ class Figure:
 class Table:
     """Rows of texts; `align` says of each column l, r, n (left, on one line) or w (left, and wraps)."""
 
-    rows: tuple[tuple[str, ...], ...]
+    rows: tuple[Texts, ...]
     align: str = "nw"
-    heads: tuple[str, ...] = ()
+    heads: Texts = ()
     bars: tuple[float, ...] = ()
     """The share that a bar behind each row fills; above 1 it is too much."""
     has_narrow_heads: bool = False
     """True where headings wrap to the width of the cells below them."""
-    notes: tuple[str, ...] = ()
+    notes: Texts = ()
     """Sentences below it."""
 
 
@@ -77,7 +78,7 @@ class ReportSection:
 
     name: str
     title: str
-    parts: tuple[Table | tuple[Entry, ...] | tuple[str, ...], ...]
+    parts: tuple[Table | tuple[Entry, ...] | Texts, ...]
     """Tables, layouts beside each other, and lists of sentences."""
 
 
@@ -99,7 +100,7 @@ class StageRow:
         return self.peak_bytes / self.capacity_bytes
 
     @property
-    def cells(self) -> tuple[str, ...]:
+    def cells(self) -> Texts:
         """The texts of STAGE_HEADS; milliseconds are of one micro-batch, exchanges included, on the slowest stage."""
         first, last = self.stages[0], self.stages[-1]
         alone = len(self.stages) == 1
@@ -128,7 +129,7 @@ STAGE_HEADS = ("stage", "layers", "holds", "recompute", "in flight", "fwd ms", "
 RECOMPUTE_COLUMN = STAGE_HEADS.index("recompute")
 
 
-def shown_cells(cells: tuple[str, ...], mixes_recompute: bool) -> list[str]:
+def shown_cells(cells: Texts, mixes_recompute: bool) -> list[str]:
     """A row of the stages; recompute has a column only where stages mix it."""
     return [cell for column, cell in enumerate(cells) if mixes_recompute or column != RECOMPUTE_COLUMN]
 
@@ -273,7 +274,7 @@ def _first_to_last(*values: float) -> str:
 class Robust:
     """Steps of layouts under assumptions: `steps_s` has a row per layout, the best first, a column per assumption."""
 
-    assumptions: tuple[str, ...]
+    assumptions: Texts
     steps_s: tuple[tuple[float, ...], ...]
 
     def beside_best(self, rank: int) -> tuple[tuple[float, str], ...]:
@@ -298,12 +299,12 @@ class Robust:
         return min(range(len(self.losses)), key=self.losses.__getitem__)
 
     @property
-    def heads(self) -> tuple[str, ...]:
+    def heads(self) -> Texts:
         """The titles of the columns: assumptions by their short names."""
         return ("", *(name.partition(":")[0] for name in self.assumptions), "loses at most")
 
     @property
-    def rows(self) -> tuple[tuple[str, ...], ...]:
+    def rows(self) -> tuple[Texts, ...]:
         """The cells of each layout, named as among the alternatives."""
         return tuple(
             (f"{rank}." if rank else "best", *(seconds(step_s) for step_s in row), percent(self.losses[rank]))
@@ -311,7 +312,7 @@ class Robust:
         )
 
     @property
-    def remarks(self) -> tuple[str, ...]:
+    def remarks(self) -> Texts:
         """The layout that loses least, and the meaning of each assumption."""
         meanings = (name.partition(": ") for name in self.assumptions if name != AS_PLANNED)
         return self._choice, "; ".join(f"{name}: {meaning}" for name, _, meaning in meanings)

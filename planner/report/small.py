@@ -9,6 +9,7 @@ from planner.answer import Change, Layout, Plan, Room, StagePlan
 from planner.answer import is_small as is_small_job
 from planner.report.format import digits, duration, fits_with, gibibytes, large, percent, seconds, signed_seconds, span
 from planner.report.rows import MFU, Figure, StepShare, cost_figures
+from planner.specs.base import Texts
 from planner.specs.units import gib
 
 _SHARDED = {
@@ -51,7 +52,7 @@ def is_small(plan: Plan) -> bool:
     return is_small_job(plan.cluster.num_gpus, plan.training, plan.runtime_spec) and sizes.pp * sizes.tp == 1
 
 
-def trained(plan: Plan) -> tuple[str, ...]:
+def trained(plan: Plan) -> Texts:
     """The parameters that are trained, and what the frozen ones are kept in."""
     adapters, total = plan.training.adapters, plan.model.num_parameters
     if adapters is None and plan.model.spec.vision is not None and not plan.model.spec.vision.is_trained:
@@ -79,7 +80,7 @@ def fit(plan: Plan) -> str:
     return f"It fits: {of}" + (f", with a probability of {risk}" if risk else "")
 
 
-def manner(layout: Layout, stage: StagePlan, sharding: str = "") -> tuple[str, ...]:
+def manner(layout: Layout, stage: StagePlan, sharding: str = "") -> Texts:
     """How it is run: batch, checkpointing, sharding."""
     size, number = layout.micro_batch_size, layout.num_microbatches
     each = " on each GPU" if layout.num_gpus_used > 1 else ""
@@ -258,7 +259,7 @@ class ChangeRow:
     gib: str
     seconds: str
     remark: str
-    words: tuple[str, ...]
+    words: Texts
     """Words of the command line that make the change."""
 
     @property
@@ -266,7 +267,7 @@ class ChangeRow:
         return " ".join(self.words)
 
     @property
-    def cells(self) -> tuple[str, ...]:
+    def cells(self) -> Texts:
         return self.change, self.gib, self.seconds, self.remark
 
 

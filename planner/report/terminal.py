@@ -31,9 +31,10 @@ from planner.report.format import (
     says_unsaid,
     seconds,
 )
-from planner.report.pieces import TextBar, as_group, bullets, columns, headed, section
+from planner.report.pieces import Parts, TextBar, as_group, bullets, columns, headed, section
 from planner.report.rows import Entry, Figure, ReportSection, Robust, Table, entry_of
 from planner.report.view import View, seconds_table, stage_table, view_of
+from planner.specs.base import Texts
 
 LINES, COLUMNS = 38, 80
 """The most lines of an answer on a terminal of 80 columns and 40 lines, which has a prompt too."""
@@ -90,7 +91,7 @@ def draw(shown: ReportSection) -> Group:
     return section(shown.title, Group(*map(_part, shown.parts)))
 
 
-def _part(part: Table | tuple[Entry, ...] | tuple[str, ...]) -> RenderableType:
+def _part(part: Table | tuple[Entry, ...] | Texts) -> RenderableType:
     if isinstance(part, Table):
         return table(part)
     entries = tuple(each for each in part if isinstance(each, Entry))
@@ -164,7 +165,7 @@ def _entries(entries: tuple[Entry, ...]) -> Group:
     return Group(*(line for entry in entries for line in _entry(entry, width)))
 
 
-def _entry(entry: Entry, width: int) -> Iterator[RenderableType]:
+def _entry(entry: Entry, width: int) -> Parts:
     more = f"{entry.more}  " if entry.more and not entry.trade else ""
     yield _head(entry, width, f"{entry.step}  {more}{entry.peak} GiB")
     if entry.remark:
@@ -291,7 +292,7 @@ def _changes(rows: Sequence[small.ChangeRow]) -> Padding:
     return Padding(drawn, (0, 0, 0, 1))
 
 
-def _few(entries: Sequence[Entry], robust: Robust | None) -> Iterator[RenderableType]:
+def _few(entries: Sequence[Entry], robust: Robust | None) -> Parts:
     """Two lines an entry, neither of them broken: its figures, then what it trades."""
     width = max(len(entry.name) for entry in entries)
     for rank, entry in enumerate(entries, start=1):

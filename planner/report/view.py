@@ -59,6 +59,7 @@ from planner.report.rows import (
     sustained_figure,
 )
 from planner.report.small import ChangeRow
+from planner.specs.base import Texts
 from planner.specs.training import TrainingSpec
 
 SECTIONS = (
@@ -75,7 +76,7 @@ _FREE_LIMIT_S = 30.0
 class Line:
     """A line at the top of a report: parts between which it may break."""
 
-    parts: tuple[str, ...]
+    parts: Texts
     role: Literal["", "lead", "soft", "offer", "alarm"] = ""
     is_brief: bool = True
     """False where it waits for the full report."""
@@ -301,7 +302,7 @@ def _outcome(search: SearchReport) -> str:
     return says.replace("proven", "proven for these switches", 1) if are_pinned else says
 
 
-def _recommended(best: PricedLayout) -> tuple[str, ...]:
+def _recommended(best: PricedLayout) -> Texts:
     """The cost of a layout that comes before a faster one, and the reason."""
     reason = best.recommendation
     if reason is None:

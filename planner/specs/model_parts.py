@@ -375,6 +375,8 @@ class TracedOperator(Spec):
     v_dim: NonNegativeInt = 0
     bytes: Polynomial = (0.0, 0.0, 0.0)
     """Bytes that element-by-element kernels move in a forward."""
+    family: Literal["residual", "norm", "strided", "permute", "cast"] = "residual"
+    """Family of such kernels, which reach shares of the memory's bandwidth of their own."""
     kernels: NonNegativeInt = 0
     parameters: NonNegativeInt = 0
     split: Literal["", "columns", "rows", "inside"] = ""

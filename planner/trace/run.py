@@ -42,6 +42,12 @@ VIEWS = {
     "empty", "new_empty", "empty_like", "is_same_size", "sym_size", "unsafe_split", "view_as_real", "view_as_complex",
 }  # fmt: skip
 """Operations that move no bytes."""
+FAMILIES = {
+    **dict.fromkeys(("native_layer_norm", "_fused_rms_norm"), "norm"), "_to_copy": "cast",
+    **dict.fromkeys(("cat", "clone", "copy_", "stack", "split_with_sizes_copy", "silu", "gelu", "sigmoid"), "strided"),
+    **dict.fromkeys(("index", "gather", "scatter", "scatter_add", "index_add", "sort", "topk"), "permute"),
+}  # fmt: skip
+"""Families of operations that reach less of the memory's bandwidth; all inside of a norm are norms."""
 PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "_grouped_mm"}
 
 
@@ -134,6 +140,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.rows: list[dict[str, Any]] = []
         self.layer = -1
         self.path = [""]
+        self.norms = {name for name, one in module.named_modules() if "norm" in type(one).__name__.lower()}
         self._is_hidden = False
         self.entered: list[int] = []
         self.weights = {_storage(one): one.numel() for one in module.parameters()}
@@ -178,9 +185,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def add(self, name: str, kind: str, **sizes: Any) -> None:
         """Record an operation of the current layer."""
-        self.rows.append(
-            {"layer": self.layer, "module": self.path[-1], "name": name, "kind": kind, "kept": [], **sizes}
-        )
+        place = {"layer": self.layer, "module": self.path[-1], "name": name, "kind": kind}
+        family = "norm" if name == "norm" or self.path[-1] in self.norms else FAMILIES.get(name, "residual")
+        self.rows.append({**place, "family": family, "kept": [], **sizes})
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = func(*args, **(kwargs or {}))

@@ -84,11 +84,6 @@ def test_what_shells_complete_is_what_there_is() -> None:
     assert set(SECTIONS) <= {*OF_A_VIEW, "memory"}
 
 
-def test_no_arguments_show_the_help(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([]) == 0
-    assert capsys.readouterr().out.startswith("Usage: plan")
-
-
 def test_version_names_the_calibration_the_solver_and_torch(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--version"]) == 0
     ours, *others = capsys.readouterr().out.split(", ")

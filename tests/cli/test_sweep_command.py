@@ -222,12 +222,6 @@ def test_every_plan_is_a_file_that_commands_read(folder: Path, answer_of_phases:
     assert any(exported.iterdir())
 
 
-def test_a_folder_is_not_written_twice_unasked(folder: Path, answer_of_phases: dict[str, Any], capsys: Any) -> None:
-    path = str(folder / "phases.yaml")
-    assert main([*JOB_OF_PHASES, "--runtime", "torchtitan", "--phases", path, "-o", str(folder / "run")]) == 2
-    assert "plan-short.json: already exists" in capsys.readouterr().err
-
-
 def test_the_table_fits_eighty_columns(folder: Path, capsys: Any) -> None:
     (folder / "one.yaml").write_text(
         "phases:\n  - {name: a-name-that-is-longer-than-its-column, tokens: 1T, global_batch_size: 128, "

@@ -299,7 +299,7 @@ _GRPO = (
         (_OPENRLHF + "--ref_reward_offload", {"critics": 1}),
         (_OPENRLHF.replace("train_ppo", "train_ppo_ray") + "--colocate_actor_ref", {"frozen_copies": 1}),
         (_OPENRLHF.replace("train_ppo", "train_ppo_ray") + "--colocate_all_models --advantage_estimator rloo "
-         "--remote_rm_url http://x", {"frozen_copies": 1}),
+         "--remote_rm_url http://x --vllm_enable_sleep", {"frozen_copies": 1, "rollout_fraction": 0.95}),
         (_GRPO % "", {"rollout_stays": True, "rollout_fraction": 0.3}),
         (_GRPO % ", beta=0.04, vllm_enable_sleep_mode=True", {"rollout_fraction": 0.3, "frozen_copies": 1}),
         (_GRPO % ", beta=0.04, vllm_mode='server'", {"frozen_copies": 1}),

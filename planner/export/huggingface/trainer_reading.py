@@ -31,6 +31,7 @@ from planner.export.keyed_settings import (
     KeyedSettings,
     Settings,
     dialect,
+    first,
     flat,
     is_any_on,
     is_empty,
@@ -115,27 +116,33 @@ def read_openrlhf(config: ConfigFile) -> ImportedRun:
     imported.source = "openrlhf"
     if is_rl:
         critics, frozen = _models_beside(given, config.text)
+        is_beside = is_any_on(given, *_COLOCATED)
+        share = float(first(given, "vllm_gpu_memory_utilization", "vllm.gpu_memory_utilization", default=0.95))
         imported.reinforce(
-            tokens=_scored_tokens(given, imported.run["seq_length"] or 0, tokens), critics=critics, frozen=frozen
-        )
+            scored_tokens=_scored_tokens(given, imported.run["seq_length"] or 0, tokens), critics=critics,
+            frozen_copies=frozen, rollout_fraction=is_beside * share,
+            rollout_stays=is_beside and not is_any_on(given, "vllm_enable_sleep", "vllm.enable_sleep"),
+            scored_alone=is_any_on(given, "deepspeed_enable_sleep", "ds.enable_sleep"),
+        )  # fmt: skip
         imported.notes.append("one update of the actor is priced; rollouts are not, nor models on other GPUs")
     return imported
+
+
+_COLOCATED = ("colocate_all_models", "train.colocate_all")
 
 
 def _scored_tokens(given: Settings, length: int, tokens: int) -> int:
     """Tokens of OpenRLHF's micro-batch of log-probabilities, padded unless it is packed."""
     if is_on(given.get("train.dynamic_batch_enable")):
         return max(tokens, number(given, "rollout.max_tokens_per_gpu") or 0)
-    is_packed = any(is_on(given.get(name)) for name in ("packing_samples", "ds.packing_samples"))
+    is_packed = is_any_on(given, "packing_samples", "ds.packing_samples")
     return 0 if is_packed else length * (number(given, "rollout.micro_batch_size", "micro_rollout_batch_size") or 1)
 
 
 def _models_beside(given: Settings, text: str) -> tuple[int, int]:
     """Critics and frozen models on the actor's GPUs: all of them without Ray, or as the run places them."""
-    shares = "train_ppo_ray" not in text or any(
-        is_on(given.get(n)) for n in ("colocate_all_models", "train.colocate_all")
-    )
-    refers = shares or any(is_on(given.get(n)) for n in ("colocate_actor_ref", "train.colocate_actor_ref"))
+    shares = "train_ppo_ray" not in text or is_any_on(given, *_COLOCATED)
+    refers = shares or is_any_on(given, "colocate_actor_ref", "train.colocate_actor_ref")
     has_critic = str(given.get("advantage_estimator", given.get("algo.advantage.estimator", "gae"))) == "gae"
     elsewhere = ("remote_rm_url", "reward.remote_url", "agent_func_path", "train.agent_func_path")
     scores = not any(given.get(name) for name in elsewhere)
@@ -163,7 +170,11 @@ def run_of_arguments(keyed: KeyedSettings, config: ConfigFile, tool: Dialect | N
     if (length := policy_length(settings, said)) is not None:
         settings["max_length"] = length
     run["seq_length"], run["global_batch_size"] = number(settings, *_SEQUENCE), number(settings, "global_batch_size")
-    is_asked = any(is_on(settings.get(n)) or settings.get(n) in ("offload", "unsloth") for n in _CHECKPOINTING)
+    asked = {name: settings[name] for name in _CHECKPOINTING if str(settings.get(name, 0)) != "0"}
+    is_asked = any(not is_off(value) for value in asked.values())
+    imported.unknown |= {
+        name: f"{value}, priced as kept on the GPU" for name, value in asked.items() if "offload" in str(value)
+    }
     if is_asked or ("disable_gradient_checkpointing" in settings and "gradient_checkpointing" in tool.unasked):
         layout["recompute"] = "none" if is_on(settings.get("disable_gradient_checkpointing")) else "full"
     run["num_gpus"] = keyed.num_gpus or number(settings, "num_processes") or exported_gpus(config.text)
@@ -182,7 +193,7 @@ def run_of_arguments(keyed: KeyedSettings, config: ConfigFile, tool: Dialect | N
     read_fine_tuning(imported, settings)
     _list_unread(imported, settings)
     if is_on(settings.get("use_asft_loss")):
-        imported.reinforce(tokens=0, frozen=1)
+        imported.reinforce(frozen_copies=1)
     _ROW.sort(imported, said, _READ, lambda name, v: is_off(v) or is_empty(v) or tool.is_harmless(name))
     imported.unknown |= {name: value for name, value in unread.items() if not _ROW.is_harmless(name)}
     layout.setdefault("micro_batch_size", 1)
@@ -433,14 +444,12 @@ def _read_adapters(imported: ImportedRun, settings: Fields, kind: str) -> None:
         imported.unknown["model.lora_attn_modules"] = ", ".join(unknown)
     if not targets:
         raise SpecError("model: lora_attn_modules: names no module", f"of {', '.join(ours)}")
+    told = {name: settings.get(f"model.lora_{name}") for name in ("rank", "dropout")}
     is_packed = kind.startswith("q") or settings.get("model.quantize_base") is True
-    dropout = settings.get("model.lora_dropout", 0.0)
     imported.run["adapters"] = {
-        "rank": _number(settings, "model.lora_rank") or 8,
-        "targets": targets,
-        "base_bits": 4 if is_packed else 16,
-        "dropout": dropout if isinstance(dropout, (int, float)) else 0.0,
-    }
+        "rank": 8, **{name: value for name, value in told.items() if value is not None},
+        "targets": targets, "base_bits": 4 if is_packed else 16,
+    }  # fmt: skip
 
 
 def _number(settings: Fields, name: str) -> int | None:

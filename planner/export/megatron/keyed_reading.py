@@ -214,15 +214,16 @@ def read_slime(config: ConfigFile) -> ImportedRun:
     script = read_script(config.text, config.beside)
     options = options_of(script.words)
     settings: Settings = {name.removeprefix("--").replace("-", "_"): " ".join(w) or True for name, w in options.items()}
-    if steps := _whole(settings, "num_steps_per_rollout", 0):
-        samples = _whole(settings, "rollout_batch_size", 0) * _whole(settings, "n_samples_per_prompt", 1)
+    if steps := number(settings, "num_steps_per_rollout"):
+        samples = (number(settings, "rollout_batch_size") or 0) * (number(settings, "n_samples_per_prompt") or 1)
         settings.setdefault("global_batch_size", samples // steps)
-    gpus = _whole(settings, "actor_num_nodes", 1) * _whole(settings, "actor_num_gpus_per_node", 0)
+    gpus = (number(settings, "actor_num_nodes") or 1) * (number(settings, "actor_num_gpus_per_node") or 0)
     named, name = (None, "") if "num_layers" in settings else _named(settings)
     imported = read_keys("slime", settings, gpus or None, script, named)
     imported.predicts_further = "mtp_num_layers" in settings
+    imported.ignore(lambda key: (key, settings.get(key)) == ("train_backend", "megatron"))
     if imported.run["seq_length"] is None or "seq_length" not in settings:
-        tokens = _whole(settings, "max_tokens_per_gpu", 0) * _whole(settings, "context_parallel_size", 1)
+        tokens = (number(settings, "max_tokens_per_gpu") or 0) * (number(settings, "context_parallel_size") or 1)
         imported.run["seq_length"] = tokens or imported.run["seq_length"]
         if tokens:
             imported.notes.append(
@@ -233,14 +234,6 @@ def read_slime(config: ConfigFile) -> ImportedRun:
         imported.notes.append("the training of a step is priced; its rollouts are not")
     _note_model(imported, name)
     return imported
-
-
-def _whole(settings: Settings, key: str, default: int) -> int:
-    value = settings.get(key, default)
-    try:
-        return int(str(value))
-    except ValueError:
-        raise SpecError(f"{key}: {str(value)[:60]!r} is no whole number", "write a number") from None
 
 
 _ROW = dialect("neox")

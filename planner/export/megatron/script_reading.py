@@ -223,7 +223,7 @@ def _run_of(
         imported.again = lambda model: run_of(options, script, source, also_read, model)
     imported.optimizer_instances = number(options, "--num-distributed-optimizer-instances", 1) or 1
     imported.microbatches_per_rank = 1
-    imported.notes += _assumptions(options)
+    imported.notes += _assumptions(options, source)
     imported.assumed = unsaid_options(described)
     imported.documented = _ROW["documented"]
     # DeepSpeed's pipelines take other splits and other words
@@ -256,7 +256,7 @@ def unsaid_options(options: Options) -> Named:
     }
 
 
-def _assumptions(options: Options) -> Iterator[str]:
+def _assumptions(options: Options, source: str) -> Iterator[str]:
     """Notes on options that mean something else in another version, or that no plan has a word for."""
     if "--use-megatron-fsdp" in options and "--data-parallel-sharding-strategy" not in options:
         yield (
@@ -267,7 +267,7 @@ def _assumptions(options: Options) -> Iterator[str]:
     if scales is not None and not SWITCHES["precision_recipe"].fields_of(scales):
         recipe = scales.removeprefix("fp8-")
         yield f"--fp8-recipe {recipe}: its scales are not modelled, and priced as one for a tensor (tensorwise)"
-    if "--bf16" not in options and "--fp16" not in options:
+    if source not in ("bridge", "nemo") and "--bf16" not in options and "--fp16" not in options:
         yield "neither --bf16 nor --fp16 is given, so that it trains in fp32: priced as bf16"
     if "--seq-length" not in options and "--max-position-embeddings" in options:
         yield "--seq-length is missing: as long as --max-position-embeddings"
