@@ -259,7 +259,8 @@ def moments(items: Sequence[Item], runtime: RuntimeSpec) -> Iterator[Moment]:
 
 def transient_bytes(items: Sequence[Item], runtime: RuntimeSpec) -> Number:
     """The most bytes that a part's backward needs above the bytes that the part saved."""
-    return reduce(maximum, (moment.num_bytes for moment in moments(items, runtime)), 0.0)
+    least: Number = 0.0
+    return reduce(maximum, (moment.num_bytes for moment in moments(items, runtime)), least)
 
 
 def unused_gradients(items: Sequence[Item], runtime: RuntimeSpec) -> tuple[Saved, ...]:
