@@ -233,8 +233,8 @@ def _offloaded(zero: Fields) -> float:
 def name_sections(imported: ImportedRun, config: Fields) -> None:
     """Note what the sections of a configuration hold and is not read."""
     zero = section(config, "zero_optimization")
-    for key in ("offload_optimizer", "offload_param"):
-        if section(zero, key).get("device") not in (None, "none", "cpu"):
+    for key, is_read in (("offload_optimizer", True), ("offload_param", zero.get("stage") == 3)):
+        if section(zero, key).get("device") not in (None, "none", *["cpu"] * is_read):
             imported.unknown[f"zero_optimization.{key}"] = json.dumps(zero[key])
     if zero.get("stage") == 3 and zero.get("zero_hpz_partition_size", 1) not in (1, "auto"):
         told = f"{zero['zero_hpz_partition_size']}, whose second copy of the weights in 16 bits is not priced"
