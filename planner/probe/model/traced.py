@@ -138,7 +138,8 @@ class _Step(torch.autograd.Function):
         weight_grad = None
         if operator.kind != "gemm":
             grad = _moved(grad, float(operator.backward_bytes), operator.backward_kernels)
-            weight_grad = None if weight is None else _part(grad, *weight.shape)
+            # a copy: two kernels with weights one after another would add to one gradient
+            weight_grad = None if weight is None else _part(grad, *weight.shape).clone()
         else:
             count, m, n, k = _factors(operator, weight)
             rows = _part(tp.leave_grad(grad) if ctx.split == "rows" else grad, count, m, n)
