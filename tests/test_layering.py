@@ -72,6 +72,8 @@ ALLOWED = {
         "physics.kernels", "physics.operators", "layout.candidate", "layout.price",
         # a run is priced before it starts
         "shape", "physics.cost", "physics.memory", "physics.pricing", "physics.stage_memory", "layout.seconds",
+        # ranks run the operators of a traced layer
+        "physics.layers",
     },
     # a fit evaluates what it fits, on stages that a probe ran; what a machine lacks is looked for everywhere, and the
     # solver tests itself

@@ -137,7 +137,9 @@ def read_nemo_rl(config: ConfigFile) -> ImportedRun:
     tunes = re.search(r"\brun_(sft|dpo|rm)\b", config.text)
     if tunes is None and not any(path.startswith(("sft.", "dpo.")) for path in settings):
         imported.notes.append("one update of the policy is priced; rollouts, the reference model and rewards are not")
-        imported.reinforce(tokens=_scored_tokens(settings, run["seq_length"] or 0) // run["parallelism"].get("cp", 1))
+        imported.reinforce(
+            scored_tokens=_scored_tokens(settings, run["seq_length"] or 0) // run["parallelism"].get("cp", 1)
+        )
     return imported
 
 
@@ -182,9 +184,17 @@ def _trainers_gpus(settings: Settings) -> int | None:
 def _of_megatron(settings: Settings, gpus: int | None) -> ImportedRun:
     row, start = dialect("nemo-rl-megatron"), "policy.megatron_cfg."
     keys, names = Settings(), Named()
+    off = tuple(
+        path.removesuffix("enabled") for path, on in settings.items() if path[-8:] == ".enabled" and not is_on(on)
+    )
     for path, value in settings.items():
         key = path.removeprefix(start).rpartition(".")[2]
-        if path.startswith(start) and not row.is_harmless(path.removeprefix(start)) and key != "enabled":
+        if (
+            path.startswith(start)
+            and not path.startswith(off)
+            and not row.is_harmless(path.removeprefix(start))
+            and key != "enabled"
+        ):
             keys[key], names[key] = value, path
     if is_on(keys.pop("activation_checkpointing", False)):
         keys = {"recompute_granularity": "full", **{k: v for k, v in keys.items() if v is not None}}

@@ -222,7 +222,7 @@ def read_file(config: ConfigFile, source: str | None) -> ImportedRun:
     except RecursionError:
         raise SpecError("the configuration is nested too deeply", "give a simpler file") from None
     except SpecError:
-        if not is_told:
+        if source in (UNMARKED, "huggingface") and not is_told:
             _refuse_unread(config.text)
         raise
     if job is not None:

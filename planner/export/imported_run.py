@@ -151,6 +151,15 @@ _REQUIRED = {
 """Fields without which a run cannot be priced, and how the user adds them."""
 
 
+_BESIDE = {
+    "scored_tokens": "log-probabilities of up to {:,} tokens at once",
+    "rollout_fraction": "{:.0%} of memory for generation",
+    "critics": "{} critic as large as the policy",
+    "frozen_copies": "{} frozen models as large as the policy",
+}
+"""Fields of an objective, and what is told of each."""
+
+
 @dataclass(slots=True)
 class ImportedRun:
     """A run as `plan evaluate --runs` takes it, and the fate of every option."""
@@ -258,30 +267,18 @@ class ImportedRun:
         else:
             self.unknown[name] = str(value)
 
-    def reinforce(
-        self, *, tokens: int = 0, alone: bool = False, share: float = 0.0, critics: int = 0, frozen: int = 0,
-        stays: bool = False,
-    ) -> None:  # fmt: skip
+    def reinforce(self, **told: float) -> None:
         """Price what reinforcement learning holds on a GPU beside a policy's update, and needs between two.
 
-        These are the log-probabilities of so many `tokens` at once, the `share` of memory that answers are generated
-        in, with the optimizer's states on the host (`alone`) or not, or at all times (`stays`), critics, and models
-        that are not trained.
+        These are fields of an objective: tokens that are scored at once, the share of memory that answers are generated
+        in, critics, and models that are not trained.
         """
-        told = {
-            "scored_tokens": tokens, "scored_alone": alone, "rollout_fraction": share, "critics": critics,
-            "frozen_copies": frozen, "rollout_stays": stays and share > 0,
-        }  # fmt: skip
-        if any(value for name, value in told.items() if name != "scored_alone"):
-            self.run["objective"] = {name: value for name, value in told.items() if value}
-        says = (
-            (tokens, f"log-probabilities of up to {tokens:,} tokens at once"),
-            (share, f"{share:.0%} of memory for generation{' at all times' * stays}"),
-            (critics, f"{critics} critic as large as the policy"),
-            (frozen, f"{frozen} frozen models as large as the policy"),
-        )
-        if beside := [what for count, what in says if count]:
+        self.run["objective"] = {name: value for name, value in told.items() if value}
+        beside = [says.format(told[name]) for name, says in _BESIDE.items() if told.get(name)]
+        if beside:
             self.notes.append(f"counted beside an update: {', '.join(beside)}")
+        else:
+            del self.run["objective"]
 
     def _refuse_unknown_grid(self) -> None:
         """Raise SpecError for a setting that nobody knows and that would decide the grid or the model's sizes."""

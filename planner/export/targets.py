@@ -97,7 +97,7 @@ _TRAINERS = (
     ),
     TrainerTarget(
         "bridge", "megatron.bridge_files:export_bridge", "megatron.bridge_reading:read_bridge",
-        mark=r'"overrides": \[|run_recipe\.py|run_script\.py|megatron\.bridge|ConfigContainer'
+        mark=r'"overrides": \[|run_recipe\.py|run_script\.py|setup_experiment\.py|megatron\.bridge|ConfigContainer'
         r"|cfg\.model\.tensor_model_parallel"
         r"|^train:\s*$(?s:.*)^  (train_iters|global_batch_size):",
         runtimes=("bridge",),

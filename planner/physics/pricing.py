@@ -390,7 +390,9 @@ class Pricing:
         copies_s = (
             self.runtime.tensor_kernels * num_tensors(items) * compute.issue_s(self.cluster.hardware, self.runtime)
         )
-        own = memory.transient_bytes(items, self.runtime) + memory.unused_gradient_bytes(items, self.runtime)
+        own = memory.transient_bytes(items, self.runtime) + memory.bytes_of(
+            memory.unused_gradients(items, self.runtime)
+        )
         part = replace(
             counted,
             **seconds,
@@ -446,7 +448,7 @@ class Pricing:
         trained = part.parameters - part.frozen_parameters
         plain = [(layers[kind, "none"], count) for kind, count in self.kind_counts.items()]
         stage = trained + sum((one.parameters - one.frozen_parameters) * count for one, count in plain) / shape.pp
-        table = minimum(trained, memory.sharded_parameters(stage, 0.0, shape, self.runtime))
+        table = minimum(trained, memory.sharded(stage, 0.0, shape, self.runtime))
         slower_s = kernels.optimizer_s(self.cluster.hardware, 0.0, self.runtime, table)
         return replace(part, optimizer_s=part.optimizer_s + slower_s)
 
@@ -455,11 +457,11 @@ class Pricing:
         items = self.head_items(shape, shares_embedding)
         part = self._plain(items, shape)
         layer = self.layer(self.model.layers[-1], shape)
-        loss_bytes = sum(tensor.num_bytes for tensor in memory.loss_tensors(items, layer, self.runtime))
+        loss_bytes = memory.bytes_of(memory.loss_tensors(items, layer, self.runtime))
         if not self.runtime.fused_cross_entropy:
             return replace(part, logits_bytes=loss_bytes)
         # logits that the gradient overwrites live from the loss to the head's backward, which comes next
-        logits_bytes = sum(tensor.num_bytes for tensor in memory.overwritten_logits(items, self.runtime))
+        logits_bytes = memory.bytes_of(memory.overwritten_logits(items, self.runtime))
         live_bytes = part.live_bytes - logits_bytes
         return replace(part, live_bytes=live_bytes, transient_bytes=loss_bytes, logits_bytes=loss_bytes)
 

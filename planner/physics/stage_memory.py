@@ -23,7 +23,7 @@ from typing import Any
 from planner.physics import memory
 from planner.physics.cost import CostTable, PartCost
 from planner.physics.layers import padded_vocab
-from planner.physics.memory import constant_bytes, is_decoder_layer, reserved_bytes, sharded_parameters
+from planner.physics.memory import bytes_of, constant_bytes, is_decoder_layer, reserved_bytes, sharded
 from planner.physics.operators import BF16, FP32, Item, Saved, num_parameters
 from planner.physics.optimizers import workspace_bytes
 from planner.physics.pricing import Pricing
@@ -121,16 +121,12 @@ def static_bytes(part: PartCost, shape: Shape, runtime: RuntimeSpec, dtype: str)
 def fixed_bytes(pricing: Pricing, table: CostTable) -> Number:
     """Bytes that every rank holds beside its layers: buffers, tables, token ids."""
     tables = constant_bytes(pricing.model, table.shape, pricing.runtime)
-    return _buffers_bytes(pricing, table) + tables
+    return bytes_of(buffers(pricing, table)) + tables
 
 
 def fixed_workspace_bytes(pricing: Pricing, table: CostTable) -> float:
     """Bytes of `buffers`."""
-    return float(_buffers_bytes(pricing, table))
-
-
-def _buffers_bytes(pricing: Pricing, table: CostTable) -> Number:
-    return sum((buffer.num_bytes for buffer in buffers(pricing, table)), start=0.0)
+    return float(bytes_of(buffers(pricing, table)))
 
 
 def buffers(pricing: Pricing, table: CostTable) -> tuple[Saved, ...]:
@@ -219,7 +215,7 @@ def copied_gradients_bytes(pricing: Pricing, table: CostTable, cost: PartCost) -
         return 0.0
     dense, expert = cost.trained_dense_parameters, cost.trained_expert_parameters
     on_gpu = 1 - memory.offloaded_gradients(runtime)
-    return FP32 * on_gpu * float(sharded_parameters(dense, expert, shape, runtime))
+    return FP32 * on_gpu * float(sharded(dense, expert, shape, runtime))
 
 
 SCORED_BYTES = 10
@@ -272,7 +268,7 @@ def host_bytes(pricing: Pricing, shape: Shape) -> Number:
         sum(count * num_parameters(items, expert=routed, trained=True) for count, items in parts) / shape.pp
         for routed in (False, True)
     )
-    updated = runtime.optimizer_offload_fraction * sharded_parameters(dense, expert, shape, runtime)
+    updated = runtime.optimizer_offload_fraction * sharded(dense, expert, shape, runtime)
     share = pricing.offloaded_share
     inputs = share * BF16 * shape.shard_tokens * model.residual_size
     decoder = [(count, items) for count, items in layers if is_decoder_layer(items)]

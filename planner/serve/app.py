@@ -49,6 +49,7 @@ from planner.serve.controls import (
 )
 from planner.serve.desk import NAMES, OWN_FIELDS, Desk, Found, download
 from planner.serve.server import TooLarge
+from planner.specs.base import Named
 from planner.specs.reading import parse_json
 from planner.trainers.load import switches_of
 from planner.trainers.rules.recipe import Setting, broken_recipe_rules
@@ -193,7 +194,7 @@ def switch_fields(form: Form, question: Question | None) -> Markup:
     return _drawn("switches", controls, form)
 
 
-def placeholders(question: Question) -> dict[str, str]:
+def placeholders(question: Question) -> Named:
     """The defaults that empty controls show."""
     case = question.case
     tier = case.cluster.tiers[-1]
@@ -368,7 +369,7 @@ async def _unless_gone(request: Request, work: Coroutine[Any, Any, Plan]) -> Pla
         await asyncio.gather(working, leaving, return_exceptions=True)
 
 
-def _asked_for(body: bytes) -> tuple[dict[str, str], str, int]:
+def _asked_for(body: bytes) -> tuple[Named, str, int]:
     """The controls, the answer on the screen, and the alternative looked at. Raises ValueError if it is not that."""
     try:
         data = parse_json(body, "request")

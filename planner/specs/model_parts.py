@@ -396,4 +396,4 @@ class TracedSpec(Spec):
     is_split: bool = False
     """A plan of sharding was given, so that tensor parallelism can split the layers."""
     is_looped: bool = False
-    """Some layers run more than once, one after all others: they stand on one pipeline stage."""
+    """Layers run again after others, or share weights: they stand on one pipeline stage."""

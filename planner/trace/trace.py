@@ -217,9 +217,12 @@ def _settled(operators: Sequence[TracedOperator], styles: Mapping[str, str]) -> 
     settled = list[TracedOperator]()
     is_inside = False
     for one in operators:
+        # what an operation keeps is what went into it
+        kept = tuple(tensor.model_copy(update={"is_sharded": is_inside}) for tensor in one.kept)
         is_inside = one.split == "columns" or (is_inside and one.split != "rows")
         # weights between them, of norms say, are whole on every rank only where nothing is split
-        settled.append(_shared(one) if is_inside else one)
+        split = one.split or ("inside" if is_inside else "")
+        settled.append(one.model_copy(update={"split": split, "kept": kept}))
     if is_inside:
         last = next(one.name for one in reversed(operators) if one.split == "columns")
         raise SpecError(
@@ -227,12 +230,6 @@ def _settled(operators: Sequence[TracedOperator], styles: Mapping[str, str]) -> 
             "give the layer's next product rowwise: its sum makes the rows whole again",
         )
     return tuple(settled)
-
-
-def _shared(operator: TracedOperator) -> TracedOperator:
-    """The operator between two that are split: each rank has its share."""
-    kept = tuple(tensor.model_copy(update={"is_sharded": True}) for tensor in operator.kept)
-    return operator.model_copy(update={"split": operator.split or "inside", "kept": kept})
 
 
 def _alike(lists: Sequence[tuple[TracedOperator, ...]]) -> list[tuple[TracedOperator, ...]]:

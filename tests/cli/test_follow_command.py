@@ -53,13 +53,6 @@ def test_a_run_that_leaves_its_band_is_exit_code_7(capsys: Any, monkeypatch: Any
     assert max(map(len, out.splitlines())) <= 100
 
 
-def test_a_run_in_its_band_ends_with_its_input(capsys: Any, monkeypatch: Any, tmp_path: Path) -> None:
-    with piped(log(FINE), monkeypatch):
-        assert main(["observe", "--follow", "-", "-o", str(tmp_path / "observed.json")]) == 0
-    assert "median step" in capsys.readouterr().out
-    assert json.loads((tmp_path / "observed.json").read_text())["observation"]["num_steps"] == 60
-
-
 def test_json_lines(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     with piped(log(SLOW), monkeypatch):
         assert main(["observe", "--follow", "-", "--json"]) == 7

@@ -13,7 +13,15 @@ import pytest
 from planner.answer import Plan
 from planner.export.export import bundle_of
 from planner.export.huggingface.deepspeed_files import CONFIG_FILE, PIPELINE_FILE, TRAINING_FILE, export_deepspeed
+from planner.export.import_run import read_configuration
 from planner.export.refusal import Inexpressible
+from planner.physics.pricing import Pricing
+from planner.shape import Shape
+from planner.specs.cluster import ClusterSpec
+from planner.specs.registry import load_hardware, load_model
+from planner.specs.training import TrainingSpec
+from planner.trainers.load import load_runtime
+from planner.trainers.rules.recipe import rules_for
 
 Planned = Callable[..., Plan]
 
@@ -145,3 +153,35 @@ def test_without_zero_nothing_sums_in_fp32(planned: Planned) -> None:
         bundle_of(planned("llama-3.2-1b", 2, runtime="deepspeed", zero_stage=0), "deepspeed")
     alone = bundle_of(planned("llama-3.2-1b", 1, runtime="deepspeed", zero_stage=0), "deepspeed")
     assert json.loads(alone.files[0].text)["zero_optimization"]["stage"] == 1, "of one rank, which shards nothing"
+
+
+@pytest.mark.parametrize(
+    ("compiles", "stage", "switch", "refused"),
+    [
+        (True, 1, "autosp", ()),
+        (True, 3, "autosp", ("autosp_beside_other_splits",)),
+        (False, 3, True, ()),
+    ],
+)
+def test_sequences_are_split_by_the_engine_or_by_its_compiler(
+    compiles: bool, stage: int, switch: object, refused: tuple[str, ...]
+) -> None:
+    config: dict[str, object] = {"zero_optimization": {"stage": stage}, "sequence_parallel_size": 4}
+    config |= {"compile": {"deepcompile": True, "passes": ["autosp"]}} if compiles else {}
+    imported = read_configuration(json.dumps(config), "deepspeed")
+    run = imported.run
+    assert (run["parallelism"]["cp"], run["features"]["ulysses"]) == (4, switch)
+    assert "compile" not in imported.unknown
+    runtime = load_runtime("deepspeed").with_features(run["features"])[0]
+    shape = Shape.of(cp=4, dp=2, zero_stage=stage, seq_length=32768)
+    model, training = load_model("llama-3.1-8b"), TrainingSpec(seq_length=32768, global_batch_size=8)
+    broken = [rule.reason for rule in rules_for(runtime) if not rule.holds(model, training, shape)]
+    assert tuple(broken) == refused
+    pricing = Pricing(
+        model=model, training=training, cluster=ClusterSpec(hardware=load_hardware("h100"), num_gpus=8), runtime=runtime
+    )
+    layer = pricing.recomputing(runtime.selective_default).table(shape).layers
+    plain, again = layer[model.kinds[0], "none"], layer[model.kinds[0], "selective"]
+    # heads of queries, keys, values and outputs change places, forward and backward
+    assert plain.cp_forward_s > 0
+    assert plain.live_bytes - again.live_bytes > (8192 * 2 * 14336 * 2 if compiles else 0)

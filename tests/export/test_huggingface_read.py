@@ -153,6 +153,11 @@ _SFT = "--model_name_or_path Qwen/Qwen3-8B --per_device_train_batch_size 1 --bf1
             {"seq_length": 2048},
         ),
         ("swift sft --model Qwen/Qwen3-8B --max_length 2048", {"adapters": 8, "recompute": "full"}),
+        (
+            "llamafactory-cli train --stage dpo --finetuning_type lora --model_name_or_path Qwen/Qwen3-8B "
+            "--enable_liger_kernel true --use_unsloth_gc true --cutoff_len 2048",
+            {"liger": "layers", "cpu_offloading_num_layers": 36, "recompute": "full"},
+        ),
         ("swift sft --model Qwen/Qwen3-8B --tuner_type full --max_length 2048", {"weights": "hf"}),
     ],
 )
@@ -299,7 +304,7 @@ _GRPO = (
         (_OPENRLHF + "--ref_reward_offload", {"critics": 1}),
         (_OPENRLHF.replace("train_ppo", "train_ppo_ray") + "--colocate_actor_ref", {"frozen_copies": 1}),
         (_OPENRLHF.replace("train_ppo", "train_ppo_ray") + "--colocate_all_models --advantage_estimator rloo "
-         "--remote_rm_url http://x", {"frozen_copies": 1}),
+         "--remote_rm_url http://x --vllm_enable_sleep", {"frozen_copies": 1, "rollout_fraction": 0.95}),
         (_GRPO % "", {"rollout_stays": True, "rollout_fraction": 0.3}),
         (_GRPO % ", beta=0.04, vllm_enable_sleep_mode=True", {"rollout_fraction": 0.3, "frozen_copies": 1}),
         (_GRPO % ", beta=0.04, vllm_mode='server'", {"frozen_copies": 1}),

@@ -23,7 +23,10 @@ from planner.export.followed.python_values import Unknown
 from planner.export.followed.shell_script import read_shell
 from planner.export.import_run import read, read_configuration
 from planner.export.imported_run import ConfigFile
+from planner.export.megatron.keyed_reading import options_of_keys
 from planner.layout.runs import parse_run
+
+TABLES = yaml.safe_load((Path(__file__).parent / "tables.yaml").read_text())
 
 
 @pytest.mark.parametrize(
@@ -44,6 +47,9 @@ from planner.layout.runs import parse_run
         ("model:\n  a: " + "[" * 5_000 + "\ntrain:\n  global_batch_size: 8\n", "not YAML"),
         ("trainer:\n  devices: " + "[" * 5_000 + "\nmodel:\n  a: 1\n", "not YAML"),
         ('{"zero_optimization": {}, "train_batch_size": "many"}', "'many' is no positive number"),
+        (f"p.py {BASE} --tensor-model-parallel-size ${{TP:?need}}", "$TP is not set"),
+        (f"p.py {BASE} --prompt-file x", "this is an inference server"),
+        ("actor_train:\n  per_device_train_batch_size: 1\n", "a configuration of ROLL"),
     ],
 )
 def test_what_cannot_be_read(text: str, message: str) -> None:
@@ -51,6 +57,21 @@ def test_what_cannot_be_read(text: str, message: str) -> None:
         SpecError, match=message.replace("(", r"\(").replace("$", r"\$").replace("[", r"\[").replace("+", r"\+")
     ):
         read_configuration(text)
+
+
+@pytest.mark.parametrize(("text", "place", "value"), TABLES["what_decides_is_read_or_named"])
+def test_what_decides_is_read_or_named(text: str, place: str, value: Any) -> None:
+    imported = read_configuration(text)
+    found: Any = {"run": imported.run, "unknown": imported.unknown}
+    for name in place.split("/"):
+        found = found.get(name)
+    assert found == value
+
+
+def test_none_is_a_word_of_some_options() -> None:
+    assert options_of_keys({"moe_router_load_balancing_type": "none", "fp8": "none"}) == {
+        "--moe-router-load-balancing-type": ["none"]
+    }
 
 
 def test_a_broken_file_beside_the_configuration_is_an_error(tmp_path: Path) -> None:
@@ -247,14 +268,7 @@ def test_stages_on_ranks_below_0_are_refused() -> None:
         read_configuration(negative)
 
 
-@pytest.mark.parametrize(
-    ("text", "variables", "asked"),
-    [
-        ("--num-layers 4 --seq-length $SEQ_LEN --hidden-size 64 --num-attention-heads 4", {}, "SEQ_LEN"),
-        ("--num-layers 4 --recompute-granularity ${AC} --hidden-size 64 --num-attention-heads 4", {}, "AC"),
-        ("--num-layers 4 --seq-length $SEQ_LEN --hidden-size 64 --num-attention-heads 4", {"SEQ_LEN": "512"}, ""),
-    ],
-)
+@pytest.mark.parametrize(("text", "variables", "asked"), TABLES["a_variable_of_the_surroundings_is_asked_for"])
 def test_a_variable_of_the_surroundings_is_asked_for(
     tmp_path: Path, text: str, variables: dict[str, str], asked: str
 ) -> None:

@@ -6,7 +6,6 @@ The risk of running out of memory: a normal tail of the logarithm, which falls w
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Collection
 from dataclasses import replace
@@ -36,7 +35,7 @@ from planner.layout.confidence import (
     width_terms,
 )  # fmt: skip
 from planner.layout.evaluate import evaluate, pricing_of
-from planner.layout.runs import evaluate_lines, parse_run
+from planner.layout.runs import parse_run
 from planner.physics.pricing import Pricing
 from planner.search.search import plan
 from planner.shape import Shape
@@ -140,12 +139,6 @@ def test_what_is_named_is_said_and_no_more() -> None:
     low, high = few.worst_stage.memory.total_bytes_interval or (0.0, 0.0)
     assert high / few.worst_stage.memory.total_bytes > 1.3 * few.worst_stage.memory.total_bytes / low
     assert _ends(few)[1] > 1.3 * _ends(many)[1]
-
-
-def test_lines_of_runs_name_it() -> None:
-    (answer,) = evaluate_lines([json.dumps({"id": "bare", "run": SHARDED})])
-    unsaid = answer.to_json()["unsaid"]
-    assert unsaid[0].keys() == {"switch", "value", "other", "other_fraction", "other_step_s"}
 
 
 @pytest.mark.parametrize(
@@ -401,17 +394,6 @@ def test_a_given_layout_fits_by_its_bytes_and_says_its_risk() -> None:
     assert risks == sorted(risks, reverse=True)
     assert risks[0] > 0.5 > risks[1] > 0.1
     assert risks[-1] < 0.01
-
-
-def test_the_worst_stage_decides() -> None:
-    plan = evaluated(25.0, tp=4)
-    width = memory_width(toy_problem(load_model("8b")).pricing)
-    totals = [stage.memory.total_bytes for stage in plan.stages]
-    at_width = [oom_probability(total, plan.cluster.hardware.memory_bytes, width) for total in totals]
-    low, high = plan.best.worst_stage.memory.total_bytes_interval or (0.0, 0.0)
-    own = oom_probability(max(totals), plan.cluster.hardware.memory_bytes, math.log(high / low) / 2)
-    assert plan.best.oom_probability == pytest.approx(own)
-    assert max(at_width) == at_width[totals.index(max(totals))]
 
 
 @pytest.mark.parametrize(("surer", "runtime"), [("megatron", "torchtitan"), ("megatron", "nanotron")])

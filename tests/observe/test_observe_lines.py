@@ -309,11 +309,6 @@ def test_a_long_series_is_thinned_and_the_statistics_are_not(tmp_path: Path) -> 
     assert (seen.series.stride, len(seen.series.steps), seen.num_steps) == (3, 3001, 9001)
 
 
-def test_memory_alone_is_an_observation_without_a_step(tmp_path: Path) -> None:
-    seen = read(tmp_path, "[Rank 3] (after 2 iterations) memory (MB) | max allocated: 512.0")
-    assert (seen.step_s, seen.peak_memory_bytes) == (None, 512 * 2**20)
-
-
 SETTINGS = settings(max_examples=50, deadline=None)
 NOISE = st.lists(st.floats(0.99, 1.01), min_size=20, max_size=200)
 

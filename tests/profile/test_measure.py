@@ -12,7 +12,7 @@ import pytest
 
 from planner.physics.communication import collective_s
 from planner.probe.run_price import chunk_costs
-from planner.profile.fitting import STREAMS, MeasuredTable
+from planner.profile.fitting import STREAMS, MeasuredTable, fitted_tier
 from planner.profile.measurements import (
     CPU,
     GPU,
@@ -20,7 +20,6 @@ from planner.profile.measurements import (
     Machine,
     MeasuredRow,
     MeasurementRecord,
-    fitted_tier,
     known_profile,
     profile_of,
     sidecar,

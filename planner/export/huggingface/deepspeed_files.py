@@ -9,7 +9,7 @@ from itertools import pairwise
 from planner.answer import Plan
 from planner.errors import SpecError
 from planner.export.imported_run import ConfigFile, ImportedRun, json_of, new_run, positive_number
-from planner.export.keyed_settings import beginnings, dialect, flat, refused_settings
+from planner.export.keyed_settings import beginnings, dialect, flat, is_off, refused_settings
 from planner.export.launchers import node_environment
 from planner.export.named_models import exported_model
 from planner.export.refusal import broken_rules, hint_for, notes_on_price, refuse
@@ -119,7 +119,7 @@ def _pipeline_files(plan: Plan, stages: Stages, files: list[ExportFile], notes: 
 def _check_expressible(plan: Plan, stages: Stages) -> None:
     """Raise Inexpressible, with every reason, where DeepSpeed cannot run the plan."""
     of_model = rules_of("export deepspeed")
-    reasons = broken_rules((*of_model, *rules_of("layout deepspeed")), plan)
+    reasons = broken_rules((*of_model, *rules_of("layout deepspeed", runtime=plan.runtime_spec)), plan)
     refuse("deepspeed", [*reasons, *objections_to(plan, "deepspeed", stages)], hint_for(plan, "deepspeed", of_model))
 
 
@@ -138,15 +138,6 @@ def _boundaries(stages: Stages) -> list[int]:
 DEEPSPEED_RUNTIME = "deepspeed"
 """The trainer that is DeepSpeed around a model of torch."""
 _ADAMS = ("adam", "adamw", "fusedadam", "deepspeedcpuadam", "auto", "")
-_ZERO_READ = {
-    "stage", "overlap_comm", "offload_optimizer", "offload_param", "zero_hpz_partition_size", "cpu_offload",
-}  # fmt: skip
-_ZERO_HARMLESS = beginnings(
-    "allgather_ reduce_ contiguous round_robin sub_group stage3_ load_from elastic ignore_unused cpu_offload_ "
-    "grad_hooks memory_efficient use_multi_rank legacy override max_ param_persist mics_ gather_16bit"
-)
-_OFFLOAD = {"device", "ratio", "pin_memory", "nvme_path", "buffer_count", "buffer_size", "fast_init", "max_in_cpu",
-            "pipeline", "pipeline_read", "pipeline_write"}  # fmt: skip
 _AUTO = (None, "auto")
 
 
@@ -182,13 +173,15 @@ def apply_deepspeed(imported: ImportedRun, config: Fields) -> None:
     }
     if found["zero_stage"] == 3 and section(zero, "offload_param").get("device") == "cpu":
         run["features"]["parameter_offload"] = True
+    if found.get("cp", 1) > 1:
+        run["features"]["ulysses"] = "autosp" if _is_autosp(config) else True
     if section(config, "data_types").get("grad_accum_dtype") == "bf16":
         run["features"]["bf16_gradients"] = True
     run["global_batch_size"] = run["global_batch_size"] or batch
     if micro_batch:
         layout.setdefault("micro_batch_size", micro_batch)
     imported.microbatches_per_rank = imported.microbatches_per_rank or steps
-    _sort(config, zero, imported)
+    _sort(config, imported)
 
 
 def section(config: Fields, name: str) -> Fields:
@@ -216,11 +209,16 @@ def _layout(config: Fields, zero: Fields) -> Fields:
         raise SpecError(f"tensor_parallel: autotp_size: {tp!r:.60} is no number", "write a number")
     layout["tp"] = tp
     if isinstance(cp := config.get("sequence_parallel_size"), int) and cp > 1:
-        layout["cp"] = cp
+        layout |= {"cp": cp} | ({"recompute": "selective"} if _is_autosp(config) else {})
     checkpointing = section(config, "activation_checkpointing")
     if any(value for name, value in checkpointing.items() if name != "profile"):
         layout["recompute"] = "full"
     return layout
+
+
+def _is_autosp(config: Fields) -> bool:
+    """True where DeepSpeed's compiler splits sequences."""
+    return "autosp" in (section(config, "compile").get("passes") or ())
 
 
 def _offloaded(zero: Fields) -> float:
@@ -232,25 +230,29 @@ def _offloaded(zero: Fields) -> float:
     return float(ratio) if offload.get("device") == "cpu" or zero.get("cpu_offload") is True else 0.0
 
 
-def _sort(config: Fields, zero: Fields, imported: ImportedRun) -> None:
-    """Note every key that is not read as ignored where it is known to be harmless, else as unknown."""
-    for key, read in (("offload_optimizer", ("none", "cpu")), ("offload_param", ("none", "cpu"))):
-        if section(zero, key).get("device", "none") not in (*read, None):
+def name_sections(imported: ImportedRun, config: Fields) -> None:
+    """Note what the sections of a configuration hold and is not read."""
+    zero = section(config, "zero_optimization")
+    for key, is_read in (("offload_optimizer", True), ("offload_param", zero.get("stage") == 3)):
+        if section(zero, key).get("device") not in (None, "none", *["cpu"] * is_read):
             imported.unknown[f"zero_optimization.{key}"] = json.dumps(zero[key])
-    for key, value in zero.items():
-        inner = value if isinstance(value, dict) and key.startswith("offload") else {}
-        others = inner.keys() - _OFFLOAD
-        imported.unknown |= {f"zero_optimization.{key}.{name}": str(inner[name]) for name in sorted(others)}
-        if key not in _ZERO_READ and not _ZERO_HARMLESS.match(key):
-            imported.unknown[f"zero_optimization.{key}"] = json.dumps(value)
     if zero.get("stage") == 3 and zero.get("zero_hpz_partition_size", 1) not in (1, "auto"):
         told = f"{zero['zero_hpz_partition_size']}, whose second copy of the weights in 16 bits is not priced"
         imported.unknown["zero_optimization.zero_hpz_partition_size"] = told
+    for name, words in dialect("deepspeed").renamed.items():
+        for path, value in flat(section(config, name)).items():
+            if not is_off(value) and beginnings(words).match(path) is None:
+                imported.unknown[f"{name}.{path}"] = str(value)
+
+
+def _sort(config: Fields, imported: ImportedRun) -> None:
+    """Note every key that is not read as ignored where it is known to be harmless, else as unknown."""
+    name_sections(imported, config)
     kind = section(config, "optimizer").get("type")
     if str(kind or "").lower() not in _ADAMS:
         imported.unknown["optimizer.type"] = str(kind)
     off = {key for key, value in config.items() if isinstance(value, dict) and value.get("enabled") is False}
-    shown = {key: json.dumps(value) for key, value in config.items()}
+    shown = {key: json.dumps(value) for key, value in config.items() if key != "compile" or not _is_autosp(config)}
     dialect("deepspeed").sort(imported, shown, (), lambda key, value: key in off)
 
 

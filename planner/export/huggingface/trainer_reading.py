@@ -94,18 +94,16 @@ def read_trainer(config: ConfigFile) -> ImportedRun:
 def read_openrlhf(config: ConfigFile) -> ImportedRun:
     """The run of OpenRLHF's trainers: a fine-tuning, or an update of the actor."""
     row, keyed = dialect("openrlhf"), settings_of(config)
-    given = keyed.settings
-    names = {row.renamed[key]: key for key in {**row.unasked, **given} if row.renamed.get(key)}
-    keyed.settings = {row.renamed.get(key) or key: value for key, value in given.items()}
+    names = {row.renamed[key]: key for key in {**row.unasked, **keyed.settings} if row.renamed.get(key)}
+    given = keyed.settings = {row.renamed.get(key) or key: value for key, value in keyed.settings.items()}
     is_rl, tokens = "train_ppo" in config.text, number(given, "train.max_tokens_per_gpu") or 16192
-    answers = number(given, "generate_max_len", "rollout.max_new_tokens")
-    if "prompt_max_len" in given and answers:
-        keyed.settings["max_length"] = (number(given, "prompt_max_len") or 0) + answers
+    if answer := "prompt_max_len" in given and number(given, "generate_max_len"):
+        given["max_length"] = (number(given, "prompt_max_len") or 0) + answer
     if is_rl:
-        length = number(keyed.settings, "max_length") or 2048
+        length = number(given, "max_length") or 2048
         packed = max(1, tokens // length) if is_on(given.get("train.dynamic_batch_enable")) else 1
-        keyed.settings.setdefault("per_device_train_batch_size", packed)
-    gpus = [number(given, f"actor{sign}{name}") for sign in "_." for name in ("num_nodes", "num_gpus_per_node")]
+        given.setdefault("per_device_train_batch_size", packed)
+    gpus = [number(given, name) for name in ("actor_num_nodes", "actor_num_gpus_per_node")]
     keyed.num_gpus = keyed.num_gpus or (prod(each or 1 for each in gpus) if any(gpus) else None)
     if (other := re.search(r"train_(dpo|rm|kto|kd|prm)\b", config.text)) is not None:
         keyed.settings["stage"] = other[1]
@@ -114,9 +112,13 @@ def read_openrlhf(config: ConfigFile) -> ImportedRun:
     imported.rename(names)
     imported.source = "openrlhf"
     if is_rl:
-        critics, frozen = _models_beside(given, config.text)
+        is_beside = is_on(given.get("colocate_all_models"))
         imported.reinforce(
-            tokens=_scored_tokens(given, imported.run["seq_length"] or 0, tokens), critics=critics, frozen=frozen
+            scored_tokens=_scored_tokens(given, imported.run["seq_length"] or 0, tokens),
+            rollout_fraction=is_beside * float(given.get("vllm_gpu_memory_utilization", 0.95)),
+            rollout_stays=is_beside and not is_on(given.get("vllm_enable_sleep")),
+            scored_alone=is_on(given.get("deepspeed_enable_sleep")),
+            **_models_beside(given, config.text),
         )
         imported.notes.append("one update of the actor is priced; rollouts are not, nor models on other GPUs")
     return imported
@@ -126,21 +128,17 @@ def _scored_tokens(given: Settings, length: int, tokens: int) -> int:
     """Tokens of OpenRLHF's micro-batch of log-probabilities, padded unless it is packed."""
     if is_on(given.get("train.dynamic_batch_enable")):
         return max(tokens, number(given, "rollout.max_tokens_per_gpu") or 0)
-    is_packed = any(is_on(given.get(name)) for name in ("packing_samples", "ds.packing_samples"))
-    return 0 if is_packed else length * (number(given, "rollout.micro_batch_size", "micro_rollout_batch_size") or 1)
+    return 0 if is_on(given.get("packing")) else length * (number(given, "micro_rollout_batch_size") or 1)
 
 
-def _models_beside(given: Settings, text: str) -> tuple[int, int]:
+def _models_beside(given: Settings, text: str) -> dict[str, int]:
     """Critics and frozen models on the actor's GPUs: all of them without Ray, or as the run places them."""
-    shares = "train_ppo_ray" not in text or any(
-        is_on(given.get(n)) for n in ("colocate_all_models", "train.colocate_all")
-    )
-    refers = shares or any(is_on(given.get(n)) for n in ("colocate_actor_ref", "train.colocate_actor_ref"))
-    has_critic = str(given.get("advantage_estimator", given.get("algo.advantage.estimator", "gae"))) == "gae"
-    elsewhere = ("remote_rm_url", "reward.remote_url", "agent_func_path", "train.agent_func_path")
-    scores = not any(given.get(name) for name in elsewhere)
+    shares = "train_ppo_ray" not in text or is_on(given.get("colocate_all_models"))
+    has_critic = shares and given.get("advantage_estimator", "gae") == "gae"
+    scores = shares and not (given.get("remote_rm_url") or given.get("agent_func_path"))
     kept = not is_on(given.get("ref_reward_offload"))
-    return int(shares and has_critic), kept * (int(refers) + int(shares and scores))
+    refers = shares or is_on(given.get("colocate_actor_ref"))
+    return {"critics": int(has_critic), "frozen_copies": kept * (int(refers) + int(scores))}
 
 
 def run_of_arguments(keyed: KeyedSettings, config: ConfigFile, tool: Dialect | None = None) -> ImportedRun:
@@ -163,7 +161,11 @@ def run_of_arguments(keyed: KeyedSettings, config: ConfigFile, tool: Dialect | N
     if (length := policy_length(settings, said)) is not None:
         settings["max_length"] = length
     run["seq_length"], run["global_batch_size"] = number(settings, *_SEQUENCE), number(settings, "global_batch_size")
-    is_asked = any(is_on(settings.get(n)) or settings.get(n) in ("offload", "unsloth") for n in _CHECKPOINTING)
+    asked = {name: settings[name] for name in _CHECKPOINTING if str(settings.get(name, 0)) != "0"}
+    is_asked = any(not is_off(value) for value in asked.values())
+    imported.unknown |= {
+        name: f"{value}, priced as kept on the GPU" for name, value in asked.items() if "offload" in str(value)
+    }
     if is_asked or ("disable_gradient_checkpointing" in settings and "gradient_checkpointing" in tool.unasked):
         layout["recompute"] = "none" if is_on(settings.get("disable_gradient_checkpointing")) else "full"
     run["num_gpus"] = keyed.num_gpus or number(settings, "num_processes") or exported_gpus(config.text)
@@ -182,7 +184,7 @@ def run_of_arguments(keyed: KeyedSettings, config: ConfigFile, tool: Dialect | N
     read_fine_tuning(imported, settings)
     _list_unread(imported, settings)
     if is_on(settings.get("use_asft_loss")):
-        imported.reinforce(tokens=0, frozen=1)
+        imported.reinforce(frozen_copies=1)
     _ROW.sort(imported, said, _READ, lambda name, v: is_off(v) or is_empty(v) or tool.is_harmless(name))
     imported.unknown |= {name: value for name, value in unread.items() if not _ROW.is_harmless(name)}
     layout.setdefault("micro_batch_size", 1)
@@ -433,14 +435,12 @@ def _read_adapters(imported: ImportedRun, settings: Fields, kind: str) -> None:
         imported.unknown["model.lora_attn_modules"] = ", ".join(unknown)
     if not targets:
         raise SpecError("model: lora_attn_modules: names no module", f"of {', '.join(ours)}")
+    told = {name: settings.get(f"model.lora_{name}") for name in ("rank", "dropout")}
     is_packed = kind.startswith("q") or settings.get("model.quantize_base") is True
-    dropout = settings.get("model.lora_dropout", 0.0)
     imported.run["adapters"] = {
-        "rank": _number(settings, "model.lora_rank") or 8,
-        "targets": targets,
-        "base_bits": 4 if is_packed else 16,
-        "dropout": dropout if isinstance(dropout, (int, float)) else 0.0,
-    }
+        "rank": 8, **{name: value for name, value in told.items() if value is not None},
+        "targets": targets, "base_bits": 4 if is_packed else 16,
+    }  # fmt: skip
 
 
 def _number(settings: Fields, name: str) -> int | None:

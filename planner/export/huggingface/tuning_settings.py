@@ -47,28 +47,22 @@ def dtype_of(settings: Said) -> str | None:
 
 
 def fsdp_layout(settings: Said, options: Said) -> Fields:
-    """The layout that FSDP's options mean; `settings` are those of the trainer around it."""
-    words = word(settings, "fsdp").split()
-    strategy = str(_either(options, "fsdp_sharding_strategy", "sharding_strategy", "full_shard")).upper()
-    if words:
-        strategy = next((word.upper() for word in words if word.upper() in _SHARDING), strategy)
-    stage = _SHARDING.get(strategy, 3)
-    reshards = _either(options, "fsdp_reshard_after_forward", "reshard_after_forward")
+    """The layout that FSDP's options mean, by their own names or Accelerate's; `settings` are the trainer's."""
+    said = {str(name).removeprefix("fsdp_"): value for name, value in options.items()}
+    named = (name.upper() for name in (*word(settings, "fsdp").split(), str(said.get("sharding_strategy"))))
+    strategy, reshards = (
+        next((name for name in named if name in _SHARDING), "FULL_SHARD"),
+        said.get("reshard_after_forward"),
+    )
     if isinstance(reshards, str) and reshards.upper() in _SHARDING:
-        stage, strategy = _SHARDING[reshards.upper()], reshards.upper()
-    elif reshards is not None and not is_on(reshards):
-        stage = 2
-    layout: Fields = {"zero_stage": stage}
+        strategy = reshards.upper()
+    is_kept = reshards is not None and strategy != str(reshards).upper() and not is_on(reshards)
+    layout: Fields = {"zero_stage": 2 if is_kept else _SHARDING[strategy]}
     if "HYBRID" in strategy or strategy in ("4", "5"):
         layout["fsdp"] = 8
-    if is_on(_either(options, "fsdp_activation_checkpointing", "activation_checkpointing")):
+    if is_on(said.get("activation_checkpointing")):
         layout["recompute"] = "full"
     return layout
-
-
-def _either(options: Said, name: str, short: str, default: Any = None) -> Any:
-    """An option of FSDP by its name, or by the one that trainers' own sections give it."""
-    return options.get(name, options.get(short, default))
 
 
 def deepspeed_beside(config: ConfigFile, name: Any) -> Fields | None:
@@ -120,7 +114,9 @@ def says_adapters(settings: Said) -> bool:
     """The settings of a trainer train adapters, by any of their words."""
     named = word(settings, "adapter", *_KINDS)
     given = word(settings, "lora_r", "lora_rank", "lora_dim") not in ("", "0")
-    is_off = named == "full" or any(name in settings and not is_on(settings[name]) for name in ("use_peft", "use_lora"))
+    is_off = named in ("full", "freeze") or any(
+        name in settings and not is_on(settings[name]) for name in ("use_peft", "use_lora")
+    )
     is_asked = is_any_on(settings, "use_peft", "use_lora", "use_qlora", "peft", "q_lora")
     return named in _WORDS or is_asked or (given and not is_off)
 
@@ -136,7 +132,7 @@ def read_fine_tuning(imported: ImportedRun, settings: Fields) -> None:
         imported.unknown["quantization"] = f"weights of {bits_of(settings)} bits that are trained whole"
     for kind in _KINDS:
         if str(settings.get(kind)).lower() not in ("none", "full", *_WORDS):
-            imported.unknown[kind] = f"{settings[kind]}, priced as all weights"
+            imported.unknown[kind] = f"{settings[kind]}, priced as {'lora' if run.get('adapters') else 'all weights'}"
     _read_objective(imported, settings)
     _read_sharding(imported, settings)
     _read_optimizer(imported, settings)
@@ -197,7 +193,10 @@ def _read_policy(imported: ImportedRun, settings: Said) -> None:
     share = float(settings.get("vllm_gpu_memory_utilization") or (0.9 if is_swift else 0.3))
     sleeps = is_on(settings.get("vllm_enable_sleep_mode")) or number(settings, "sleep_level") is not None
     is_alone = is_any_on(settings, "offload_optimizer", "offload_model")
-    imported.reinforce(share=share * is_beside, stays=not sleeps, alone=is_alone, frozen=int(is_kept))
+    imported.reinforce(
+        rollout_fraction=share * is_beside, rollout_stays=is_beside and not sleeps, scored_alone=is_alone,
+        frozen_copies=int(is_kept),
+    )  # fmt: skip
     imported.notes.append("one update of the policy is priced; answers and rewards are not")
 
 
@@ -231,7 +230,7 @@ def _read_optimizer(imported: ImportedRun, settings: Said) -> None:
     value = _OPTIMIZERS.get(given)
     if _ADAMS.fullmatch(given):
         return
-    if value in switches_of(load_runtime(imported.run["runtime"])).get("optimizer", ()):
+    if value in switches_of(load_runtime(HF_RUNTIME))["optimizer"] and imported.run["runtime"] != DEEPSPEED_RUNTIME:
         imported.run["features"]["optimizer"] = value
     else:
         imported.unknown["optim"] = given
@@ -251,7 +250,9 @@ def _read_kernels(imported: ImportedRun, settings: Said) -> None:
     if is_any_on(
         settings, "use_liger_kernel", "liger_kernel", "enable_liger_kernel", "liger_fused_linear_cross_entropy"
     ):
-        features["liger"] = True
+        # LLaMA-Factory and ms-swift take log-probabilities of logits where more than the next token is learned
+        takes_logits = _OBJECTIVES.get(stage_of(settings), "lm") != "lm" and any(name in settings for name in _KINDS)
+        features["liger"] = "layers" if takes_logits else True
     elif settings.get("loss_type") == "chunked_nll" and not is_older and "objective" not in imported.run:
         features["liger"] = "loss"
     if is_on(settings.get("activation_offloading")) or _offloads_inputs(settings):
@@ -266,9 +267,8 @@ def _offloads_inputs(settings: Said) -> bool:
     """Checkpointing keeps its layers' inputs on the host, as transformers, axolotl and Unsloth ask for it."""
     kwargs = settings.get("gradient_checkpointing_kwargs")
     named = (settings.get(name) for name in ("gradient_checkpointing", "use_gradient_checkpointing"))
-    return (isinstance(kwargs, Mapping) and is_on(kwargs.get("offload"))) or any(
-        v in ("offload", "unsloth") for v in named
-    )
+    is_asked = is_on(settings.get("use_unsloth_gc")) or (isinstance(kwargs, Mapping) and is_on(kwargs.get("offload")))
+    return is_asked or any(v in ("offload", "unsloth") for v in named)
 
 
 _READ_OF_SECTIONS = re.compile(
@@ -358,25 +358,19 @@ def apply_parallelism(imported: ImportedRun, options: Fields) -> None:
 
 
 def _apply_deepspeed(imported: ImportedRun, options: Fields, config: ConfigFile) -> None:
-    imported.run["runtime"] = DEEPSPEED_RUNTIME
+    devices = {name: options.get(f"{name}_device") for name in ("offload_optimizer", "offload_param")}
+    found: Fields | None = {
+        "zero_optimization": {"stage": number(options, "zero_stage") or 0}
+        | {name: {"device": device} for name, device in devices.items()},
+        "gradient_accumulation_steps": number(options, "gradient_accumulation_steps"),
+    }
     if name := options.get("deepspeed_config_file"):
         found = deepspeed_beside(config, name)
-        if found is None:
-            raise SpecError(
-                f"deepspeed_config_file: {name!r:.80} is not beside the file", "put it there, or import it itself"
-            )
-        apply_deepspeed(imported, found)
-        return
-    layout = imported.run["parallelism"]
-    layout["zero_stage"] = number(options, "zero_stage") or 0
-    imported.microbatches_per_rank = number(options, "gradient_accumulation_steps")
-    imported.run["features"]["optimizer_offload"] = float(options.get("offload_optimizer_device") == "cpu")
-    if options.get("offload_optimizer_device") == "nvme":
-        imported.unknown["deepspeed_config.offload_optimizer_device"] = "nvme"
-    if options.get("offload_param_device") == "cpu" and layout["zero_stage"] == 3:
-        imported.run["features"]["parameter_offload"] = True
-    elif options.get("offload_param_device") in ("cpu", "nvme"):
-        imported.unknown["deepspeed_config.offload_param_device"] = str(options["offload_param_device"])
+    if found is None:
+        raise SpecError(
+            f"deepspeed_config_file: {name!r:.80} is not beside the file", "put it there, or import it itself"
+        )
+    apply_deepspeed(imported, found)
 
 
 def _apply_megatron(imported: ImportedRun, options: Fields) -> None:

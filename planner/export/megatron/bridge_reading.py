@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 from planner.errors import SpecError
@@ -11,7 +13,7 @@ from planner.export.followed.python_recipe import Evaluator, chosen_recipe
 from planner.export.followed.python_values import CallRecord, Unknown
 from planner.export.followed.shell_script import Script, launched_on, read_script
 from planner.export.imported_run import ConfigFile, ImportedRun, json_of, yaml_of
-from planner.export.keyed_settings import refused_settings, table
+from planner.export.keyed_settings import flat, refused_settings, table
 from planner.export.megatron.keyed_reading import add_lora
 from planner.export.megatron.model_options import PATTERNS
 from planner.export.megatron.option_rows import (
@@ -26,10 +28,11 @@ from planner.export.megatron.option_rows import (
     options_of,
 )
 from planner.export.megatron.script_reading import run_of
-from planner.export.named_models import Model, model_called
+from planner.export.named_models import Model, model_called, num_layers_of
 from planner.specs.base import Fields, Named, Said
 from planner.specs.reading import kind_of
 from planner.specs.registry import load_model
+from planner.specs.units import is_count
 
 _CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
 
@@ -241,6 +244,7 @@ def _sort_fields(fields: Said, imported: ImportedRun) -> None:
 _LENGTHS = ("model.seq_length", "dataset.seq_length")
 _RANKS = ("--nnodes", "--nproc-per-node")
 """The options of torchrun that say how many ranks there are."""
+_COUNTED = ("model.account_for_embedding_in_pipeline_split", "model.account_for_loss_in_pipeline_split")
 _MARKS = ("model", "train", "ddp", "mixed_precision")
 _HARDWARE = ("h100", "h200", "b200", "b300", "gb200", "gb300", "a100")
 
@@ -255,10 +259,28 @@ def read_bridge(config: ConfigFile) -> ImportedRun:
     if is_python and not re.search(r"^#!(?!.*python)|^apiVersion:", config.text, re.MULTILINE):
         return _read_recipe(config)
     words, script, recipe = _words(config)
-    fields = dict(_field(word) for word in words)
+    said, others = _arguments(script.words)
+    fields = dict(_field(word) for word in (*said, *words))
+    recipe, gpus = recipe or others.pop("recipe", ""), others.pop("gpus", "")
     if not fields:
         raise SpecError("the text overrides no field of a recipe", "give bridge.json, or the script that sets fields")
-    imported = _run(fields, script, recipe)
+    mode = others.pop("mode", "")
+    task = "peft" if mode in ("lora", "dora") else mode or next(iter(re.findall("_(sft|peft)_", recipe)), "pretrain")
+    if dtype := others.pop("mixed_precision", ""):
+        fields["mixed_precision"] = f"bf16_with_{dtype}_mixed"
+    unasked = {path: value for path, value in BASES.get(f"_{task}_common", {}).items() if path not in fields}
+    imported = _run({**unasked, **fields}, script, recipe)
+    layers, layout = num_layers_of(imported.run["model"]) or 0, imported.run["parallelism"]
+    if recipe and layers % layout["pp"] and (layers + 2) % layout["pp"] == 0 and "layout" not in layout:
+        # recipes of such models count embedding and loss as layers
+        unasked |= dict.fromkeys(_COUNTED, True)
+        imported = _run({**unasked, **fields}, script, recipe)
+    imported.assumed |= {path: str(value) for path, value in unasked.items()}
+    imported.run["hardware"] = others.pop("hardware", None)
+    imported.run["num_gpus"] = imported.run["num_gpus"] or (int(gpus) if is_count(gpus) else None)
+    if task == "peft":
+        read_peft(imported, mode or "lora")
+    imported.unknown |= others
     imported.notes.append("what the recipe sets beside these overrides is not read")
     return imported
 
@@ -358,7 +380,6 @@ def _run(fields: Said, script: Script, recipe: str, hub_name: str = "") -> Impor
         imported.ignore(_OF_HYBRIDS.match)
     if imported.run["model"] is None and (hub_name or recipe):
         imported.model_name = hub_name or recipe
-    imported.notes = [note for note in imported.notes if not note.startswith("neither --bf16")]
     if isinstance(fields.get("model.pipeline_model_parallel_layout"), Unread):
         # nobody can tell what a layout that is not read refuses
         imported.refused = []
@@ -389,18 +410,34 @@ def _words(config: ConfigFile) -> tuple[list[str], Script, str]:
         return [str(word) for word in overrides], launched_on(data.get("world_size")), str(data.get("recipe", ""))
     if re.match(r"(#.*\n|\s|---)*(model|train|ddp|optimizer):\s*(#.*)?\n", text):
         data = yaml_of(text, "give the file of overrides")
-        rows = _flat(data) if isinstance(data, dict) else []
-        return [f"{path}={json.dumps(value)}" for path, value in rows], Script(), ""
+        rows = flat(data) if isinstance(data, dict) else {}
+        return [f"{path}={json.dumps(value)}" for path, value in rows.items()], Script(), ""
     script = read_script(text, config.beside)
-    recipes = [script.words[i + 1] for i, word in enumerate(script.words[:-1]) if word == "--recipe"]
-    return [word for word in script.words if re.match(r"[+a-z_]+(\.\w+)+=", word)], script, next(iter(recipes), "")
+    return [word for word in script.words if re.match(r"[+a-z_]+(\.\w+)+=", word)], script, ""
 
 
-def _flat(data: Said, prefix: str = "") -> list[tuple[str, Any]]:
-    rows: list[tuple[str, Any]] = []
-    for name, value in data.items():
-        rows += _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else [(f"{prefix}{name}", value)]
-    return rows
+def _arguments(words: Sequence[str]) -> tuple[list[str], Named]:
+    """Overrides that options of a launch stand for, and what else it is given: a recipe, a mode, what nobody knows."""
+    start = next((index for index, word in enumerate(words) if word.endswith(".py")), len(words))
+    said, others = list[str](), Named()
+    for word, after in pairwise([*words[start:], ""]):
+        if (option := re.match(r"--?([A-Za-z][\w.-]*)(=|$)", word)) is None:
+            continue
+        value = word[option.end() :] if option[2] else "" if re.match(r"-|\w+\.", after) else after
+        name = option[1].replace("-", "_")
+        place = _PLACES.get(name, word[: option.end(1)])
+        if re.fullmatch(r"[a-z_]+(,[a-z_]+)+", value):
+            value = json.dumps(value.split(","))
+        if "." in place and place[0] != "-":
+            said.append(f"{place}={value}")
+        else:
+            others[place] = value
+    others.pop("harmless", None)
+    return said, others
+
+
+_PLACES = {name: path for path, names in _ROW["arguments"].items() for name in names.split()}
+"""Options of Bridge's launch scripts, and the fields that they set."""
 
 
 def _field(word: str) -> tuple[str, Any]:

@@ -26,6 +26,7 @@ from planner.export.megatron.option_rows import Options, OptionWords, all_rows, 
 from planner.export.megatron.script_reading import READ_OPTIONS, run_of
 from planner.export.named_models import Model, model_called
 from planner.specs.base import Fields, Named
+from planner.specs.expressions import value_of
 
 _CONFIG_KEYS = {
     "virtual_pipeline_model_parallel_size": "--num-virtual-stages-per-pipeline-rank",
@@ -214,15 +215,16 @@ def read_slime(config: ConfigFile) -> ImportedRun:
     script = read_script(config.text, config.beside)
     options = options_of(script.words)
     settings: Settings = {name.removeprefix("--").replace("-", "_"): " ".join(w) or True for name, w in options.items()}
-    if steps := _whole(settings, "num_steps_per_rollout", 0):
-        samples = _whole(settings, "rollout_batch_size", 0) * _whole(settings, "n_samples_per_prompt", 1)
+    if steps := number(settings, "num_steps_per_rollout"):
+        samples = (number(settings, "rollout_batch_size") or 0) * (number(settings, "n_samples_per_prompt") or 1)
         settings.setdefault("global_batch_size", samples // steps)
-    gpus = _whole(settings, "actor_num_nodes", 1) * _whole(settings, "actor_num_gpus_per_node", 0)
+    gpus = (number(settings, "actor_num_nodes") or 1) * (number(settings, "actor_num_gpus_per_node") or 0)
     named, name = (None, "") if "num_layers" in settings else _named(settings)
     imported = read_keys("slime", settings, gpus or None, script, named)
     imported.predicts_further = "mtp_num_layers" in settings
+    imported.ignore(lambda key: (key, settings.get(key)) == ("train_backend", "megatron"))
     if imported.run["seq_length"] is None or "seq_length" not in settings:
-        tokens = _whole(settings, "max_tokens_per_gpu", 0) * _whole(settings, "context_parallel_size", 1)
+        tokens = (number(settings, "max_tokens_per_gpu") or 0) * (number(settings, "context_parallel_size") or 1)
         imported.run["seq_length"] = tokens or imported.run["seq_length"]
         if tokens:
             imported.notes.append(
@@ -233,14 +235,6 @@ def read_slime(config: ConfigFile) -> ImportedRun:
         imported.notes.append("the training of a step is priced; its rollouts are not")
     _note_model(imported, name)
     return imported
-
-
-def _whole(settings: Settings, key: str, default: int) -> int:
-    value = settings.get(key, default)
-    try:
-        return int(str(value))
-    except ValueError:
-        raise SpecError(f"{key}: {str(value)[:60]!r} is no whole number", "write a number") from None
 
 
 _ROW = dialect("neox")
@@ -291,29 +285,11 @@ def _options(given: Settings) -> OptionWords:
     options = {
         option: [str(given[key])] for key, option in _ROW.renamed.items() if given.get(key) not in (None, "", 0, [], {})
     }
-    heads, kv = given.get("num_attention_heads"), given.get("num_kv_heads")
-    flags = {
-        "--untie-embeddings-and-output-weights": is_on(given["no_weight_tying"]),
-        "--checkpoint-activations": is_on(given["checkpoint_activations"]),
-        "--sequence-parallel": is_on(given["sequence_parallel"]),
-        "--disable-bias-linear": is_off(given["use_bias_in_attn_linear"]) and is_off(given["use_bias_in_mlp"]),
-        "--swiglu": given["activation"] in _GATED,
-        "--qk-layernorm": is_on(given.get("use_qk_layernorm")),
-        "--bf16": _precision(given) == "bf16",
-        "--fp16": _precision(given) == "fp16",
-    }
-    options |= {name: [] for name, is_set in flags.items() if is_set}
-    if given.get("vocab_file") and given.get("tokenizer_type") != "GPT2BPETokenizer":
-        options["--tokenizer-model"] = [str(given["vocab_file"])]
-    options["--ffn-hidden-size"] = [str(_width(given))]
-    options["--normalization"] = ["RMSNorm" if given["norm"] == "rmsnorm" else "LayerNorm"]
-    options["--position-embedding-type"] = [
-        {"rotary": "rope", "learned": "learned_absolute"}.get(str(given["pos_emb"]), str(given["pos_emb"]))
-    ]
-    if kv and kv != heads:
-        options |= {"--group-query-attention": [], "--num-query-groups": [str(kv)]}
-    if (given.get("moe_num_experts") or 1) > 1:
-        options["--num-experts"] = [str(given["moe_num_experts"])]
+    names = {"given": given, "is_on": is_on, "is_off": is_off, "gated": _GATED}
+    names |= {"precision": _precision(given), "width": _width(given)}
+    for option, text in table()["neox"]["says"].items():
+        if (value := value_of(text, names)) not in (None, False, ""):
+            options[option] = [] if value is True else [str(value)]
     return options
 
 

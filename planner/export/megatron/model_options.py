@@ -290,11 +290,12 @@ def resized(named: Model, options: Options) -> Model:
         part, _, name = path.rpartition(".")
         owner = fields[part] if part else fields
         # heads of latent attention have sizes of their own
-        if option in options and owner and owner[name] is not None and not (name == "head_dim" and fields["mla"]):
-            owner[name] = size(options, option)
+        is_own = owner and owner[name] is not None and not (name == "head_dim" and fields["mla"])
+        if is_own and is_count(number := text(options, option)):
+            owner[name] = int(number)
     for name in ("layer_types", "mlp_layer_types"):
         fields[name] = fields[name] and fields[name][: fields["num_hidden_layers"]]
-    return named if fields == own else {**fields, "name": "imported"}
+    return named if fields == own else {**fields, "name": f"{named}-resized"}
 
 
 PATTERNS = ("--hybrid-layer-pattern", "--hybrid-override-pattern")
