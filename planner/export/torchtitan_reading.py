@@ -297,6 +297,8 @@ def _refusals(settings: Fields, layout: Fields, num_layers: int | None) -> Itera
 def _read_recompute(imported: ImportedRun, settings: Fields, model: Model | None) -> None:
     """Layers that are recomputed by name, or every n-th of them."""
     layout, layers = imported.run["parallelism"], settings.pop(RECOMPUTED, None)
+    if policy := settings.get("compile.memory_policy"):
+        layout["recompute"] = "full" if policy == "full" else "selective"
     every = str(settings.get("activation_checkpoint.selective_ac_option", "op"))
     num_layers = num_layers_of(model)
     if layout["recompute"] == "selective" and is_count(every) and int(every) > 0 and num_layers:
@@ -313,6 +315,8 @@ def _features(settings: Fields) -> Fields:
         features["dispatcher"] = settings.pop("model.moe_comm_backend")
     if settings.get("training.dtype") == "bfloat16":
         features["no_masters"] = True
+    if policy := settings.get("compile.memory_policy"):
+        features["memory_policy"] = policy
     features["deterministic"] = first(settings, "debug.deterministic", "training.deterministic") is True
     compiled = first(settings, "compile.enable", "training.compile")
     components = first(settings, "compile.components") or ["model", "loss"]

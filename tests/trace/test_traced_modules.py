@@ -160,6 +160,7 @@ def test_a_traced_file_plans_without_torch(tmp_path: Path, capsys: pytest.Captur
     ("source", "word"),
     [
         (f"module:{ODD}:waits", "cannot be traced"),
+        (f"module:{ODD}:no_such", "no attribute 'no_such'"),
         ("module:nowhere.py:make", "no such file"),
         ("somewhere", "names no module"),
     ],
