@@ -25,11 +25,9 @@ NAMES = {
     "dp": "DATA_PARALLEL_GROUP", "pp": "PIPELINE_MODEL_PARALLEL_GROUP", "world": "default_pg",
 }  # fmt: skip
 KERNELS = {
-    ATTENTION: ATTENTION_KERNEL,
-    MEMORY_BOUND: "triton_poi_fused_add_0",
-    OPTIMIZER: "multi_tensor_apply_kernel<AdamFunctor>",
-    OTHER: "a_kernel_of_no_pattern",
-}
+    ATTENTION: ATTENTION_KERNEL, MEMORY_BOUND: "triton_poi_fused_add_0",
+    OPTIMIZER: "multi_tensor_apply_kernel<AdamFunctor>", OTHER: "a_kernel_of_no_pattern",
+}  # fmt: skip
 STEPS = (3, 4)
 
 

@@ -6,9 +6,8 @@ import io
 from html.parser import HTMLParser
 from typing import Any
 
+from markupsafe import Markup as Html
 from rich.console import Console
-
-from planner.report.html import Html
 
 BLANK = Html('<svg xmlns="http://www.w3.org/2000/svg"></svg>')
 DRAWN = {"stacks": BLANK, "curve": Html("<p>what is held</p>"), "timeline": Html("<p>what is drawn</p>")}

@@ -85,11 +85,9 @@ def layouts() -> dict[str, list[float]]:
             (s.num_layers, s.in_flight_microbatches, s.num_parameters, s.forward_s, s.backward_s) for s in best.stages
         ]
         step = [
-            best.step.step_s,
-            best.step.mfu,
-            *(best.step.step_s_interval or ()),
+            best.step.step_s, best.step.mfu, *(best.step.step_s_interval or ()),
             *best.step.breakdown.model_dump().values(),
-        ]
+        ]  # fmt: skip
         name = f"{model} {trainer} {dtype} {' '.join(f'{k}={v}' for k, v in sizes.items())}"
         numbers[name] = [*step, *parts, *(value for stage in stages for value in stage)]
     return numbers

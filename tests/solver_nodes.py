@@ -85,12 +85,10 @@ def recurring_node(seed: int) -> Node:
     layers = {(kind, "none"): part for kind, part in plain.items()}
     layers |= {(kind, "full"): recomputed_whole(part, rng) for kind, part in plain.items()}
     return random_node(
-        seed,
-        runs=tuple((kind, len(list(same))) for kind, same in groupby(pattern)),
-        layers=layers,
+        seed, runs=tuple((kind, len(list(same))) for kind, same in groupby(pattern)), layers=layers,
         whole=rng.choice(["none", "all"] + ["per_stage"] * (num_layers < 8)),
         usable_bytes=rng.choice([1e6, rng.uniform(3, 12) * num_layers / 2]) * GIB,
-    )
+    )  # fmt: skip
 
 
 def interleaved_node(seed: int) -> Node:

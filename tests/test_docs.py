@@ -42,9 +42,7 @@ SHOWN = set(re.findall(r"<!-- \$ (plan .*?)(?: \| .*?)?(?: # long)? -->", GUIDE)
 @pytest.mark.thorough(3)
 @pytest.mark.usefixtures("priced_once")
 @pytest.mark.parametrize("line", [line for line in LINES if line not in SHOWN and line not in ENDLESS])
-def test_every_command_of_the_first_pages_works(
-    line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_every_command_of_the_first_pages_works(line: str, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     monkeypatch.chdir(tmp_path)
     if ("plan.json" in line or "run/" in line) and "-o plan.json" not in line:  # an earlier line saves it
         main([*SMALL, "-q", "-o", "plan.json"])
@@ -253,9 +251,7 @@ def code_of(notebook: Path) -> list[str]:
 
 
 @pytest.mark.usefixtures("priced_once")
-def test_the_cells_run_in_order_and_say_what_the_text_says(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_cells_run_in_order_and_say_what_the_text_says(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     """As a kernel would run them, with pictures drawn to no screen."""
     (notebook,) = NOTEBOOKS
     matplotlib.use("Agg")

@@ -380,9 +380,7 @@ def test_files_too_large_for_the_limit_are_named(tmp_path: Path, writes_folder: 
 
 
 @pytest.mark.parametrize("number", [errno.EROFS, errno.EACCES, errno.EDQUOT])
-def test_a_folder_that_may_not_be_written_to_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
-) -> None:
+def test_a_folder_that_may_not_be_written_to_is_named(tmp_path: Path, monkeypatch: Any, number: int) -> None:
     def refuse(*_: object, **__: object) -> None:
         raise OSError(number, os.strerror(number))
 

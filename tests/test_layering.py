@@ -72,6 +72,8 @@ ALLOWED = {
         "physics.kernels", "physics.operators", "layout.candidate", "layout.price",
         # a run is priced before it starts
         "shape", "physics.cost", "physics.memory", "physics.pricing", "physics.stage_memory", "layout.seconds",
+        # ranks run the operators of a traced layer
+        "physics.layers",
     },
     # a fit evaluates what it fits, on stages that a probe ran; what a machine lacks is looked for everywhere, and the
     # solver tests itself
@@ -95,7 +97,7 @@ ALLOWED = {
 """Rooms that each room may import, beside itself; `cli` may import all of them and is imported by none."""
 
 EXTERNAL = {
-    "jinja2": {"export/trainer_files.py", "serve/app.py"}, "pulp": {"search/ilp"},
+    "jinja2": {"export/trainer_files.py", "report/html.py"}, "pulp": {"search/ilp"},
     "torch": {"probe", "profile", "trace/run.py"}, "mcp": {"serve/mcp_server.py"},
     "mcp_types": {"serve/mcp_server.py"}, "starlette": {"serve"}, "uvicorn": {"serve"},
 }  # fmt: skip

@@ -134,9 +134,7 @@ def test_an_edited_run_of_the_history_is_refused(plan: Plan, observed: dict[str,
         read_kept(path)
 
 
-def test_edited_measurements_of_an_interrupted_profile_are_measured_again(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_edited_measurements_of_an_interrupted_profile_are_measured_again(tmp_path: Path, caplog: Any) -> None:
     caplog.set_level("INFO")
     path = tmp_path / "profile.yaml.partial.json"
     machine = Machine(

@@ -167,9 +167,7 @@ EXAMPLES: dict[str, str] = {
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_answers_obey_their_schemas(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_answers_obey_their_schemas(name: str, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     jsonschema = pytest.importorskip("jsonschema", reason="needs the extra test")
     monkeypatch.chdir(tmp_path)
     line = EXAMPLES[name]

@@ -43,21 +43,19 @@ def run(parallelism: dict[str, Any] | None = None, **changes: Any) -> dict[str, 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_large_runs_are_answered_or_refused_in_bounded_memory(tmp_path: Path) -> None:
     lines = [
-        run(global_batch_size=2**31),
-        run({"vpp": 4}, global_batch_size=10**7),
+        run(global_batch_size=2**31), run({"vpp": 4}, global_batch_size=10**7),
         run(num_gpus=1_000_000, global_batch_size=250_000, parallelism={"dp": 250_000}),
         run({"pp": 4, "vpp": 2, "dp": 1}, model=DEEP),
         run({"tp": 1, "pp": 1000, "dp": 1}, model=DEEP, num_gpus=1000, global_batch_size=10**7),
         run({"tp": 1, "pp": 10_000, "dp": 1}, model=DEEP, num_gpus=10_000),
         run(
             model={
-                **DEEP,
-                "num_hidden_layers": 32,
+                **DEEP, "num_hidden_layers": 32,
                 "moe": {"num_experts": 10_000, "num_experts_per_tok": 8, "moe_intermediate_size": 64},
-            }
+            },
         ),
         run(),
-    ]
+    ]  # fmt: skip
     path = tmp_path / "runs.jsonl"
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     done = subprocess.run(

@@ -167,12 +167,10 @@ def toy_problem(
     **limits: Any,
 ) -> Problem:
     return Problem(
-        model or toy_model(),
-        cluster or toy_cluster(),
-        training or toy_training(),
+        model or toy_model(), cluster or toy_cluster(), training or toy_training(),
         load_runtime(runtime) if isinstance(runtime, str) else runtime,
         SearchLimits(**({"time_limit_s": NO_LIMIT_S, "switches": "default"} | limits)),
-    )
+    )  # fmt: skip
 
 
 def case_of(problem: Problem) -> Case:

@@ -21,7 +21,6 @@ from planner.answer import Plan, PricedLayout
 from planner.layout.candidate import Candidate
 from planner.layout.price import order_of
 from planner.probe import torch_build
-from planner.probe.model.chunk import DecoderLayer
 from planner.probe.model.peers import apply
 from planner.probe.plan_runs import real_run, stage_asked_for, stand_in_stages
 from planner.probe.plan_slice import ProbeOptions, RankGrid, real_chunks, sharing_dp, slice_schedule
@@ -336,7 +335,6 @@ def _kept_by_layers(trainer: RankTrainer, account: BytesAlive, counted: CountedS
     handles = []
     for chunk in trainer.chunks.values():
         for number, (index, layer) in enumerate(chunk.layers.items()):
-            assert isinstance(layer, DecoderLayer)
             base = "selective" if trainer.run.recompute_modules else "none"
             mode = "full" if number < chunk.spec.num_recomputed else base
             key = trainer.run.model.layers[int(index)], mode

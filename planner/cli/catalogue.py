@@ -62,9 +62,10 @@ def models_command(
     if name == "trace":
         _trace(source, shard, output, force)
         return
-    from planner.specs.registry import load_model, model_names
+    from planner.specs.registry import load_model
+    from planner.specs.shipped import names
 
-    models = [load_model(known) for known in ([name] if name is not None else model_names())]
+    models = [load_model(known) for known in ([name] if name is not None else names("model"))]
     if json:
         data = [
             _plain(model) | {key: getattr(_totals(model), key) for key in ("num_parameters", "num_active_parameters")}
@@ -122,7 +123,7 @@ def _trace(source: str | None, shard: str | None, output: str | None, force: boo
     totals, traced = model_totals(model, load_runtime("torch-eager"), 4096), model.traced
     assert traced is not None
     _log.info(
-        "%s: %s parameters, %d layers of %d kinds, %.4g GFLOP a token",
+        "%s: %s parameters, %d layers (%d different), %.4g GFLOP a token",
         model.name, f"{totals.num_parameters:,}", model.num_hidden_layers, len(traced.layers),
         totals.model_flops_per_token / 1e9,
     )  # fmt: skip

@@ -46,6 +46,7 @@ class ReadOptions:
     seq_length: Whole = None
     global_batch_size: Whole = None
     vocab_size: Whole = None
+    example_lengths: Word = None
     set_: list[str] | None = None
     no_search: bool = False
 
@@ -62,10 +63,15 @@ class ReadOptions:
 
     def given(self) -> dict[str, Any]:
         """Fields of the run that the user gives; null where he does not."""
+        from planner.specs.phases import lengths_in
+
         return {
             "model": self.model, "num_gpus": self.gpus, "hardware": self.hardware,
             "gpus_per_node": self.gpus_per_node, "seq_length": self.seq_length,
             "global_batch_size": self.global_batch_size, "vocab_size": self.vocab_size,
+            "document_lengths": self.example_lengths and [
+                entry.model_dump() for entry in lengths_in(self.example_lengths, "--example-lengths")
+            ],
         }  # fmt: skip
 
 
@@ -92,6 +98,8 @@ def import_command(
     from planner.decide.check import completed, judged
     from planner.export.import_run import read
     from planner.layout.runs import parse_run
+    from planner.layout.step import mean_step_s
+    from planner.report.format import seconds
 
     imported = read(file, asked.from_, asked.recipe, asked.variables())
     run_data = completed(imported, {**asked.given(), "tp": tp, "pp": pp})
@@ -102,26 +110,22 @@ def import_command(
         _log.warning("not understood: %s", f"{name} {value}".strip())
     evaluated, refused = judged(run)
     refused = [*imported.refused, *refused]
+    if run.training.batching == "padded":
+        imported.notes.append(
+            f"with examples of such lengths, a step takes {seconds(mean_step_s(evaluated))} in the mean"
+        )
     others = _otherwise(imported, run_data, file)
     for reason in refused:
         _log.warning("%s refuses this: %s", run.runtime.family, reason)
     with waiting("searching for the planner's own choice"):
         own, why = (None, "") if asked.no_search else _own(run, evaluated)
     if json:
-        answer = {
-            "source": imported.source,
-            "run": run_data,
-            "unknown": imported.unknown,
-            "ignored": imported.ignored,
-            "assumed": imported.assumed,
-            "notes": imported.notes,
-            "refused": refused,
-            "undecided": others,
-            "evaluated": evaluated.to_json(),
-            "own": None if own is None else own.best.model_dump(mode="json"),
+        tell({
+            "source": imported.source, "run": run_data, "unknown": imported.unknown, "ignored": imported.ignored,
+            "assumed": imported.assumed, "notes": imported.notes, "refused": refused, "undecided": others,
+            "evaluated": evaluated.to_json(), "own": None if own is None else own.best.model_dump(mode="json"),
             "why": why,
-        }
-        tell(answer)
+        })  # fmt: skip
         return
     tell(_report(imported, evaluated, refused, others, own, why))
 

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import logging
-import math
-import os
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from math import gcd
 from typing import Any, TypeVar
 
-from planner.cli.measurements import with_history
-from planner.cli.options import DEFAULT_HARDWARE, DEFAULT_RUNTIME, JobOptions, LayoutOptions, PlanOptions, SearchOptions
+from planner.cli.measurements import read_calibration, with_history
+from planner.cli.options import (
+    DEFAULT_HARDWARE,
+    DEFAULT_RUNTIME,
+    MODULE_RUNTIME,
+    JobOptions,
+    LayoutOptions,
+    PlanOptions,
+    SearchOptions,
+)
 from planner.errors import SpecError
 from planner.shape import liked_batch
 from planner.specs.base import Spec
@@ -21,13 +27,11 @@ from planner.specs.hardware import Efficiency, HardwareSpec, LinkTier
 from planner.specs.machines import with_host, with_network
 from planner.specs.model import ModelSpec
 from planner.specs.problems import checked, nearest
-from planner.specs.reading import CSV, load_yaml, read_text
 from planner.specs.registry import load_hardware, load_model
 from planner.specs.training import (
     OBJECTIVES,
     PINS,
     AdapterSpec,
-    DocumentLength,
     ObjectiveSpec,
     OperationsSpec,
     Parallelism,
@@ -43,18 +47,12 @@ from planner.trainers.stated import DEFAULT, Recipe, check_together, stated_cons
 
 _log = logging.getLogger(__name__)
 _OPTION_OF = {
-    "num_gpus": "gpus",
-    "time_limit_s": "time_limit",
-    "memory_headroom_gib": "memory_headroom",
-    "network_gb_per_s": "assume",
-    "switches": "switch",
-    "num_spare_nodes": "spares",
-}
+    "num_gpus": "gpus", "time_limit_s": "time_limit", "memory_headroom_gib": "memory_headroom",
+    "network_gb_per_s": "assume", "switches": "switch", "num_spare_nodes": "spares",
+}  # fmt: skip
 """Fields that an option spells differently."""
-_NETWORK = ("network_gb_per_s",)
-"""Fields of a cluster that can be assumed otherwise; --assume names them beside those of the runtime."""
-_HOST = ("host_us",)
-"""Fields of how fast kernels are issued: microseconds for one of an eager layer."""
+_OF_CLUSTER = ("network_gb_per_s", "host_us")
+"""Fields of a cluster that --assume names beside those of the runtime; `host_us` issues a kernel of an eager layer."""
 _ASSUMED = ("cuda_graphs", "masks_documents")
 """Fields of a runtime that can be assumed otherwise beside those of overlaps."""
 _TRUTH = {"true": True, "false": False}
@@ -87,39 +85,19 @@ def read_job(asked: JobOptions, said: set[str] | None = None) -> Job:
         raise SpecError(f"--{missing}: is missing", "for example plan --model 405b --gpus 2048")
     if asked.model == asked.hardware == "-":
         raise SpecError("--model and --hardware: both read standard input", "name a file for one of them")
-    model = load_model(asked.model)
-    hardware = load_hardware(DEFAULT_HARDWARE if asked.hardware is None else asked.hardware)
-    if asked.network is not None:
-        hardware = with_network(hardware, asked.network, "--network")
-    if asked.host is not None:
-        hardware = with_host(hardware, asked.host, "--host")
-    asked = in_gpus(asked, hardware)
-    adapters = read_adapters(asked)
+    model, hardware = load_model(asked.model), _hardware(asked)
+    asked, adapters = in_gpus(asked, hardware), read_adapters(asked)
     tunes = adapters is not None or asked.finetune
-    default = TUNING_RUNTIME if tunes else todays(DEFAULT_RUNTIME, hardware.architecture)
-    name = asked.runtime or default
+    usual = TUNING_RUNTIME if tunes else todays(DEFAULT_RUNTIME, hardware.architecture)
+    name = asked.runtime or (usual if model.traced is None else MODULE_RUNTIME)
     runtime = load_runtime(name)
     if (objection := objection_to_silicon(runtime, hardware)) is not None:
         raise SpecError(f"--runtime: {objection}", f"--runtime {runtime.family}")
     assumed, switches = _assumed(asked.assume or "", runtime)
-    issued = {field: assumed.pop(field) for field in _HOST if field in assumed}
-    if issued:
-        efficiency = checked(Efficiency, {**hardware.efficiency.model_dump(), **issued}, where="--assume")
-        hardware = hardware.model_copy(update={"efficiency": efficiency})
-    values: dict[str, Any] = {
-        "hardware": hardware,
-        "num_gpus": asked.gpus,
-        "gpus_per_node": asked.gpus_per_node,
-        **{field: assumed.pop(field) for field in _NETWORK if field in assumed},
-    }
-    if asked.tier is not None:
-        values["network_tiers"] = _network(asked.tier, hardware, values)
-    cluster = _checked(ClusterSpec, values)
+    cluster = _cluster(asked, hardware, {field: assumed.pop(field) for field in _OF_CLUSTER if field in assumed})
     if assumed:
         runtime = checked(RuntimeSpec, {**runtime.model_dump(), **assumed}, where="--assume")
     if asked.calibration is not None:
-        from planner.cli.measurements import read_calibration
-
         calibration = read_calibration(asked.calibration, cluster, runtime.family)
         cluster, runtime = calibration.of_cluster(cluster), calibration.of_runtime(runtime)
     elif not asked.no_history:
@@ -135,6 +113,25 @@ def read_job(asked: JobOptions, said: set[str] | None = None) -> Job:
 
         check_spares(cluster, training)
     return Job(model, cluster, training, name, runtime, switches, says_switches=bool(assumed) or switches.keys())
+
+
+def _hardware(asked: JobOptions) -> HardwareSpec:
+    """The GPU of --hardware, or the default one, on the network and the host of --network and --host."""
+    hardware = load_hardware(DEFAULT_HARDWARE if asked.hardware is None else asked.hardware)
+    if asked.network is not None:
+        hardware = with_network(hardware, asked.network, "--network")
+    return hardware if asked.host is None else with_host(hardware, asked.host, "--host")
+
+
+def _cluster(asked: JobOptions, hardware: HardwareSpec, assumed: dict[str, Any]) -> ClusterSpec:
+    """The GPUs and the network between them, with what --assume says of host and network."""
+    if (host_us := assumed.pop("host_us", None)) is not None:
+        efficiency = checked(Efficiency, hardware.efficiency.model_dump() | {"host_us": host_us}, where="--assume")
+        hardware = hardware.model_copy(update={"efficiency": efficiency})
+    values = {"hardware": hardware, "num_gpus": asked.gpus, "gpus_per_node": asked.gpus_per_node, **assumed}
+    if asked.tier is not None:
+        values["network_tiers"] = _network(asked.tier, hardware, values)
+    return _checked(ClusterSpec, values)
 
 
 SMALL_GIB = 40.0
@@ -171,11 +168,9 @@ def _network(text: str, hardware: HardwareSpec, values: Mapping[str, Any]) -> tu
     tiers = parse_tiers(text, hardware)
     domain = _checked(ClusterSpec, values).tiers[0].num_gpus or values["gpus_per_node"] or hardware.gpus_per_node
     if (innermost := tiers[0].num_gpus) is not None and innermost <= domain:
-        raise SpecError(
-            f"--tier: {tiers[0].name}:{innermost}: {hardware.fabric} joins {domain} GPUs of {hardware.name}, which no "
-            "network tier is inside of",
-            f"give {tiers[0].name} more than {domain} GPUs, or leave it out",
-        )
+        joined = f"{hardware.fabric} joins {domain} GPUs of {hardware.name}, which no network tier is inside of"
+        wrong = f"--tier: {tiers[0].name}:{innermost}: {joined}"
+        raise SpecError(wrong, f"give {tiers[0].name} more than {domain} GPUs, or leave it out")
     return tiers
 
 
@@ -235,7 +230,7 @@ def _switches(asked: SearchOptions | LayoutOptions, job: Job, describes: bool = 
 
 def _assumed(text: str, runtime: RuntimeSpec) -> tuple[dict[str, float | bool], Recipe]:
     """`tp_overlap_fraction=0,ep_overlap=false` as fields with their values, and as switches with theirs."""
-    fields = [field for field in RuntimeSpec.model_fields if "overlap" in field] + [*_ASSUMED, *_NETWORK, *_HOST]
+    fields = [field for field in RuntimeSpec.model_fields if "overlap" in field] + [*_ASSUMED, *_OF_CLUSTER]
     has = switches_of(runtime)
     assumed: dict[str, float | bool] = {}
     switches = []
@@ -250,10 +245,8 @@ def _assumed(text: str, runtime: RuntimeSpec) -> tuple[dict[str, float | bool], 
         try:
             assumed[field] = _TRUTH[value] if value in _TRUTH else float(parse_number(value, unit_of(field)))
         except (ValueError, OverflowError):
-            raise SpecError(
-                f"--assume: {field}: {value[:60]!r} is no number",
-                f"write {field}={50 if field in (*_NETWORK, *_HOST) else 0}",
-            ) from None
+            wrong = f"--assume: {field}: {value[:60]!r} is no number"
+            raise SpecError(wrong, f"write {field}={50 if field in _OF_CLUSTER else 0}") from None
     stated = stated_switches(",".join(switches), runtime, "--assume") if switches else {}
     return assumed, stated if isinstance(stated, dict) else {}
 
@@ -271,9 +264,8 @@ def given_of(asked: JobOptions, spec: type[Spec]) -> dict[str, Any]:
 
 def _checked(spec: type[S], values: Mapping[str, Any]) -> S:
     spelling = {field: option(field) for field in spec.model_fields}
-    for field, value in values.items():
-        if isinstance(value, tuple):
-            spelling |= {f"{field}[{i}]": option(field) for i in range(len(value))}
+    listed = {field: value for field, value in values.items() if isinstance(value, tuple)}
+    spelling |= {f"{field}[{i}]": option(field) for field, value in listed.items() for i in range(len(value))}
     return checked(spec, values, spelling=spelling)
 
 
@@ -301,28 +293,21 @@ def _training(asked: JobOptions, model: ModelSpec, adapters: AdapterSpec | None)
     batches = read_batches(asked, seq_length, objective)
     seq_length = batches.get("seq_length", seq_length)
     values: dict[str, Any] = {
-        "seq_length": seq_length,
-        "global_batch_size": objective.row.num_sequences,
-        "adapters": adapters,
-        "objective": objective,
-        "tokens": None if asked.tokens is None else count_of("tokens", asked.tokens),
-    }
-    values |= batches
-    values["operations"] = _operations(asked)
+        "seq_length": seq_length, "global_batch_size": objective.row.num_sequences, "adapters": adapters,
+        "objective": objective, "tokens": None if asked.tokens is None else count_of("tokens", asked.tokens),
+        **batches, "operations": _operations(asked),
+    }  # fmt: skip
     others = {name: getattr(asked, name) for name in ("dtype", "moe_imbalance", "straggler_fraction")}
     values |= {name: value for name, value in others.items() if value is not None}
     _checked(TrainingSpec, values)  # the batch is counted in sequences of a sane length
     batch = _global_batch_size(asked, model, seq_length, tunes=tunes)
     if objective.has_pairs and batch % 2:
-        raise SpecError(
-            f"--global-batch-size: {batch:,} is odd, and {objective.name} takes pairs of sequences",
-            f"--global-batch-size {batch + 1}",
-        )
+        odd = f"{batch:,} is odd, and {objective.name} takes pairs of sequences"
+        raise SpecError(f"--global-batch-size: {odd}", f"--global-batch-size {batch + 1}")
     if asked.tokens is not None and values["tokens"] < batch * seq_length:
-        raise SpecError(
-            f"--tokens: {asked.tokens[:60]} are fewer than the {batch * seq_length:,} of one step",
-            f"--tokens {asked.tokens.strip()}T" if is_count(asked.tokens.strip()) else f"--tokens {batch * seq_length}",
-        )
+        enough = f"{asked.tokens.strip()}T" if is_count(asked.tokens.strip()) else batch * seq_length
+        few = f"{asked.tokens[:60]} are fewer than the {batch * seq_length:,} of one step"
+        raise SpecError(f"--tokens: {few}", f"--tokens {enough}")
     return _checked(TrainingSpec, {**values, "global_batch_size": batch})
 
 
@@ -337,9 +322,8 @@ def _seeing(model: ModelSpec, asked: str | None, training: TrainingSpec) -> Mode
     number = int(match[1])
     if vision is None or not number:
         if number and asked is not None:
-            raise SpecError(
-                f"--images {asked}: {model.name} has no vision tower", "--model DIR/config.json of one that has"
-            )
+            wrong = f"--images {asked}: {model.name} has no vision tower"
+            raise SpecError(wrong, "--model DIR/config.json of one that has")
         return model.model_copy(update={"vision": None})
     if match[3] and training.adapters is not None:
         raise SpecError(f"--images {asked}: adapters leave the tower frozen", f"--images {number}")
@@ -487,14 +471,9 @@ def read_adapters(asked: JobOptions) -> AdapterSpec | None:
         given["base_bits"] = 4
     if not (asked.lora or asked.qlora or given):
         return None
-    spelling = {
-        field: f"--{name.replace('_', '-')}" for field, name in (*_ADAPTER_FIELDS.items(), ("targets", "lora_targets"))
-    }
+    names = _ADAPTER_FIELDS | {"targets": "lora_targets"}
+    spelling = {field: f"--{name.replace('_', '-')}" for field, name in names.items()}
     return checked(AdapterSpec, given, spelling=spelling)
-
-
-_MAX_QUANTILE = 3.09
-"""Standard deviations above the middle that 99.9% of a normal distribution are below: MAX of MEAN:MAX."""
 
 
 def read_batches(asked: JobOptions, seq_length: int, objective: ObjectiveSpec) -> dict[str, Any]:
@@ -505,13 +484,15 @@ def read_batches(asked: JobOptions, seq_length: int, objective: ObjectiveSpec) -
         raise SpecError("--epochs: without --examples, nothing says how long one is", "add --examples 50k")
     if asked.examples is not None and asked.tokens is not None:
         raise SpecError("--examples and --tokens: both given", "leave --tokens out")
+    fields: dict[str, Any] = {}
     if asked.example_lengths is None:
         if asked.batching == "padded":
             raise SpecError("--batching padded: nothing says how long examples are", "add --example-lengths 400:2048")
-        fields: dict[str, Any] = {}
         mean = float(seq_length)
     else:
-        lengths = _lengths(asked.example_lengths)
+        from planner.specs.phases import lengths_in
+
+        lengths = lengths_in(asked.example_lengths, "--example-lengths")
         is_padded = asked.batching != "packed"
         fields = {"document_lengths": lengths, "batching": "padded" if is_padded else "packed"}
         if is_padded:
@@ -526,35 +507,3 @@ def read_batches(asked: JobOptions, seq_length: int, objective: ObjectiveSpec) -
         raise SpecError(f"--epochs: {epochs:g} is not between 0 and 1,000,000", "--epochs 3")
     tokens = examples * objective.row.num_sequences * mean * epochs
     return fields | {"examples": examples, "epochs": epochs, "tokens": tokens}
-
-
-def _lengths(text: str) -> tuple[DocumentLength, ...]:
-    """The lengths of a file, of `512:40,4096:9`, of `400`, or of `400:2048`."""
-    from planner.specs.phases import LogNormal, listed_lengths, read_lengths
-
-    where = f"--example-lengths {text}"
-    if os.path.sep in text or text.lower().endswith((".yaml", ".yml", ".json", ".txt", ".csv")):
-        rows = [row for row in read_text(text, CSV.num_bytes).splitlines() if row.strip()]
-        if rows and rows[0].strip()[0].isdigit():
-            return listed_lengths(rows, where)
-        data = load_yaml(text)
-        given = read_lengths(data.get("lengths", data), where)
-        return tuple(DocumentLength.model_validate(entry) for entry in given)
-    if "," in text:
-        return listed_lengths(text.split(","), "--example-lengths")
-    mean_text, _, most_text = text.partition(":")
-    try:
-        mean = float(mean_text)
-        most = float(most_text) if most_text else mean
-    except ValueError:
-        mean = most = math.nan
-    if not 1 <= mean <= most <= 2**31:
-        raise SpecError(
-            f"--example-lengths: {text[:60]!r} is no file, and no MEAN:MAX in tokens", "--example-lengths 400:2048"
-        )
-    if most == mean:
-        return (DocumentLength(length=round(mean), share=1.0),)
-    # the logarithm of MAX is its mean, ln(MEAN) - σ²/2, and _MAX_QUANTILE·σ
-    sigma = _MAX_QUANTILE - math.sqrt(max(_MAX_QUANTILE**2 - 2 * math.log(most / mean), 0.0))
-    drawn = LogNormal(mean=mean, sigma=max(sigma, 1e-3)).lengths()
-    return tuple(entry.model_copy(update={"length": min(entry.length, round(most))}) for entry in drawn)

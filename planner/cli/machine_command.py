@@ -20,7 +20,6 @@ from planner.saved import with_digest
 
 if TYPE_CHECKING:
     from planner.answer import Plan
-    from planner.probe.plan_slice import ProbeOptions
     from planner.probe.result import ProbeResult
     from planner.probe.run import Device
     from planner.profile.doctor import Findings
@@ -63,25 +62,17 @@ def probe_command(
     from planner.report.machines import render_probe
 
     _refuse_files(output, trace, stage, force)
-    read = read_plan(plan)
-    made = _read_order(order)
+    read, made = read_plan(plan), _read_order(order)
     if dry_run:
-        if sleep or device == "cpu" or stage is not None or trace is not None or output is not None:
-            raise SpecError(
-                "--dry-run: tells of all ranks on GPUs", "leave out --device cpu, --sleep, --stage, -o, --trace"
-            )
-        from planner.probe.plan_slice import ProbeOptions
-
-        said = {"--steps": steps, "--budget": budget, "--order": order, "--tolerance": tolerance}
-        said |= {"--timeout": None if timeout == 120.0 else timeout}
-        _dry_run(read, plan, ProbeOptions(device="cuda", order=made), said, json)
-        return
+        said = {"--steps": steps, "--budget": budget, "--order": order, "--tolerance": tolerance,
+                "--timeout": None if timeout == 120.0 else timeout}  # fmt: skip
+        return _dry_run(read, plan, made, said, sleep or device == "cpu" or {stage, trace, output} != {None}, json)
     result = _probe(
         read, device, steps, budget, tolerance, stages=_stages(stage), hidden_size=scale, num_processes=processes,
         sleep=sleep, timeout_s=timeout, order=made,
     )  # fmt: skip
     if result is None:  # another rank reports
-        return
+        return None
     _warn(read, result, tolerance)
     show_and_save(with_digest(result.model_dump(mode="json")), render_probe(result, read, output), json, output, force)
     if trace is not None:
@@ -90,12 +81,19 @@ def probe_command(
         raise ProbeMismatch("the run contradicts the plan", "the report names what is off, and by how much")
 
 
-def _dry_run(plan: Plan, path: str, options: ProbeOptions, said: Mapping[str, object], json: bool) -> None:
-    """Print what a probe of all ranks would start."""
+def _dry_run(
+    plan: Plan, path: str, order: Schedule | None, said: Mapping[str, object], beside: bool, json: bool
+) -> None:
+    """Print what a probe of all ranks would start; SpecError where options `beside` it ask for another one."""
+    if beside:
+        hint = "leave out --device cpu, --sleep, --stage, -o, --trace"
+        raise SpecError("--dry-run: tells of all ranks on GPUs", hint)
+    from planner.probe.plan_slice import ProbeOptions
     from planner.probe.run_price import what_starts
     from planner.report.machines import render_start
 
     words = [word for name, value in said.items() if value is not None for word in (name, str(value))]
+    options = ProbeOptions(device="cuda", order=order)
     start = what_starts(plan, options, shlex.join(["plan", "probe", path, "--device", "cuda", *words]))
     show_and_save(start.model_dump(mode="json"), render_start(start), json, None, False)
 

@@ -75,7 +75,8 @@ def _next(plan: Plan, saved: str | None) -> str:
     before = "" if saved else "-o plan.json, then "
     target = target_of(plan)
     if target is None:
-        return f"next  {before}plan report {file} for files of your own"
+        command = "report {} for files of your own" if plan.model.spec.traced is None else "probe {}"
+        return f"next  {before}plan {command.format(file)}"
     says = f"next  {before}plan export {file} --to {target}"
     rest = " (--full for the rest)"
     return says + rest if len(says) + len(rest) <= MIN_WIDTH else says
@@ -86,10 +87,12 @@ def target_of(plan: Plan) -> str | None:
     from planner.export.targets import TRAINERS
     from planner.shape import Shape
     from planner.trainers.rules.recipe import export_rules_for
-    from planner.trainers.rules.rule_rows import first_broken
+    from planner.trainers.rules.rule_rows import first_broken, rules_of
 
     runtime = plan.runtime_spec
-    if first_broken(export_rules_for(runtime), plan.model.spec, plan.training, Shape()):
+    sizes = {name: getattr(plan.parallelism, name) for name in ("tp", "cp", "pp", "zero_stage")}
+    rules = (export_rules_for(runtime), Shape()), (rules_of("module"), Shape(**sizes))
+    if any(first_broken(some, plan.model.spec, plan.training, shape) for some, shape in rules):
         return None
     names = (name for kind in (plan.runtime, runtime.family) for name, to in TRAINERS.items() if kind in to.runtimes)
     return next(names, None)

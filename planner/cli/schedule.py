@@ -66,17 +66,19 @@ def schedule_command(
         _refuse_beside_compare(svg=svg, trace=trace, csv=csv, group=group, in_flight=in_flight)
         _print_comparison(name, seconds, micro_batches, vpp, json)
         return
-    schedule, synthesis = (
-        (read, None) if read else _order(name or "1f1b", seconds, micro_batches, vpp, group, in_flight)
-    )
-    timeline = seconds.replayed(schedule)
-    _write_files(timeline, svg, trace, csv, force)
-    if "-" in (svg, trace, csv):  # standard output is taken
-        return
+    found = (read, None) if read else _order(name or "1f1b", seconds, micro_batches, vpp, group, in_flight)
+    schedule, synthesis = found
+    _write_files(timeline := seconds.replayed(schedule), svg, trace, csv, force)
+    if "-" not in (svg, trace, csv):  # standard output is free
+        _tell(timeline, synthesis, seconds, json)
+
+
+def _tell(timeline: Timeline, synthesis: Synthesis | None, seconds: RankSeconds, json: bool) -> None:
+    """Print the drawn schedule, what its slow ranks cost, and how it was found."""
     from planner.report.schedules import timeline_json
     from planner.schedule.compare import straggler_cost
 
-    cost = straggler_cost(schedule, seconds) if seconds.slow_ranks else None
+    cost = straggler_cost(timeline.schedule, seconds) if seconds.slow_ranks else None
     tell((timeline_json if json else _rendered)(timeline, synthesis, cost))
 
 

@@ -21,7 +21,7 @@ from planner.export.keyed_settings import (
     overrides_of,
     resolved,
 )
-from planner.export.megatron.keyed_reading import EXPERT_TARGETS, read_keys
+from planner.export.megatron.keyed_reading import EXPERT_TARGETS, add_lora, read_keys
 from planner.export.megatron.option_rows import options_of
 from planner.export.named_models import model_called, moe_of
 from planner.export.torchtitan_reading import run_of_settings
@@ -134,9 +134,12 @@ def read_nemo_rl(config: ConfigFile) -> ImportedRun:
         raise SpecError("policy.train_global_batch_size is not in the file", "it has no default: write it")
     run["global_batch_size"] = batch
     run["seq_length"] = number(settings, "policy.max_total_sequence_length")
-    if not any(path.startswith(("sft.", "dpo.")) for path in settings):
+    tunes = re.search(r"\brun_(sft|dpo|rm)\b", config.text)
+    if tunes is None and not any(path.startswith(("sft.", "dpo.")) for path in settings):
         imported.notes.append("one update of the policy is priced; rollouts, the reference model and rewards are not")
-        imported.reinforce(tokens=_scored_tokens(settings, run["seq_length"] or 0) // run["parallelism"].get("cp", 1))
+        imported.reinforce(
+            scored_tokens=_scored_tokens(settings, run["seq_length"] or 0) // run["parallelism"].get("cp", 1)
+        )
     return imported
 
 
@@ -191,6 +194,10 @@ def _of_megatron(settings: Settings, gpus: int | None) -> ImportedRun:
             keys |= {"recompute_method": "uniform", "recompute_num_layers": 1}
     else:
         keys = {k: v for k, v in keys.items() if not k.startswith("recompute_")}
+    if "grad_reduce_in_fp32" in keys:
+        # Bridge's own, which sums gradients of bf16 in bf16 unless it is on
+        wide = is_on(keys.pop("grad_reduce_in_fp32"))
+        keys["accumulate_allreduce_grads_in_fp32" if wide else "grad_reduce_in_bf16"] = True
     if (micro := settings.get("policy.train_micro_batch_size")) is not None:
         keys["micro_batch_size"] = micro
     names |= {"micro_batch_size": "policy.train_micro_batch_size"}
@@ -199,7 +206,11 @@ def _of_megatron(settings: Settings, gpus: int | None) -> ImportedRun:
     name = str(settings.get("policy.model_name") or "")
     imported = read_keys("nemo-rl-megatron", keys, gpus, named=model_called(name) if name else None)
     imported.model_name = "" if imported.run["model"] else name
+    imported.run["features"]["returns_logits"] = not number(settings, "policy.logprob_chunk_size")
     imported.rename(names)
+    adapters = {path.removeprefix(f"{start}peft."): value for path, value in settings.items()}
+    if is_on(adapters.get("enabled")):
+        add_lora(imported, adapters)
     outside = {path: value for path, value in settings.items() if not path.startswith(start)}
     _list_unread(imported, dialect("nemo-rl"), outside, {})
     return imported

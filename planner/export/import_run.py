@@ -190,13 +190,23 @@ def _refuse_unread(text: str) -> None:
             )
 
 
+def _recognised(text: str) -> str | None:
+    """The trainer whose mark a text bears."""
+    return next((name for name in SOURCES if READERS[name].recognises(text)), None)
+
+
 def read_file(config: ConfigFile, source: str | None) -> ImportedRun:
     """The run of a configuration, as `read` gives it; of a manifest, that of the script it starts."""
     config = replace(config, text=_of_notebook(config.text))
     job = job_of(config.text)
     if job is not None:
         config = replace(config, text=job.script)
-    source = source or next((name for name in SOURCES if READERS[name].recognises(config.text)), None)
+    is_told = source is not None
+    source = source or _recognised(config.text)
+    if source is None:
+        # a launcher's own words show nothing where the program beside it says its settings itself
+        programs = map(config.beside, re.findall(r"[\w./-]+\.py\b", config.text))
+        source = next((found for text in programs if text and (found := _recognised(text))), None)
     if source is None:
         _refuse_unread(config.text)
         if not re.search(r"(^|\s)--?\w|MODEL_ARGS|\A\s*[\[{]|^\s*(import|from) ", config.text, re.MULTILINE):
@@ -211,6 +221,10 @@ def read_file(config: ConfigFile, source: str | None) -> ImportedRun:
         imported = READERS[source].read(config.filled())
     except RecursionError:
         raise SpecError("the configuration is nested too deeply", "give a simpler file") from None
+    except SpecError:
+        if source in (UNMARKED, "huggingface") and not is_told:
+            _refuse_unread(config.text)
+        raise
     if job is not None:
         imported.run["num_gpus"] = imported.run.get("num_gpus") or job.num_gpus
         imported.run.setdefault("hardware", job.hardware)

@@ -151,6 +151,15 @@ _REQUIRED = {
 """Fields without which a run cannot be priced, and how the user adds them."""
 
 
+_BESIDE = {
+    "scored_tokens": "log-probabilities of up to {:,} tokens at once",
+    "rollout_fraction": "{:.0%} of memory for generation",
+    "critics": "{} critic as large as the policy",
+    "frozen_copies": "{} frozen models as large as the policy",
+}
+"""Fields of an objective, and what is told of each."""
+
+
 @dataclass(slots=True)
 class ImportedRun:
     """A run as `plan evaluate --runs` takes it, and the fate of every option."""
@@ -183,6 +192,8 @@ class ImportedRun:
     predicts_further: bool = True
     """Multi-token prediction of a published model is trained too; without, its blocks are left out, as transformers
     does and Megatron core unless it is asked for them."""
+    pads: bool = False
+    """Examples are padded to the longest of a micro-batch, and not packed."""
     microbatches_per_rank: int | None = None
     """Micro-batches of a data-parallel rank in a step, for configurations that count the batch so."""
 
@@ -202,6 +213,9 @@ class ImportedRun:
             self.run["parallelism"], self.run["features"] = other.run["parallelism"], other.run["features"]
             self.refused = other.refused
         run = {**self.run, **added}
+        if self.pads and "document_lengths" in added:
+            longest = max(entry["length"] for entry in added["document_lengths"])
+            run |= {"batching": "padded", "seq_length": min(run["seq_length"] or longest, longest)}
         axes = {name: size for name, size in (("tp", tp), ("pp", pp)) if size is not None}
         layout = run["parallelism"] = {**run["parallelism"], **axes}
         if "num_gpus" in added and added["num_gpus"] != self.run.get("num_gpus"):
@@ -253,28 +267,18 @@ class ImportedRun:
         else:
             self.unknown[name] = str(value)
 
-    def reinforce(
-        self, *, tokens: int, alone: bool = False, share: float = 0.0, critics: int = 0, frozen: int = 0
-    ) -> None:
+    def reinforce(self, **told: float) -> None:
         """Price what reinforcement learning holds on a GPU beside a policy's update, and needs between two.
 
-        These are the log-probabilities of so many `tokens` at once, the `share` of memory that answers are generated
-        in, with the optimizer's states on the host (`alone`) or not, critics, and models that are not trained.
+        These are fields of an objective: tokens that are scored at once, the share of memory that answers are generated
+        in, critics, and models that are not trained.
         """
-        told = {
-            "scored_tokens": tokens, "scored_alone": alone, "rollout_fraction": share, "critics": critics,
-            "frozen_copies": frozen,
-        }  # fmt: skip
-        if any(value for name, value in told.items() if name != "scored_alone"):
-            self.run["objective"] = {name: value for name, value in told.items() if value}
-        says = (
-            (tokens, f"log-probabilities of up to {tokens:,} tokens at once"),
-            (share, f"{share:.0%} of memory for generation"),
-            (critics, f"{critics} critic as large as the policy"),
-            (frozen, f"{frozen} frozen models as large as the policy"),
-        )
-        if beside := [what for count, what in says if count]:
+        self.run["objective"] = {name: value for name, value in told.items() if value}
+        beside = [says.format(told[name]) for name, says in _BESIDE.items() if told.get(name)]
+        if beside:
             self.notes.append(f"counted beside an update: {', '.join(beside)}")
+        else:
+            del self.run["objective"]
 
     def _refuse_unknown_grid(self) -> None:
         """Raise SpecError for a setting that nobody knows and that would decide the grid or the model's sizes."""
@@ -297,10 +301,19 @@ class ImportedRun:
                 found.append(Undecided(name, row["says"], {**run, **other}))
         return found
 
+    def ignore(self, is_harmless: Callable[[str], Any]) -> None:
+        """Settings that are not understood and change neither bytes nor seconds."""
+        for name in [name for name in self.unknown if is_harmless(name)]:
+            self.ignored[name] = self.unknown.pop(name)
+
     def note_unpacked(self) -> None:
-        """Note that sequences of different lengths are not packed into one."""
+        """Note that sequences of different lengths are not packed into one, but padded to the longest of them."""
+        self.pads = True
         if (length := self.run["seq_length"]) is not None:
-            self.notes.append(f"sequences are not packed: priced as if each were {length:,} tokens long")
+            self.notes.append(
+                f"sequences are not packed: priced as if each were {length:,} tokens long, the most that a step takes; "
+                "--example-lengths MEAN:MAX tells its mean"
+            )
 
     def rename(self, names: Mapping[str, str]) -> None:
         """Call settings as the configuration does, where a reader knows them by other names."""

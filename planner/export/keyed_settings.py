@@ -136,6 +136,8 @@ class KeyedSettings:
     num_gpus: int | None = None
     unread: Named = field(default_factory=dict)
     """Settings whose values only a run knows, and their texts."""
+    program: str = ""
+    """The text of a program that the script starts, beside it."""
 
 
 def settings_of(config: ConfigFile, calls: re.Pattern[str] | None = None) -> KeyedSettings:
@@ -242,7 +244,7 @@ def flat(data: Said, prefix: str = "") -> Settings:
 def _of_script(config: ConfigFile, calls: re.Pattern[str] | None) -> KeyedSettings:
     script = read_script(config.text, config.beside)
     options = options_of(script.words)
-    settings, unread = Settings(), Named()
+    settings, unread, program = Settings(), Named(), ""
     for name in [word for word in script.words if word.endswith((".yaml", ".yml")) and not word.startswith("-")]:
         if any(name in words for option, words in options.items() if option not in ("--config", "--config-path")):
             continue
@@ -262,10 +264,11 @@ def _of_script(config: ConfigFile, calls: re.Pattern[str] | None) -> KeyedSettin
     for name in [word for word in script.words if word.endswith(".py")]:
         # a program that says its arguments itself, under those of the command line
         if calls is not None and (text := config.beside(name)) is not None:
-            said = _of_python(text, calls, settings)
+            said, program = _of_python(text, calls, settings), text
             settings, unread = {**said.settings, **settings}, {**said.unread, **unread}
     gpus = num_gpus({n.replace("_", "-"): w for n, w in options.items()}, script)
-    return KeyedSettings(settings, script, gpus, {name: why for name, why in unread.items() if name not in settings})
+    unread = {name: why for name, why in unread.items() if name not in settings}
+    return KeyedSettings(settings, script, gpus, unread, program)
 
 
 def _of_python(text: str, calls: re.Pattern[str] | None, given: Settings | None = None) -> KeyedSettings:
@@ -287,6 +290,8 @@ def _of_python(text: str, calls: re.Pattern[str] | None, given: Settings | None 
             keywords.setdefault("model_name_or_path", node.args[0])
         if loads and "Fast" in name:
             keyed.settings["use_unsloth"] = True
+        if is_asked and (learned := _LEARNED.search(name)) is not None:
+            keyed.settings["stage"] = learned[1].lower()
         if re.search(r"Lo[Rr][aA]Config$|get_peft_model$", name) and ("r" in keywords or "lora" in name.lower()):
             keyed.settings["peft_type"] = "LORA"
         said = {key: _literal(expression, names) for key, expression in keywords.items()}
@@ -297,6 +302,8 @@ def _of_python(text: str, calls: re.Pattern[str] | None, given: Settings | None 
     return keyed
 
 
+_LEARNED = re.compile(r"\b(DPO|KTO|ORPO|CPO|GRPO|RLOO|PPO|Reward|PRM|GKD)(Config|Trainer)$")
+"""Calls of TRL that say what is learned, where it is not the next token."""
 _OBJECTS = frozenset(table()["huggingface"]["objects"].split())
 """Keywords that take objects whose own settings are read where they are made, or that decide nothing."""
 
@@ -330,6 +337,10 @@ def _literal(node: ast.expr, names: Mapping[str, ast.expr]) -> Any:
                 return value if value is ... else not value
             case ast.Call() if re.search(r"is_bf(loat)?16_supported$", ast.unparse(node.func)):
                 return True
+            case ast.Dict(keys=keys, values=values):
+                # what a call makes is read where it is made
+                inner = [(key, _literal(value, names)) for key, value in zip(keys, values, strict=True)]
+                return {key.value: v for key, v in inner if isinstance(key, ast.Constant) and v is not ...}
     try:
         return literal(node)
     except ValueError:

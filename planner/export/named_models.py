@@ -33,7 +33,7 @@ _TOWERS = re.compile(r"-(vl|omni|vision)\b", re.IGNORECASE)
 
 
 def has_towers(name: str) -> bool:
-    """The name is of a model that also sees or hears, of which the language model alone is planned."""
+    """The name is of a model that also sees or hears."""
     return _TOWERS.search(name) is not None
 
 

@@ -223,7 +223,8 @@ def trainer_of(experiment: Tree) -> Tree:
 
 def _read_megatron(values: Tree, written: Tree, model: str) -> ImportedRun:
     """Megatron-LM's arguments; a model that they do not describe is the one of the preset's name."""
-    named = _published(model) or (None if "num_layers" in values else model_called(model))
+    is_described = {"num_layers", "hidden_size"} <= values.keys()
+    named = _published(model) or (None if is_described else model_called(model))
     if (mixture := moe_of(named)) is not None:
         values = {"num_experts": mixture["num_experts"], **values}
     imported = run_of_keys(values, written, named)

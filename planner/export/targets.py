@@ -97,7 +97,7 @@ _TRAINERS = (
     ),
     TrainerTarget(
         "bridge", "megatron.bridge_files:export_bridge", "megatron.bridge_reading:read_bridge",
-        mark=r'"overrides": \[|run_recipe\.py|run_script\.py|megatron\.bridge|ConfigContainer'
+        mark=r'"overrides": \[|run_recipe\.py|run_script\.py|setup_experiment\.py|megatron\.bridge|ConfigContainer'
         r"|cfg\.model\.tensor_model_parallel"
         r"|^train:\s*$(?s:.*)^  (train_iters|global_batch_size):",
         runtimes=("bridge",),
@@ -112,7 +112,8 @@ _TRAINERS = (
         r"|examples/llm_(finetune|pretrain)/",
     ),
     TrainerTarget(
-        "openrlhf", None, "huggingface.trainer_reading:read_openrlhf", mark=r"openrlhf\.cli\.train_",
+        "openrlhf", None, "huggingface.trainer_reading:read_openrlhf",
+        mark=r"openrlhf\.cli\.train_|\btrain_(ppo(_ray)?|sft|dpo|rm|kto|kd)\.py\b(?s:.*)--pretrain\b",
     ),
     TrainerTarget(
         "nemo", None, "megatron.nemo_reading:read_nemo",
@@ -121,7 +122,7 @@ _TRAINERS = (
     ),
     TrainerTarget(
         "torchtitan", "torchtitan_files:export_torchtitan", "torchtitan_reading:read_torchtitan",
-        mark=r"ParallelismConfig|torchtitan|--parallelism\.|^\[(parallelism|activation_checkpoint)\]",
+        mark=r"ParallelismConfig\([^)]*_degree|torchtitan|--parallelism\.|^\[(parallelism|activation_checkpoint)\]",
         runtimes=("torchtitan",),
     ),
     TrainerTarget(
@@ -159,7 +160,7 @@ _TRAINERS = (
     TrainerTarget(
         "huggingface", None, "huggingface.trainer_reading:read_trainer",
         mark=r"per_device_train_batch_size|^(model_class|finetuning_type|infer_backend|export_dir):|TrainingArguments\("
-        r"|SFTConfig\(|--model_name_or_path|^base_model:|FastLanguageModel\."
+        r"|(SFT|DPO|KTO|ORPO|CPO|GRPO|RLOO|Reward)(Config|Trainer)\(|--model_name_or_path|^base_model:|FastLanguageModel\."
         r"|accelerate launch|\"peft_type\":|\b(swift|trl)\s+(sft|pt|rlhf|dpo|grpo|kto)\b"
         r"|llamafactory-cli train|swift/cli/|\baxolotl(\.cli\.train| train)\b",
     ),

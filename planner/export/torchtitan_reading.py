@@ -12,7 +12,7 @@ from planner.export.followed.python_recipe import Evaluator, chosen_recipe
 from planner.export.followed.python_values import CallRecord, Unknown
 from planner.export.followed.shell_script import Script, read_script
 from planner.export.imported_run import ConfigFile, ImportedRun, new_run
-from planner.export.keyed_settings import dialect, first, flat, is_on, refused_settings
+from planner.export.keyed_settings import dialect, first, flat, is_on, refused_settings, table
 from planner.export.megatron.option_rows import options_of
 from planner.export.named_models import (
     FLAVORS,
@@ -61,6 +61,10 @@ def read_recipe(config: ConfigFile) -> tuple[Fields, Named]:
     settings |= _policy(record, evaluator) | _model(record, config)
     if isinstance(debug := record.get("debug"), CallRecord) and debug.get("deterministic") is True:
         settings["debug.deterministic"] = True
+    if isinstance(optimizer := record.get("optimizer"), CallRecord):
+        groups = [group for group in optimizer.get("param_groups") or [] if isinstance(group, CallRecord)]
+        names = {str(group.get("optimizer_name")) for group in groups} or {optimizer.kind}
+        settings["optimizer.name"] = " and ".join(sorted(names))
     if record.kind and "." not in record.kind and record.kind[0].islower():
         settings["base"] = record.kind
     return settings, unreadable
@@ -150,6 +154,8 @@ def of_today(settings: Fields) -> Fields:
     """Settings under today's names, with the dtype that converters of a TOML file, or its older switch, ask for."""
     settings = {_ROW.renamed.get(name, name): value for name, value in settings.items()}
     converters = str(first(settings, "model.converters", "job.converters", default=""))
+    for other in [name for name in re.findall(r"[\w.]+", converters) if not re.search("float8|mx", name)]:
+        settings[f"model.converters.{other}"] = True
     if "mx" in converters:
         settings["dtype"] = "mxfp8"
     elif "float8" in converters or settings.get("float8.enable") is True:
@@ -268,7 +274,8 @@ def run_of_settings(settings: Fields, num_gpus: int | None) -> ImportedRun:
         imported.notes.append(f"what {settings['base']} sets beside is not read: it is not in this file, nor beside it")
     if is_on(settings.get("training.enable_cpu_offload")):
         imported.offload_all("training.enable_cpu_offload")
-    _ROW.sort(imported, settings, (), lambda name, value: (name, value) == ("training.dtype", "float32"))
+    usual = table()["torchtitan"]["usual"]
+    _ROW.sort(imported, settings, (), lambda name, value: str(value) in usual.get(name, ()))
     return imported
 
 
@@ -308,6 +315,8 @@ def _features(settings: Fields) -> Fields:
         features["dispatcher"] = settings.pop("model.moe_comm_backend")
     if policy := settings.get("compile.memory_policy"):
         features["memory_policy"] = policy
+    if settings.get("training.dtype") == "bfloat16":
+        features["no_masters"] = True
     features["deterministic"] = first(settings, "debug.deterministic", "training.deterministic") is True
     compiled = first(settings, "compile.enable", "training.compile")
     components = first(settings, "compile.components") or ["model", "loss"]

@@ -139,6 +139,9 @@ def _of_fsdp(settings: Settings, model: str, is_rl: bool) -> ImportedRun:
     size = number(settings, f"{actor}fsdp_config.fsdp_size", "engine.fsdp_size", "model.fsdp_config.fsdp_size") or -1
     if size > 0:
         imported.run["parallelism"]["fsdp"] = size
+    dtype = first(settings, f"{actor}fsdp_config.model_dtype", "engine.model_dtype", "model.fsdp_config.model_dtype")
+    if dtype in ("bf16", "bfloat16") and not imported.run.get("adapters"):
+        imported.run["features"]["no_masters"] = True
     _offload(imported, settings, f"{actor}fsdp_config." if is_rl else "model.fsdp_config.")
     _list_unread(imported, settings, ())
     return imported
@@ -167,7 +170,7 @@ def _list_unread(imported: ImportedRun, settings: Settings, read: Collection[str
 def _scored_tokens(settings: Settings, longest: int) -> int:
     """Tokens of a micro-batch of log-probabilities; 0 where their logits are never held."""
     chunked = (f"{_ACTOR}entropy_from_logits_with_chunking", f"{_MODEL}use_fused_kernels")
-    if any(is_on(settings.get(name)) for name in chunked):
+    if is_any_on(settings, *chunked):
         return 0
     own = f"{_ROLLOUT}log_prob_use_dynamic_bsz"
     if is_on(settings.get(own, settings.get(f"{_ACTOR}use_dynamic_bsz"))):
@@ -188,14 +191,14 @@ def _mean_length(settings: Settings, longest: int, unknown: int) -> int:
 
 def _keeps_reference(settings: Settings) -> bool:
     """A reference model stays on the GPUs: Megatron's, unless it is offloaded (FSDP's always is)."""
-    asks = any(is_on(settings.get(name)) for name in (f"{_ACTOR}use_kl_loss", "algorithm.use_kl_in_reward"))
+    asks = is_any_on(settings, f"{_ACTOR}use_kl_loss", "algorithm.use_kl_in_reward")
     is_megatron = any(name.startswith(f"{_ACTOR}megatron.") for name in settings)
     return asks and is_megatron and not is_on(settings.get("actor_rollout_ref.ref.megatron.param_offload"))
 
 
 def _rollout_fraction(settings: Settings) -> float:
     """The share of memory that generation takes where the actor stays beside it: weights and states on the GPU."""
-    offloads = any(is_on(settings.get(f"{_ACTOR}{part}.param_offload")) for part in ("fsdp_config", "megatron"))
+    offloads = is_any_on(settings, *(f"{_ACTOR}{part}.param_offload" for part in ("fsdp_config", "megatron")))
     share = str(settings.get(f"{_ROLLOUT}gpu_memory_utilization", 0.5))
     return float(share) if not offloads and re.fullmatch(r"0?\.\d+|1(\.0*)?", share) else 0.0
 
@@ -228,11 +231,11 @@ def _set_batch(imported: ImportedRun, settings: Settings, is_rl: bool) -> None:
         keeps = not any(name.startswith("critic.") and name.endswith("optimizer_offload") and is_on(value)
                         for name, value in settings.items())  # fmt: skip
         imported.reinforce(
-            tokens=_scored_tokens(settings, longest),
-            alone=is_alone,
-            share=_rollout_fraction(settings),
+            scored_tokens=_scored_tokens(settings, longest),
+            scored_alone=is_alone,
+            rollout_fraction=_rollout_fraction(settings),
             critics=int(asks and keeps),
-            frozen=int(_keeps_reference(settings)),
+            frozen_copies=int(_keeps_reference(settings)),
         )
         if (prompts or 1024) < update and not is_dynamic:
             imported.refused.append(f"data.train_batch_size {prompts or 1024} is below ppo_mini_batch_size {update}")

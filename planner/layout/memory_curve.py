@@ -193,7 +193,8 @@ def held(tensor: Saved, dtype: str = "bf16", operator: str = "") -> Held:
 def kept_tensors(pricing: Pricing, shape: Shape, items: Sequence[Item], mode: Recompute = "none") -> list[Held]:
     """The rows that add up to the part's `live_bytes` under a recompute mode."""
     if mode == "full":
-        rows = [held(Saved("layer input", (shape.shard_tokens, pricing.model.hidden_size)))]
+        tokens = shape.shard_tokens * (1 - pricing.offloaded_share)
+        rows = [held(Saved("layer input", (tokens, pricing.model.hidden_size)))]
     else:
         recomputed = frozenset(pricing.selective_modules if mode == "selective" else ())
         rows = [*_on_the_gpu(pricing, items, recomputed)]
@@ -213,10 +214,10 @@ def _on_the_gpu(pricing: Pricing, items: Sequence[Item], recomputed: frozenset[s
         for tensor in op.kept(recomputed)
         if (op.name, tensor.name) not in leaving
     ]
-    if not (runtime.offloaded_layers and is_decoder_layer(items)):
+    share = pricing.offloaded_share
+    if not (share and is_decoder_layer(items)):
         yield from (row for row in stays if row.num_bytes)
         return
-    share = min(runtime.offloaded_layers / pricing.model.num_hidden_layers, 1.0)
     note = f"{runtime.offloaded_layers} layers wait in host memory, counted as an equal share of each: {share:.0%}"
     yield Held("a layer's tensors", (1 - share) * sum(row.num_bytes for row in stays), note=note)
 

@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import Field, ValidationError
 
@@ -24,7 +24,7 @@ from planner.specs.model import ModelSpec
 from planner.specs.problems import checked, spec_error
 from planner.specs.reading import NotJsonError, json_value, kind_of
 from planner.specs.registry import load_hardware, load_model, model_names
-from planner.specs.training import AdapterSpec, Dtype, ObjectiveSpec, Parallelism, TrainingSpec
+from planner.specs.training import AdapterSpec, DocumentLength, Dtype, ObjectiveSpec, Parallelism, TrainingSpec
 from planner.trainers.generations import described, imbalance_of, runtime_of_its_day
 from planner.trainers.spec import RuntimeSpec
 from planner.trainers.switches import SWITCHES
@@ -48,6 +48,9 @@ class RunSpec(Spec):
     runtime: str = "megatron"
     seq_length: PositiveInt
     global_batch_size: PositiveInt
+    document_lengths: tuple[DocumentLength, ...] | None = None
+    batching: Literal["packed", "padded"] = "packed"
+    """Examples that are packed, or padded to the longest of a micro-batch."""
     dtype: Dtype = "bf16"
     adapters: AdapterSpec | None = None
     """Adapters that are trained in the place of the weights."""
@@ -162,7 +165,8 @@ def parse_run(data: dict[str, Any], where: str = "run") -> Run:
         "gpus_per_node": spec.gpus_per_node,
         "network_gb_per_s": network_gb_per_s(spec.inter_node, spec.gpus_per_node or hardware.gpus_per_node),
     }
-    training = spec.model_dump(include={"seq_length", "global_batch_size", "dtype", "adapters", "objective"})
+    of_training = TrainingSpec.model_fields.keys() & RunSpec.model_fields.keys()
+    training = spec.model_dump(include=set(of_training))
     if spec.dtype == "bf16" and spec.precision_recipe == "fp16":
         training["dtype"] = "fp16"
     model = _model(spec.model, f"{where}: run: model")

@@ -31,7 +31,7 @@ from planner.observe.traces.events import (
 )
 from planner.observe.traces.events import OTHER as OTHER_FAMILY
 from planner.physics.passes import COMM_GROUPS
-from planner.specs.base import Fields, Texts
+from planner.specs.base import Fields, Named, Texts
 from planner.specs.reading import shipped_table
 
 EXCHANGES, PASSES, GRADIENTS, OPTIMIZER, UNATTRIBUTED = (
@@ -44,9 +44,9 @@ PIPELINE, HOST_GAPS, DATA, COPIES, WAITS, PROFILER = (
     "pipeline_waits", "host_gaps", "data_loading", "copies", "waits", "profiler",
 )  # fmt: skip
 GAP_TABLE: Fields = shipped_table("observe/gap.yaml")
-STEP_TERMS: dict[str, str] = GAP_TABLE["step_terms"]
+STEP_TERMS: Named = GAP_TABLE["step_terms"]
 """Terms of the step, measured less predicted seconds, in the order of a waterfall, and how people call them."""
-WALL_TERMS: dict[str, str] = GAP_TABLE["wall_terms"]
+WALL_TERMS: Named = GAP_TABLE["wall_terms"]
 """Terms of the wall time: seconds per step beside the steady step."""
 
 

@@ -19,7 +19,7 @@ from planner.observe.observation import GapRemedy, Observation, Observed, Predic
 from planner.observe.traces.recorded import Recorded
 from planner.schedule.orders import SCHEDULES
 from planner.shape import RANK_ORDERS, Shape
-from planner.specs.base import Fields, Texts
+from planner.specs.base import Fields, Said, Texts
 from planner.specs.problems import checked
 from planner.specs.training import Parallelism, SearchLimits
 from planner.trainers.generations import described, runtime_of_its_day
@@ -74,7 +74,7 @@ def stage_of(grid: Shape, rank: int) -> int:
     return rank // int(grid.stage_stride) % int(grid.pp)
 
 
-Changes = Mapping[str, Any]
+Changes = Said
 """Fields of a layout with other values."""
 Layouts = Callable[[Candidate], Iterable[Changes]]
 LEAST_WORD = 0.02
@@ -289,7 +289,7 @@ def _of_layout(case: ObservedCase, candidate: Candidate) -> Iterator[StatedDiffe
             candidate = other
 
 
-def _said(fields: Mapping[str, Any]) -> str:
+def _said(fields: Said) -> str:
     """The values of fields, in words."""
     return " ".join(_text(value) for value in fields.values())
 

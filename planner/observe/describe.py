@@ -30,7 +30,7 @@ from planner.observe.observation import (
 from planner.observe.record import FallBack, RunRecord
 from planner.observe.steady import steady
 from planner.observe.trainer_lines import facts_of
-from planner.specs.base import Fields, Texts
+from planner.specs.base import Fields, Named, Texts
 from planner.specs.units import is_count
 
 TIMER_TERMS = (
@@ -358,7 +358,7 @@ def _complete_first_row(record: RunRecord) -> None:
             record.covers[0] = usual
 
 
-def _explained(outlier: Outlier, arguments: dict[str, str]) -> Outlier:
+def _explained(outlier: Outlier, arguments: Named) -> Outlier:
     """The outlier with what the trainer's arguments say happens as often."""
     for name, what in INTERVALS.items():
         every = arguments.get(name, "")

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from statistics import median
@@ -30,7 +30,7 @@ from planner.observe.record import (
     text_of,
     whole,
 )
-from planner.specs.base import Fields
+from planner.specs.base import Fields, Said
 from planner.specs.reading import shipped_table
 from planner.specs.units import GB, GIB, KIB, MIB
 
@@ -401,7 +401,7 @@ class LineRow:
     """Quantities that stand beside it, with their units."""
 
     @classmethod
-    def of(cls, holds: str, pattern: str, beside: Mapping[str, Any] | None = None, trainer: str = "",
+    def of(cls, holds: str, pattern: str, beside: Said | None = None, trainer: str = "",
            **way: str) -> LineRow:  # fmt: skip
         """A row of the table."""
         told = {name: (said, "") if isinstance(said, str) else said for name, said in (beside or {}).items()}

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from statistics import median
 
 import numpy as np
@@ -41,7 +41,6 @@ RECORDINGS: Mapping[str, str] = GAP_TABLE["recordings"]
 """How to record what would show a row."""
 OF_MEMORY = ("fragmentation", "leak", "out_of_memory")
 """Rows that answer for memory and for no seconds."""
-
 
 LONGER, LONGER_ON_HOST = 1.06, 1.2
 """Ranks of one stage differ by 1 to 2% in their clocks; half a dozen of them lie within 5%. A CPU shares its cores."""
@@ -254,10 +253,6 @@ def slow_link(files: RunFiles) -> Finding | None:
     return max(found, key=lambda one: one.seconds or 0.0, default=None)
 
 
-def _shown_s(one: GroupExchanges) -> float:
-    return max(0.0, one.busy_s - one.hidden_s - (one.late_s or 0.0))
-
-
 def unhidden(group: str) -> Callable[[RunFiles], Finding | None]:
     """Looks for exchanges of a group that were to hide behind computing, and do not: longer ones alone are no sign."""
 
@@ -266,7 +261,8 @@ def unhidden(group: str) -> Callable[[RunFiles], Finding | None]:
         if not known:
             return None
         found, due = min(known, key=lambda pair: pair[1].hidden_s - pair[0].hidden_s)
-        lost_s = min(due.hidden_s - found.hidden_s, _shown_s(found) - _shown_s(due))
+        shown_s, due_s = (max(0.0, one.busy_s - one.hidden_s - (one.late_s or 0.0)) for one in (found, due))
+        lost_s = min(due.hidden_s - found.hidden_s, shown_s - due_s)
         if found.hidden_s > LEAST_HIDDEN * found.busy_s or lost_s < EXPOSED * files.step_s + 0.16 * due.busy_s:
             return None
         says = f"{found.hidden_s / found.busy_s:.0%} of {group} communication runs behind computing"
@@ -449,11 +445,6 @@ def saving(files: RunFiles) -> Finding | None:
     return _now_and_then(files, "checkpoint", CHECKPOINT_SHARE, "checkpoints", wall.checkpoint_s if wall else 0.0)
 
 
-def collecting(files: RunFiles) -> Finding | None:
-    """Steps that the log's garbage collection makes longer."""
-    return _now_and_then(files, "periodic", GARBAGE_SHARE, "steps in which garbage is collected", word="garbage")
-
-
 def _now_and_then(
     files: RunFiles, kind: str, share: float, what: str, beside_s: float = 0.0, word: str = ""
 ) -> Finding | None:
@@ -481,6 +472,9 @@ def recomputed_with_room(files: RunFiles) -> Finding | None:
 
 
 unhidden_ep, unhidden_dp = unhidden("ep"), unhidden("dp")
+_GARBAGE = "steps in which garbage is collected"
+collecting = partial(_now_and_then, kind="periodic", share=GARBAGE_SHARE, what=_GARBAGE, word="garbage")
+"""Steps that the log's garbage collection makes longer."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,7 +34,7 @@ from planner.observe.observation import Observed
 from planner.plan_file import plan_of
 from planner.profile.probed import LEAST_SENSITIVE, TRANSFER_WIDTH
 from planner.saved import KEY, as_saved, with_digest
-from planner.specs.base import NonNegativeFloat, NonNegativeInt, PositiveFloat, Spec, Texts
+from planner.specs.base import Named, NonNegativeFloat, NonNegativeInt, PositiveFloat, Spec, Texts
 from planner.specs.cluster import ClusterSpec
 from planner.specs.problems import checked
 from planner.specs.reading import SAVED, label, load_yaml, printable
@@ -144,7 +144,7 @@ class Prices(Spec):
     files: dict[str, tuple[int, int]] = Field(default_factory=dict)
     """Bytes and time of change of each file, in nanoseconds: another one is read again."""
     runs: tuple[KeptPrice, ...] = ()
-    left_out: dict[str, str] = Field(default_factory=dict)
+    left_out: Named = Field(default_factory=dict)
     """The files that are no runs to learn from, and why."""
 
 

@@ -15,6 +15,7 @@ from datetime import datetime
 from statistics import median
 
 from planner.observe.observation import FailedAllocation, HungCollective, JobFacts
+from planner.specs.base import Named
 
 _ISO = re.compile(r"(\d{4})-?(\d\d)-?(\d\d)[ T](\d\d):(\d\d):(\d\d)(?:[.,](\d{1,6}))?")
 _AMERICAN = re.compile(r"(\d\d)/(\d\d)/(\d{4}) (\d\d):(\d\d):(\d\d)")
@@ -54,9 +55,9 @@ def moment(text: str) -> float:
     return at_s + (int(fraction) / 10 ** len(fraction) if fraction else 0.0)
 
 
-def named_parts(text: str, separator: str = "|") -> dict[str, str]:
+def named_parts(text: str, separator: str = "|") -> Named:
     """`a: 1 | b: 2` as a mapping; of equal names the first counts."""
-    found: dict[str, str] = {}
+    found: Named = {}
     for part in text.split(separator):
         name, colon, value = part.rpartition(": ") if ": " in part else part.rpartition(":")
         if colon:
@@ -152,8 +153,8 @@ class RunRecord:
     printed: dict[str, array[float]] = field(default_factory=dict)
     """Numbers that the trainer works out itself, such as tflops, mfu and tokens_per_s."""
     facts: dict[str, str | int] = field(default_factory=dict)
-    arguments: dict[str, str] = field(default_factory=dict)
-    state: dict[str, str] = field(default_factory=dict)
+    arguments: Named = field(default_factory=dict)
+    state: Named = field(default_factory=dict)
     """Things that one line says about the next."""
     notes: dict[str, None] = field(default_factory=dict)
     first_s: float = math.nan

@@ -38,7 +38,7 @@ from planner.observe.record import (
     text_of,
     whole,
 )
-from planner.specs.base import Fields, Texts
+from planner.specs.base import Fields, Named, Texts
 from planner.specs.reading import InputLimits, parse_json, parse_yaml, shipped_table
 from planner.specs.units import GB, GIB, MIB, is_count
 
@@ -375,7 +375,7 @@ def run_stated(record: RunRecord) -> ImportedRun | None:
     return None
 
 
-def _of_megatron(arguments: dict[str, str]) -> ImportedRun:
+def _of_megatron(arguments: Named) -> ImportedRun:
     """Every argument with its default stands in the dump; those that are unset are no options."""
     words: list[str] = []
     if "micro_batch_size" not in arguments:  # the name until 2021, which Megatron-DeepSpeed kept longer

@@ -402,15 +402,20 @@ what was kept are read, and the input's gradient is written."""
 
 def traced(model: ModelSpec, kind: LayerKind, shape: Shape, runtime: RuntimeSpec) -> Iterator[Item]:
     """The operators of a traced layer for a micro-batch on a rank; exchanges where weights are split over tp."""
-    assert model.traced is not None
-    for row in model.traced.layers[int(kind.attention.removeprefix("traced"))]:
-        operator = _operator(row, shape)
+    for row, operator in traced_operators(model, kind, shape):
         if row.split == "columns":
             yield from enter_tp(row.name, [operator], row.k[0], shape, runtime)
         elif row.split == "rows":
             yield from leave_tp(operator, BF16 * shape.tokens * row.n[0], shape)
         else:
             yield operator
+
+
+def traced_operators(model: ModelSpec, kind: LayerKind, shape: Shape) -> Iterator[tuple[TracedOperator, Operator]]:
+    """The traced operators of a layer, each with its sizes on a rank."""
+    assert model.traced is not None
+    for row in model.traced.layers[int(kind.attention.removeprefix("traced"))]:
+        yield row, _operator(row, shape)
 
 
 def _operator(row: TracedOperator, shape: Shape) -> Operator:
@@ -438,9 +443,10 @@ def _operator(row: TracedOperator, shape: Shape) -> Operator:
         )  # fmt: skip
     moved = _at(row.bytes, length) * sequences * share
     return Operator(
-        name=row.name, kind="elementwise", family="residual", forward_bytes=moved,
+        name=row.name, kind="elementwise", family=row.family, forward_bytes=moved,
         backward_bytes=BACKWARD_FACTOR * moved, forward_kernels=row.kernels,
         backward_kernels=round(BACKWARD_FACTOR * row.kernels), parameters=parameters, saved=saved,
+        working_bytes=2 / 3 * BACKWARD_FACTOR * moved / max(row.kernels, 1),
     )  # fmt: skip
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from functools import reduce
 from typing import NamedTuple
 
 import numpy as np
@@ -33,8 +34,8 @@ def weights_bytes(
     """
     cast: Number = runtime.weight_bytes if dtype not in NARROW_BYTES else _cast_weight_bytes(shape, runtime, dtype)
     from_stage = 2 if runtime.weight_bytes > BF16 else 3
-    kept = cast * _sharded(dense - wide, expert, shape, runtime, from_stage)
-    kept = kept + runtime.weight_bytes * _sharded(wide, 0.0, shape, runtime, from_stage)
+    kept = cast * sharded(dense - wide, expert, shape, runtime, from_stage)
+    kept = kept + runtime.weight_bytes * sharded(wide, 0.0, shape, runtime, from_stage)
     return kept * _stay(shape, runtime) + gathered_weights_bytes(dense + expert, shape, runtime)
 
 
@@ -49,8 +50,8 @@ def frozen_bytes(dense: Number, expert: Number, wide: Number, shape: Shape, runt
     ZeRO-3 shards them as others; there are no masters of them. Weights that products read in 8 or 4 bits are cast once,
     and replace the others where the trainer has such parameters.
     """
-    packed = frozen_weight_bytes(runtime, dtype) * _sharded(dense - wide, expert, shape, runtime, 3)
-    return (packed + runtime.frozen_wide_bytes * _sharded(wide, 0.0, shape, runtime, 3)) * _stay(shape, runtime)
+    packed = frozen_weight_bytes(runtime, dtype) * sharded(dense - wide, expert, shape, runtime, 3)
+    return (packed + runtime.frozen_wide_bytes * sharded(wide, 0.0, shape, runtime, 3)) * _stay(shape, runtime)
 
 
 def frozen_weight_bytes(runtime: RuntimeSpec, dtype: str) -> float:
@@ -76,7 +77,7 @@ def static_bytes(part: PartCost, shape: Shape, runtime: RuntimeSpec, dtype: str)
     held = dense / runtime.weight_shards
     weights = weights_bytes(held, expert, shape, runtime, dtype, part.wide_parameters / runtime.weight_shards)
     states = optimizer_bytes(dense, expert, shape, runtime, (part.state_bytes, part.expert_state_bytes))
-    trained, copies = 1 + runtime.critics, BF16 * runtime.frozen_copies * _sharded(dense, expert, shape, runtime, 3)
+    trained, copies = 1 + runtime.critics, BF16 * runtime.frozen_copies * sharded(dense, expert, shape, runtime, 3)
     return (
         weights * trained + frozen + copies + reference_bytes(part, shape, runtime, dtype),
         gradients_bytes(held, expert, shape, runtime),
@@ -137,7 +138,7 @@ def whole_gradients_bytes(dense: Number, expert: Number, shape: Shape, runtime: 
     """`gradients_bytes` when the backward is done."""
     on_gpu, is_piped = 1 - offloaded_gradients(runtime) * (shape.zero_stage >= 2), shape.pp > 1
     bytes_per_parameter = on_gpu * (runtime.gradient_bytes + runtime.kept_gradient_bytes)
-    return bytes_per_parameter * where(is_piped, dense + expert, _sharded(dense, expert, shape, runtime, 2))
+    return bytes_per_parameter * where(is_piped, dense + expert, sharded(dense, expert, shape, runtime, 2))
 
 
 def offloaded_gradients(runtime: RuntimeSpec) -> float:
@@ -171,25 +172,15 @@ def optimizer_bytes(
     each (Megatron-Bridge's notes on offloading). ZeRO-Offload's masters leave too.
     """
     if runtime.optimizer != "adamw":
-        masters = runtime.master_bytes * _sharded(dense, expert, shape, runtime, 1)
-        return masters + _sharded(*states, shape, runtime, 1)
+        masters = runtime.master_bytes * sharded(dense, expert, shape, runtime, 1)
+        return masters + sharded(*states, shape, runtime, 1)
     kept = 0 if runtime.offloads_masters else FP32
     all_bytes = runtime.optimizer_bytes - (FP32 - BF16) * runtime.master_remainders
     left = runtime.optimizer_offload_fraction * max(runtime.optimizer_bytes - kept, 0)
-    return max(all_bytes - left, 0) * _sharded(dense, expert, shape, runtime, 1)
+    return max(all_bytes - left, 0) * sharded(dense, expert, shape, runtime, 1)
 
 
-def sharded_update_s(part: PartCost, shape: Shape, runtime: RuntimeSpec) -> Number:
-    """Seconds in which this rank updates its shard of a part with an optimizer other than AdamW."""
-    return _sharded(part.state_update_s, part.expert_state_update_s, shape, runtime, 1)
-
-
-def sharded_parameters(dense: Number, expert: Number, shape: Shape, runtime: RuntimeSpec) -> Number:
-    """Parameters whose optimizer step this rank computes."""
-    return _sharded(dense, expert, shape, runtime, 1)
-
-
-def _sharded(dense: Number, expert: Number, shape: Shape, runtime: RuntimeSpec, from_stage: int) -> Number:
+def sharded(dense: Number, expert: Number, shape: Shape, runtime: RuntimeSpec, from_stage: int = 1) -> Number:
     """Parameters per rank, sharded over shard_size ranks (experts: over others) where zero_stage ≥ from_stage."""
     is_sharded = shape.zero_stage >= from_stage
     expert_ranks = expert_shards(shape, runtime)
@@ -236,6 +227,11 @@ def usable_bytes(shape: Shape, hardware: HardwareSpec, headroom_bytes: float, lo
     return free / (1 + lost_fraction)
 
 
+def bytes_of(tensors: Iterable[Saved]) -> Number:
+    """Bytes of tensors together."""
+    return sum((tensor.num_bytes for tensor in tensors), start=0.0)
+
+
 class Moment(NamedTuple):
     """The backward of one operator of a part: what it needs, and what it finds free."""
 
@@ -247,7 +243,7 @@ class Moment(NamedTuple):
     @property
     def num_bytes(self) -> Number:
         """Bytes above those that the part saved."""
-        return sum(tensor.num_bytes for tensor in self.working) - self.freed_bytes
+        return bytes_of(self.working) - self.freed_bytes
 
 
 def moments(items: Sequence[Item], runtime: RuntimeSpec) -> Iterator[Moment]:
@@ -264,10 +260,8 @@ def moments(items: Sequence[Item], runtime: RuntimeSpec) -> Iterator[Moment]:
 
 def transient_bytes(items: Sequence[Item], runtime: RuntimeSpec) -> Number:
     """The most bytes that a part's backward needs above the bytes that the part saved."""
-    worst: Number = 0.0
-    for moment in moments(items, runtime):
-        worst = maximum(worst, moment.num_bytes)
-    return worst
+    least: Number = 0.0
+    return reduce(maximum, (moment.num_bytes for moment in moments(items, runtime)), least)
 
 
 def unused_gradients(items: Sequence[Item], runtime: RuntimeSpec) -> tuple[Saved, ...]:
@@ -279,11 +273,6 @@ def unused_gradients(items: Sequence[Item], runtime: RuntimeSpec) -> tuple[Saved
         return ()
     products = (op for op in operators_of(items) if op.has_weight_gradient)
     return tuple(Saved(f"unused gradient: {op.name}", (op.n, op.k)) for op in products)
-
-
-def unused_gradient_bytes(items: Sequence[Item], runtime: RuntimeSpec) -> Number:
-    """Bytes of `unused_gradients`."""
-    return sum(tensor.num_bytes for tensor in unused_gradients(items, runtime))
 
 
 def gathered_bytes(items: Sequence[Item], runtime: RuntimeSpec) -> Number:
@@ -363,7 +352,7 @@ def _attention_working_set(op: Operator, runtime: RuntimeSpec) -> tuple[Saved, .
         return backward
     # a ring holds all blocks of keys and values, and an output for each, until the last (Transformer Engine)
     blocks = BF16 * op.batch * op.kv_len * (op.kv_heads * dims + op.heads * op.v_dim)
-    needed = maximum(sum(tensor.num_bytes for tensor in backward), blocks * (op.kv_len > op.q_len))
+    needed = maximum(bytes_of(backward), blocks * (op.kv_len > op.q_len))
     return (Saved("queries, keys, values, outputs and gradients", (needed,), dtype="bytes"),)
 
 
@@ -389,7 +378,7 @@ def constants(model: ModelSpec, shape: Shape, runtime: RuntimeSpec) -> tuple[Sav
 
 def constant_bytes(model: ModelSpec, shape: Shape, runtime: RuntimeSpec) -> Number:
     """Bytes of `constants`."""
-    return sum(tensor.num_bytes for tensor in constants(model, shape, runtime))
+    return bytes_of(constants(model, shape, runtime))
 
 
 OFFLOADED: dict[str, frozenset[tuple[str, str]]] = {

@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple
 
 from planner.physics.cost import PartCost
 from planner.physics.kernels import clip_s, host_update_s, optimizer_s, product_s, stream_s
-from planner.physics.memory import sharded_parameters, sharded_update_s
+from planner.physics.memory import sharded
 from planner.physics.operators import BF16, FP32, Item, Operator, operators_of
 from planner.shape import Number, Shape, maximum, minimum, where
 from planner.specs.hardware import HardwareSpec
@@ -93,12 +93,12 @@ def update_s(part: PartCost, shape: Shape, hardware: HardwareSpec, runtime: Runt
     Gradients are measured, scaled and zeroed in it too.
     """
     dense, expert = part.trained_dense_parameters, part.trained_expert_parameters
-    shard = sharded_parameters(dense, expert, shape, runtime)
+    shard = sharded(dense, expert, shape, runtime)
     offloaded = runtime.optimizer_offload_fraction * shard
     clipped_s = clip_s(hardware, shard, dense + expert, runtime)
     gpu_s = optimizer_s(hardware, shard - offloaded, runtime)
     if runtime.optimizer != "adamw":
-        gpu_s = sharded_update_s(part, shape, runtime)
+        gpu_s = sharded(part.state_update_s, part.expert_state_update_s, shape, runtime)
     return gpu_s + host_update_s(hardware, offloaded, runtime) + clipped_s
 
 

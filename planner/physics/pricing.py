@@ -289,6 +289,10 @@ class Pricing:
         live: Number = BF16 * shape.shard_tokens * self.model.residual_size * self._pool
         if mode != "full":
             live = self._kept_bytes(items, frozenset(self.selective_modules))
+        elif share := self.offloaded_share:
+            if self.counts_seconds:
+                plain = replace(plain, **self._pass_seconds(items, shape, plain, share * live))
+            live = (1 - share) * live
         seconds: dict[str, Number] = {}
         if self.counts_seconds:
             repeat = self.passes.seconds(self.replayed_items(items, mode), shape, replayed=True)
@@ -327,10 +331,14 @@ class Pricing:
         left: Number = 0.0
         if runtime.offload_modules:
             left = offloaded_bytes(items, runtime.offload_modules, recomputed, dtype)
-        if runtime.offloaded_layers and is_decoder_layer(items):
-            share = min(runtime.offloaded_layers / self.model.num_hidden_layers, 1.0)
-            left = left + share * (saved_bytes(items, recomputed, dtype) - left)
+        if self.offloaded_share and is_decoder_layer(items):
+            left = left + self.offloaded_share * (saved_bytes(items, recomputed, dtype) - left)
         return left
+
+    @property
+    def offloaded_share(self) -> float:
+        """Share of the layers that keep on the host all that they keep: their inputs, where they are recomputed."""
+        return min(self.runtime.offloaded_layers / self.model.num_hidden_layers, 1.0)
 
     def selective_table(self, table: CostTable) -> CostTable:
         """`table` with its selective mode priced for the modules that this pricing recomputes; other prices stay."""
@@ -386,7 +394,9 @@ class Pricing:
         copies_s = (
             self.runtime.tensor_kernels * num_tensors(items) * compute.issue_s(self.cluster.hardware, self.runtime)
         )
-        own = memory.transient_bytes(items, self.runtime) + memory.unused_gradient_bytes(items, self.runtime)
+        own = memory.transient_bytes(items, self.runtime) + memory.bytes_of(
+            memory.unused_gradients(items, self.runtime)
+        )
         own = own + memory.gathered_bytes(items, self.runtime)
         part = replace(
             counted,
@@ -443,7 +453,7 @@ class Pricing:
         trained = part.parameters - part.frozen_parameters
         plain = [(layers[kind, "none"], count) for kind, count in self.kind_counts.items()]
         stage = trained + sum((one.parameters - one.frozen_parameters) * count for one, count in plain) / shape.pp
-        table = minimum(trained, memory.sharded_parameters(stage, 0.0, shape, self.runtime))
+        table = minimum(trained, memory.sharded(stage, 0.0, shape, self.runtime))
         slower_s = kernels.optimizer_s(self.cluster.hardware, 0.0, self.runtime, table)
         return replace(part, optimizer_s=part.optimizer_s + slower_s)
 
@@ -452,11 +462,11 @@ class Pricing:
         items = self.head_items(shape, shares_embedding)
         part = self._plain(items, shape)
         layer = self.layer(self.model.layers[-1], shape)
-        loss_bytes = sum(tensor.num_bytes for tensor in memory.loss_tensors(items, layer, self.runtime))
+        loss_bytes = memory.bytes_of(memory.loss_tensors(items, layer, self.runtime))
         if not self.runtime.fused_cross_entropy:
             return replace(part, logits_bytes=loss_bytes)
         # logits that the gradient overwrites live from the loss to the head's backward, which comes next
-        logits_bytes = sum(tensor.num_bytes for tensor in memory.overwritten_logits(items, self.runtime))
+        logits_bytes = memory.bytes_of(memory.overwritten_logits(items, self.runtime))
         live_bytes = part.live_bytes - logits_bytes
         return replace(part, live_bytes=live_bytes, transient_bytes=loss_bytes, logits_bytes=loss_bytes)
 

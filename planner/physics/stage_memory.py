@@ -23,7 +23,7 @@ from typing import Any
 from planner.physics import memory
 from planner.physics.cost import CostTable, PartCost
 from planner.physics.layers import padded_vocab
-from planner.physics.memory import constant_bytes, is_decoder_layer, reserved_bytes, sharded_parameters
+from planner.physics.memory import bytes_of, constant_bytes, is_decoder_layer, reserved_bytes, sharded
 from planner.physics.operators import BF16, FP32, Item, Saved, num_parameters
 from planner.physics.optimizers import workspace_bytes
 from planner.physics.pricing import Pricing
@@ -121,20 +121,16 @@ def static_bytes(part: PartCost, shape: Shape, runtime: RuntimeSpec, dtype: str)
 def fixed_bytes(pricing: Pricing, table: CostTable) -> Number:
     """Bytes that every rank holds beside its layers: buffers, tables, token ids."""
     tables = constant_bytes(pricing.model, table.shape, pricing.runtime)
-    return _buffers_bytes(pricing, table) + tables
+    return bytes_of(buffers(pricing, table)) + tables
 
 
 def fixed_workspace_bytes(pricing: Pricing, table: CostTable) -> float:
     """Bytes of `buffers`."""
-    return float(_buffers_bytes(pricing, table))
-
-
-def _buffers_bytes(pricing: Pricing, table: CostTable) -> Number:
-    return sum((buffer.num_bytes for buffer in buffers(pricing, table)), start=0.0)
+    return float(bytes_of(buffers(pricing, table)))
 
 
 def buffers(pricing: Pricing, table: CostTable) -> tuple[Saved, ...]:
-    """Every rank's buffers: the gradient from the next stage, or two layers gathered by unpipelined ZeRO-3.
+    """Every rank's buffers: the gradient from the next stage, or two layers gathered by unpipelined ZeRO-3; an engine.
 
     torch's stages have a buffer for every micro-batch, of each chunk's input and of its output's gradient (less one
     chunk's on the first rank and the last). Inputs that micro-batches in flight have received are counted twice, here
@@ -143,6 +139,8 @@ def buffers(pricing: Pricing, table: CostTable) -> tuple[Saved, ...]:
     """
     shape, runtime, hidden = table.shape, pricing.runtime, pricing.model.residual_size
     beside = _overlapped(pricing, shape)
+    if pricing.training.objective.rollout_stays:
+        beside = (*beside, Saved("generation of answers", (generation_bytes(pricing),), dtype="bytes"))
     if int(shape.pp) > 1:
         if not runtime.has_torch_stages:
             return (Saved("gradient from the next stage", (shape.shard_tokens, hidden)), *beside)
@@ -217,7 +215,7 @@ def copied_gradients_bytes(pricing: Pricing, table: CostTable, cost: PartCost) -
         return 0.0
     dense, expert = cost.trained_dense_parameters, cost.trained_expert_parameters
     on_gpu = 1 - memory.offloaded_gradients(runtime)
-    return FP32 * on_gpu * float(sharded_parameters(dense, expert, shape, runtime))
+    return FP32 * on_gpu * float(sharded(dense, expert, shape, runtime))
 
 
 SCORED_BYTES = 10
@@ -236,11 +234,16 @@ def between_updates_bytes(pricing: Pricing, table: CostTable, cost: PartCost) ->
     objective, shape = pricing.training.objective, table.shape
     logits = objective.scored_tokens * float(padded_vocab(pricing.model, shape, pricing.runtime)) / float(shape.tp)
     scored = SCORED_BYTES * logits * (float(cost.logits_bytes) > 0)
-    generates = objective.rollout_fraction * pricing.cluster.hardware.memory_bytes
+    generates = generation_bytes(pricing) * (not objective.rollout_stays)
     # Megatron's gradients have a buffer that stays
     freed = float(cost.gradients_bytes) * (pricing.runtime.family != "megatron")
     freed += objective.scored_alone * float(cost.optimizer_bytes)
     return max(copied_gradients_bytes(pricing, table, cost), max(scored, generates) - freed)
+
+
+def generation_bytes(pricing: Pricing) -> float:
+    """Bytes that the engine takes which generates answers on the same GPU."""
+    return pricing.training.objective.rollout_fraction * pricing.cluster.hardware.memory_bytes
 
 
 HOST_STATE_BYTES = 16
@@ -252,7 +255,7 @@ def host_bytes(pricing: Pricing, shape: Shape) -> Number:
     """Bytes that a rank keeps in host memory, the mean over all ranks: a node's GPUs share its memory.
 
     These are the states of parameters that the host updates, and activations that wait there while as many
-    micro-batches are in flight as a rank has in the mean.
+    micro-batches are in flight as a rank has in the mean: of whole layers at least their inputs, to recompute them.
     """
     runtime, model = pricing.runtime, pricing.model
     waits = runtime.offload_modules or runtime.offloaded_layers or runtime.parameter_offload
@@ -265,8 +268,11 @@ def host_bytes(pricing: Pricing, shape: Shape) -> Number:
         sum(count * num_parameters(items, expert=routed, trained=True) for count, items in parts) / shape.pp
         for routed in (False, True)
     )
-    updated = runtime.optimizer_offload_fraction * sharded_parameters(dense, expert, shape, runtime)
-    waiting = sum(count * pricing.offloaded_bytes_of(items) for count, items in layers if is_decoder_layer(items))
+    updated = runtime.optimizer_offload_fraction * sharded(dense, expert, shape, runtime)
+    share = pricing.offloaded_share
+    inputs = share * BF16 * shape.shard_tokens * model.residual_size
+    decoder = [(count, items) for count, items in layers if is_decoder_layer(items)]
+    waiting = sum(count * (inputs if share else pricing.offloaded_bytes_of(items)) for count, items in decoder)
     in_flight = minimum((shape.pp + 1) / 2, shape.num_microbatches)
     if runtime.parameter_offload:
         frozen = sum(count * num_parameters(items, trained=False) for count, items in parts)

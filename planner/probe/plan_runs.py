@@ -32,6 +32,7 @@ from planner.schedule.replay import replay
 from planner.shape import Shape
 from planner.specs.base import Fields
 from planner.specs.model import ModelSpec
+from planner.specs.model_parts import TracedOperator, TracedSpec
 from planner.specs.training import tokens_split
 from planner.specs.units import gib
 from planner.trainers.rules.rule_rows import first_broken, rules_of
@@ -61,11 +62,6 @@ def require_layers(plan: Plan) -> None:
         raise ProbeError(
             f"training.objective: {plan.training.objective.name} cannot be probed: the probe learns the next token",
             "probe a plan with --objective lm",
-        )
-    if plan.model.spec.traced is not None:
-        raise ProbeError(
-            f"{plan.model.name} cannot be probed: its layers are those of a module of your own",
-            "plan export PLAN.json --to torch writes a job that times the module, on a CPU too",
         )
     of_runner = plan.model.spec, plan.training, Shape()
     if broken := first_broken(rules_of("export torch-eager"), *of_runner):
@@ -135,6 +131,7 @@ def describe_slice(
         (grid.cp > 1 and not (options.sleep or gathers),
          f"context parallelism by {exchange} (this run gathers keys and values)"),
         (left_out, f"recomputation of {', '.join(left_out)}"),
+        (plan.model.spec.traced is not None, "your module's own code (this run computes the operators of its trace)"),
         (plan.training.dtype != "bf16" and own_stages, f"{plan.training.dtype} (the probe computes in bf16)"),
         (plan.runtime != "torch-eager" and own_stages,
          f"{plan.runtime}'s own kernels and overlaps (the probe runs eager torch)"),
@@ -279,6 +276,7 @@ def scaled_model(model: ModelSpec, hidden_size: int, num_layers: int, seq_length
     unit = 8 * grid.tp
     changes: dict[str, object] = {
         "num_hidden_layers": num_layers,
+        "other_parameters": 0,
         "hidden_size": hidden_size,
         "intermediate_size": None if model.intermediate_size is None else max(unit, hidden_size // unit * unit),
         "num_attention_heads": heads,
@@ -295,6 +293,8 @@ def scaled_model(model: ModelSpec, hidden_size: int, num_layers: int, seq_length
         "mlp_layer_types": model.mlp_layer_types and model.mlp_layer_types[:num_layers],
     }  # fmt: skip
     changes |= {name: value for name, value in smaller.items() if getattr(model, name) is not None}
+    if model.traced is not None:
+        changes["traced"] = _scaled_trace(model.traced, hidden_size / model.hidden_size)
     if model.mla is not None:
         dims = dict.fromkeys(("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), HEAD_DIM)
         rank = None if model.mla.q_lora_rank is None else hidden_size // 2
@@ -311,6 +311,23 @@ def scaled_model(model: ModelSpec, hidden_size: int, num_layers: int, seq_length
     return ModelSpec.model_validate({**model.model_dump(), **changes})
 
 
+def _scaled_trace(traced: TracedSpec, factor: float) -> Fields:
+    """The same operators with widths, bytes and weights times `factor`; what grows with the sequence stays."""
+
+    def scaled(row: TracedOperator) -> Fields:
+        n, k = ((max(1, round(factor * size[0])), *size[1:]) if size[0] else size for size in (row.n, row.k))
+        own = n[0] * k[0] / (row.n[0] * row.k[0]) if row.weight else factor
+        return row.model_dump() | {
+            "n": n, "k": k, "parameters": row.parameters and max(1, round(own * row.parameters)),
+            "bytes": tuple(factor * size for size in row.bytes),
+            "kept": [{"num_bytes": tuple(factor * size for size in one.num_bytes)} for one in row.kept],
+            **dict.fromkeys(("qk_dim", "v_dim"), HEAD_DIM * (row.kind == "attention")),
+        }  # fmt: skip
+
+    layers = [[scaled(row) for row in rows] for rows in traced.layers]
+    return traced.model_dump() | {"layers": layers, "other_parameters": 0}
+
+
 MEAN_SLEEP_S = 0.012
 """Mean seconds of a sleeping forward: long enough that a message between processes is short in comparison."""
 MAX_STEP_S = 20.0
@@ -321,7 +338,9 @@ def laptop_run(plan: Plan, options: ProbeOptions) -> tuple[ProbeRun, RankGrid]:
     """The run of processes on a CPU, and its grid of ranks."""
     layout = plan.best
     model = plan.model.spec
-    grid = fit_processes(layout, options.num_processes, most_dp=1 if options.sleep else 2)
+    # shares of what flows through traced operators are no part of what one process computes
+    most_tp = 2 if model.traced is None or options.sleep else 1
+    grid = fit_processes(layout, options.num_processes, 1 if options.sleep else 2, most_tp)
     if options.order is not None:
         grid = grid._replace(pp=options.order.pp)
     order = options.order or slice_schedule(layout, grid.pp)

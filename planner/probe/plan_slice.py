@@ -68,11 +68,11 @@ class RankGrid(NamedTuple):
         return self.pp * self.dp * self.cp * self.tp
 
 
-def fit_processes(layout: PricedLayout, num_processes: int, most_dp: int) -> RankGrid:
+def fit_processes(layout: PricedLayout, num_processes: int, most_dp: int, most_tp: int = 2) -> RankGrid:
     """The largest slice of the plan's ranks in `num_processes`: data parallelism is given up first, then tensor and
     context parallelism down to 1 (on the CPU only their presence matters), then pipeline stages."""
     parallelism = layout.parallelism
-    tp = min(parallelism.tp, 2)
+    tp = min(parallelism.tp, most_tp)
     cp = min(parallelism.cp, 2)
     dp = min(parallelism.dp, most_dp)
     dp = max(1, min(dp, num_processes // (parallelism.pp * cp * tp)))

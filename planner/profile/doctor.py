@@ -28,7 +28,7 @@ from planner.distribution import DISTRIBUTION, __version__, install_line
 from planner.observe import default_folder
 from planner.probe.evidence import is_named
 from planner.search.ilp.solver import SolverName, solver_trouble
-from planner.specs.base import Ints, Spec
+from planner.specs.base import Ints, Named, Spec
 from planner.specs.hardware import HardwareSpec
 from planner.specs.registry import hardware_names, load_hardware
 from planner.specs.units import GIB, MIB
@@ -85,7 +85,7 @@ class Findings(Spec):
     folder: str
     packages: tuple[Package, ...]
     extras: tuple[Extra, ...]
-    solvers: dict[str, str]
+    solvers: Named
     """The trouble of each solver; empty for one that works."""
     gpus: tuple[Gpu, ...]
     gpu_trouble: str = ""

@@ -13,13 +13,14 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from planner.physics.communication import joined_fraction, num_hops
 from planner.physics.kernels import PassSeconds, attention_s, gemm_s, stream_s
 from planner.physics.operators import Operator
 from planner.shape import FloatArray
-from planner.specs.base import Spec
-from planner.specs.hardware import HardwareSpec
+from planner.specs.base import Fields, Named, Spec
+from planner.specs.hardware import HardwareSpec, LinkTier
 from planner.specs.reading import shipped_table
-from planner.specs.units import MICRO
+from planner.specs.units import GB, MICRO
 
 STEP = 1e-4
 """Step of the numerical derivative; the parameters are logarithms."""
@@ -87,7 +88,7 @@ def _jacobian(
 class MeasuredTable:
     """The columns of one CSV file. Numbers become float arrays (empty cells NaN), text becomes string arrays."""
 
-    def __init__(self, rows: list[dict[str, str]]) -> None:
+    def __init__(self, rows: list[Named]) -> None:
         self._cells = {name: np.array([row[name] for row in rows]) for name in (rows[0] if rows else ())}
 
     def __contains__(self, column: str) -> bool:
@@ -108,7 +109,7 @@ class MeasuredTable:
         """A column of microseconds, in seconds."""
         return self.number(column) * MICRO
 
-    def rows(self) -> list[dict[str, str]]:
+    def rows(self) -> list[Named]:
         """All rows as text, by column."""
         return [dict(zip(self._cells, row, strict=True)) for row in zip(*self._cells.values(), strict=True)]
 
@@ -414,3 +415,30 @@ def fit(
     guesses = start + moved if near is None else [np.log([near[name] for name in names])]
     solutions = [least_squares(residuals, guess, low, high, SCALE) for guess in guesses]
     return values(min(solutions, key=lambda x: soft_l1(residuals(x), SCALE)))
+
+
+def fitted_tier(tier: LinkTier, table: MeasuredTable, innermost: bool, rated: bool) -> tuple[LinkTier, FloatArray]:
+    """The tier with the rate and latency that explain exchanges best: seconds = moved / rate + hops · latency, by
+    relative least squares. Also returns the log errors.
+
+    With `rated`, a rate below the tier's own becomes a share of it.
+    """
+    size, num_bytes, seconds = table.number("size"), table.number("num_bytes"), table.seconds("microseconds")
+    reduces = table.text("kind") == "all_reduce"
+    moved = np.where(reduces, 2.0, 1.0) * num_bytes * (1 - 1 / size) / joined_fraction(tier, size)
+    tree, ring = (num_hops(kind, size, 1, size, innermost) for kind in ("all_reduce", "all_gather"))
+    hops = np.where(reduces, tree, ring)
+    slowness, latency_s = np.linalg.lstsq(np.stack([moved / seconds, hops / seconds], axis=1), np.ones(len(seconds)))[0]
+    if latency_s < 0 or slowness <= 0:  # all of it bandwidth
+        slowness, latency_s = float(np.median(seconds / moved)), 0.0
+    gb_per_s = 1 / slowness / GB
+    share = gb_per_s / tier.gb_per_s if rated and gb_per_s <= tier.gb_per_s else 1.0
+    evidence = f"{len(seconds)} exchanges over {size.max():.0f} ranks, {num_bytes.max() / 2**20:g} MiB at most"
+    changes: Fields = {
+        "gb_per_s": tier.gb_per_s if share < 1 else gb_per_s,
+        "efficiency_fraction": share,
+        "latency_us": 1e6 * float(latency_s),
+        "start_us": 0.0,
+        "source": f"Measured: {evidence}",
+    }
+    return tier.model_copy(update=changes), np.asarray(np.log((moved * slowness + hops * latency_s) / seconds))

@@ -22,7 +22,6 @@ from pydantic import Field
 
 from planner.errors import SpecError
 from planner.files import write_text
-from planner.physics.communication import joined_fraction, num_hops
 from planner.probe.evidence import conditions_of_states, is_named, load_in_words
 from planner.probe.result import DeviceState
 from planner.probe.run import STEADY_S, SURE_FRACTION, ChunkSpec, Device, ProbeRun
@@ -35,6 +34,7 @@ from planner.profile.fitting import (
     Residuals,
     attention_problem,
     fit,
+    fitted_tier,
     gemm_problem,
     hardware_with,
     log_errors,
@@ -306,33 +306,6 @@ def measured_tiers(
             tiers[number] = tiers[number].model_copy(update={"link_gb_per_s": each_gb_per_s})
         residuals.append((f"exchange {names[number]}", Residuals.of(errors)))
     return tuple(tiers), residuals
-
-
-def fitted_tier(tier: LinkTier, table: MeasuredTable, innermost: bool, rated: bool) -> tuple[LinkTier, FloatArray]:
-    """The tier with the rate and latency that explain exchanges best: seconds = moved / rate + hops · latency, by
-    relative least squares. Also returns the log errors.
-
-    With `rated`, a rate below the tier's own becomes a share of it.
-    """
-    size, num_bytes, seconds = table.number("size"), table.number("num_bytes"), table.seconds("microseconds")
-    reduces = table.text("kind") == "all_reduce"
-    moved = np.where(reduces, 2.0, 1.0) * num_bytes * (1 - 1 / size) / joined_fraction(tier, size)
-    tree, ring = (num_hops(kind, size, 1, size, innermost) for kind in ("all_reduce", "all_gather"))
-    hops = np.where(reduces, tree, ring)
-    slowness, latency_s = np.linalg.lstsq(np.stack([moved / seconds, hops / seconds], axis=1), np.ones(len(seconds)))[0]
-    if latency_s < 0 or slowness <= 0:  # all of it bandwidth
-        slowness, latency_s = float(np.median(seconds / moved)), 0.0
-    gb_per_s = 1 / slowness / GB
-    share = gb_per_s / tier.gb_per_s if rated and gb_per_s <= tier.gb_per_s else 1.0
-    evidence = f"{len(seconds)} exchanges over {size.max():.0f} ranks, {num_bytes.max() / 2**20:g} MiB at most"
-    changes: Fields = {
-        "gb_per_s": tier.gb_per_s if share < 1 else gb_per_s,
-        "efficiency_fraction": share,
-        "latency_us": 1e6 * float(latency_s),
-        "start_us": 0.0,
-        "source": f"Measured: {evidence}",
-    }
-    return tier.model_copy(update=changes), np.asarray(np.log((moved * slowness + hops * latency_s) / seconds))
 
 
 SAME_MEMORY = 0.04

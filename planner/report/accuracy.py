@@ -8,14 +8,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from planner.observe import VARIABLE, default_folder
 from planner.observe.history import KeptPrice, KernelPosterior
 from planner.report.format import percent, seconds
-from planner.report.pieces import headed
+from planner.report.pieces import Parts, headed
+from planner.specs.base import Fields, Texts
 from planner.specs.reading import printable
 from planner.validate.choices import (
     PricedPair,
@@ -64,7 +64,7 @@ def agreement_json(scored: Sequence[Scored], pairs: Sequence[PricedPair]) -> dic
     }  # fmt: skip
 
 
-def render_agreement(scored: Sequence[Scored], pairs: Sequence[PricedPair]) -> Iterator[RenderableType]:
+def render_agreement(scored: Sequence[Scored], pairs: Sequence[PricedPair]) -> Parts:
     """A table of the families and what else was held against runs; without pairs, one of the runs of a family."""
     months, families = production(months_of(scored)), by_family(scored)
     yield _family_table(families) if pairs else _row_table(scored)
@@ -81,7 +81,7 @@ def render_agreement(scored: Sequence[Scored], pairs: Sequence[PricedPair]) -> I
         yield f"held out, so that nothing is fitted to it: {', '.join(HELD_OUT)}"
 
 
-def _plain(scored: Sequence[Any]) -> list[dict[str, Any]]:
+def _plain(scored: Sequence[Any]) -> list[Fields]:
     return [asdict(each) for each in scored]
 
 
@@ -170,7 +170,7 @@ def regret_json(scored: Sequence[Scored]) -> Mapping[str, object]:
     return {"regret": _plain(totals), "sweeps": [_sweep_json(sweep) for sweep in found]}
 
 
-def render_regret(scored: Sequence[Scored], each: bool) -> Iterator[RenderableType]:
+def render_regret(scored: Sequence[Scored], each: bool) -> Parts:
     """The regret of every family, or with `each` of every sweep."""
     found, totals = _regrets(scored)
     if not found:
@@ -252,7 +252,7 @@ def _fine(value: float | None) -> str:
     return _known(value, lambda share: f"{100 * share:.{2 if share < 0.1 else 0}f}%")
 
 
-def render_pairs(answers: Sequence[PricedPair]) -> Iterator[RenderableType]:
+def render_pairs(answers: Sequence[PricedPair]) -> Parts:
     """Every pair, and the scores of each switch."""
     yield headed(("pair", "measured", "predicted", "error", ""), "wrrrl", map(_pair, answers))
     yield ""
@@ -265,7 +265,7 @@ def render_pairs(answers: Sequence[PricedPair]) -> Iterator[RenderableType]:
     yield headed(("switch", "pairs", "sign right", "median error", "worst"), "lrrrr", rows, 1, _of_all(found))
 
 
-def _pair(answer: PricedPair) -> tuple[str, ...]:
+def _pair(answer: PricedPair) -> Texts:
     """Measured and predicted gain, their difference in points, and whether the sign is right."""
     measured = answer.pair.id, _points(answer.measured)
     if answer.error is not None:
@@ -317,7 +317,7 @@ def _points(gain: float) -> str:
 
 def kept_json(
     folder: Path, name: str, is_new: bool, belongs: str, kept: Sequence[KeptPrice], found: KernelPosterior
-) -> dict[str, Any]:
+) -> Fields:
     """A run that is kept now, and those of its cluster and trainer, as plain data."""
     runs = [
         {
@@ -338,7 +338,7 @@ def kept_json(
 
 def render_kept(
     folder: Path, name: str, is_new: bool, belongs: str, kept: Sequence[KeptPrice], found: KernelPosterior
-) -> Iterator[RenderableType]:
+) -> Parts:
     """The runs of a cluster and trainer that are kept, the one added now in bold, and what they ask for together."""
     ordered = sorted(kept, key=lambda run: (run.job, run.source, run.file))
     rows = (

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 from planner.answer import Layout, Plan, PricedLayout
 from planner.report.format import (
@@ -19,7 +18,7 @@ from planner.report.format import (
     says_bound,
     seconds,
 )
-from planner.specs.base import Spec
+from planner.specs.base import Fields, Spec
 from planner.specs.cluster import ClusterSpec
 from planner.specs.expressions import text_of, value_of
 from planner.specs.reading import shipped_table
@@ -210,7 +209,7 @@ def _shards(layout: Layout) -> str:
     return f"over {layout.shard_size} ranks" if layout.zero_stage else "over none"
 
 
-_WORDS: dict[str, Any] = {
+_WORDS: Fields = {
     "recomputed": {"none": 0, "selective": 1, "full": 2}, "percent": percent, "share": _share, "full": _full_layers,
     "what": _recomputed, "uneven": _unevenness, "group": _group, "filled": _filled, "shards": _shards,
     "largest": _largest,

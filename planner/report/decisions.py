@@ -7,7 +7,6 @@ import io
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from os.path import commonpath
 from pathlib import PurePath
-from typing import Any
 
 from rich.console import RenderableType
 from rich.table import Table
@@ -34,7 +33,8 @@ from planner.report.format import (
     signed_seconds,
     span,
 )
-from planner.report.pieces import as_group, bullets, columns, headed, section
+from planner.report.pieces import Parts, as_group, bullets, columns, headed, section
+from planner.specs.base import Fields
 from planner.trainers.switches import Value, written
 
 TERMS = {
@@ -65,7 +65,7 @@ _CLOSE = "That is closer than predictions can tell layouts apart"
 
 
 @as_group
-def render_comparison(comparison: Comparison) -> Iterator[RenderableType]:
+def render_comparison(comparison: Comparison) -> Parts:
     """The whole answer, made for 80 columns."""
     sides, names = comparison.sides, short_names([side.name for side in comparison.sides])
     for side, name, rows in zip(sides[1:], names[1:], comparison.waterfalls, strict=True):
@@ -188,7 +188,7 @@ RULES = {
 """The sentence of each kind of finding, by the id under which SARIF lists it."""
 
 
-def render_check(check: Check) -> Iterator[RenderableType]:
+def render_check(check: Check) -> Parts:
     """The file's name, and a line for each question."""
     new = check.new
     yield Text(f"{new.file}: {new.model} on {new.num_gpus:,} × {new.hardware}, {new.source}", style="bold")
@@ -208,7 +208,7 @@ def markdown(checks: Sequence[Check]) -> str:
     return "\n".join(lines)
 
 
-def sarif(checks: Sequence[Check], version: str, failed: Mapping[str, PlannerError] | None = None) -> dict[str, Any]:
+def sarif(checks: Sequence[Check], version: str, failed: Mapping[str, PlannerError] | None = None) -> Fields:
     """A SARIF 2.1.0 log: a result for each finding of each file, and for each file that could not be priced."""
     found = [(check.new.file, rule, text) for check in checks for rule, text in _findings(check)]
     found += [
@@ -312,7 +312,7 @@ _MARKS = {"fewest_gpus": "fewest GPUs", "cheapest": "cheapest", "fastest": "fast
 
 
 @as_group
-def render_sweep(sweep: Sweep) -> Iterator[RenderableType]:
+def render_sweep(sweep: Sweep) -> Parts:
     """The whole answer, made for 80 columns."""
     yield Text(says_sweep(sweep), style="bold")
     yield section("The points", _table(sweep, SPEEDS))

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 
-from rich.console import RenderableType
 from rich.table import Table as RichTable
 from rich.text import Text
 
@@ -23,7 +22,7 @@ from planner.report.format import (
     signed_seconds,
     sizes,
 )
-from planner.report.pieces import as_group, bullets, columns, headed, section
+from planner.report.pieces import Parts, as_group, bullets, columns, headed, section
 from planner.report.rows import Table
 from planner.report.small import room_lines, rows_of
 from planner.report.terminal import table
@@ -44,7 +43,7 @@ def _named(layout: Layout, best: Layout) -> str:
 
 
 @as_group
-def render_explanation(answer: Explanation) -> Iterator[RenderableType]:
+def render_explanation(answer: Explanation) -> Parts:
     """The whole answer, made for 80 columns."""
     fits = answer.verdict != "does_not_fit"
     question = f"Why not {asked(answer.asked)}?" if answer.asked else f"Why {'this layout' if fits else 'no layout'}?"
@@ -71,7 +70,7 @@ def render_explanation(answer: Explanation) -> Iterator[RenderableType]:
         yield section("Memory of the fullest stage, GiB", _memory(answer, answer.pinned))
 
 
-def _small_job(answer: Explanation) -> Iterator[RenderableType]:
+def _small_job(answer: Explanation) -> Parts:
     """The room of a small job, and what to change first."""
     if answer.job_changes:
         goal = "seconds gained, then GiB saved a second" if answer.best.fits else "what makes it fit, then GiB saved"
@@ -95,7 +94,7 @@ def _layouts(answer: Explanation) -> RichTable:
     return table
 
 
-def _why_refused(answer: Explanation) -> Iterator[RenderableType]:
+def _why_refused(answer: Explanation) -> Parts:
     rows = (
         (f"{count:,}", reason.replace("_", " "), Text(answer.rejection_examples.get(reason, "")))
         for reason, count in answer.rejections.items()
@@ -152,7 +151,7 @@ def _signed_gib(change_bytes: float) -> str:
     return size if float(size.replace(",", "")) == 0 else f"{'-' if change_bytes < 0 else '+'}{size}"
 
 
-def _why_this(answer: Explanation) -> Iterator[RenderableType]:
+def _why_this(answer: Explanation) -> Parts:
     if answer.beaten:
         yield section("What decides against each alternative", _beaten(answer))
     if _moving(answer):
@@ -214,7 +213,7 @@ def _constraints(constraints: Iterable[Constraint]) -> RichTable:
 
 
 @as_group
-def render_recipe_table(answer: RecipeTable) -> Iterator[RenderableType]:
+def render_recipe_table(answer: RecipeTable) -> Parts:
     """The whole table, made for 80 columns."""
     yield Text(f"What is each switch worth? {answer.job}", style="bold")
     yield ""

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from textwrap import wrap
 
 from planner.answer import Layout, Offer, Plan, PricedLayout, RecipeGain, RecipeRefusal, SearchReport
+from planner.specs.base import Named, Texts
 from planner.specs.hardware import By, Correction
 from planner.specs.units import gib
 from planner.trainers.switches import SWITCHES, Value, written
@@ -150,7 +151,7 @@ def corrections_title(corrections: Sequence[Correction]) -> str:
     return CORRECTIONS[corrections[-1].by if corrections else "probe"]
 
 
-def corrected(corrections: Sequence[Correction]) -> tuple[str, ...]:
+def corrected(corrections: Sequence[Correction]) -> Texts:
     """The measured numbers in brief, the first after the words for the measurement; empty without any."""
     briefs = [correction.brief for correction in corrections]
     if not corrections:
@@ -166,12 +167,12 @@ def sizes(layout: Layout) -> str:
     return f"{' '.join(layout.axes)} · mb {layout.micro_batch_size} × {layout.num_microbatches}"
 
 
-def recomputed_modules(layout: Layout) -> tuple[str, ...]:
+def recomputed_modules(layout: Layout) -> Texts:
     """The modules that selective recompute is of."""
     return layout.recompute_modules if layout.recompute == "selective" else ()
 
 
-def manner(layout: Layout, is_brief: bool = False) -> tuple[str, ...]:
+def manner(layout: Layout, is_brief: bool = False) -> Texts:
     """The ways in which a layout is run, beside its sizes: schedule, ZeRO, recompute and the like; in brief with the
     number of recomputed modules in place of their names."""
     zero = f"ZeRO-{layout.zero_stage}"
@@ -213,6 +214,11 @@ def says_deciding(layout: PricedLayout) -> str:
         return ""
     now, known = (f"{percent(math.expm1(w), 0)}" for w in (fact.half_width, fact.known_half_width))
     return f"±{now} would be ±{known} with {fact.option}: {fact.fact}"
+
+
+def unsure(layout: PricedLayout) -> list[tuple[str, str]]:
+    """A subject and a sentence each: the switches left unsaid, and the fact that would make a wide interval narrow."""
+    return [row for row in (("not said", says_unsaid(layout)), ("wide", says_deciding(layout))) if row[1]]
 
 
 def says_outcome(search: SearchReport) -> str:
@@ -304,7 +310,7 @@ def recipe_heading(layout: PricedLayout) -> str:
     return f"Recipe, and the share of the step that each switch saves ({how})"
 
 
-def environment_of(plan: Plan) -> dict[str, str]:
+def environment_of(plan: Plan) -> Named:
     """The variables that the plan's recipe needs, as the trainer's export sets them."""
     if plan.runtime_spec.family != "megatron" or plan.runtime_spec.year is not None:
         return {}

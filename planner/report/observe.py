@@ -32,7 +32,8 @@ from planner.report.format import (
     signed_seconds,
     span,
 )
-from planner.report.pieces import as_group, bullets, columns, headed, section, shares
+from planner.report.pieces import Parts, as_group, bullets, columns, headed, section, shares
+from planner.specs.base import Texts
 from planner.specs.reading import printable
 
 if TYPE_CHECKING:
@@ -41,24 +42,17 @@ if TYPE_CHECKING:
 _MOST_TIMERS, _MOST_RANKS = 16, 8
 _LEAST_DRIFT = 0.01
 _WALL = {
-    "startup_s": "start-up",
-    "steps_s": "steps",
-    "evaluation_s": "evaluation",
-    "checkpoint_s": "checkpoints",
-    "down_s": "interruptions",
-    "idle_s": "idle, or not said",
-}
+    "startup_s": "start-up", "steps_s": "steps", "evaluation_s": "evaluation", "checkpoint_s": "checkpoints",
+    "down_s": "interruptions", "idle_s": "idle, or not said",
+}  # fmt: skip
 _KINDS = {
-    "checkpoint": "after a checkpoint",
-    "evaluation": "after an evaluation",
-    "periodic": "regularly",
-    "slow_spell": "in slow spells",
-    "unexplained": "now and then",
-}
+    "checkpoint": "after a checkpoint", "evaluation": "after an evaluation", "periodic": "regularly",
+    "slow_spell": "in slow spells", "unexplained": "now and then",
+}  # fmt: skip
 
 
 @as_group
-def render_observed(observed: Observed) -> Iterator[RenderableType]:
+def render_observed(observed: Observed) -> Parts:
     """The whole answer, made for 80 columns."""
     observation, prediction = observed.observation, observed.prediction
     if says := conclusion(observed):
@@ -233,7 +227,7 @@ class SignedBar:
     def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
         return Measurement(7, 2 * _WIDEST_HALF + 1)
 
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Parts:
         half = max(1, (min(2 * _WIDEST_HALF + 1, options.max_width) - 1) // 2)
         cells = bar(abs(self.fraction), half)
         won, lost = (cells[::-1], " " * half) if self.fraction < 0 else (" " * half, cells)
@@ -329,7 +323,7 @@ def _clause(cause: GapCause) -> str:
     return text if not cause.seconds else f"{text}, {seconds(cause.seconds)} of a step"
 
 
-def _cause(cause: GapCause, step_s: float | None) -> Iterator[RenderableType]:
+def _cause(cause: GapCause, step_s: float | None) -> Parts:
     row = GAP_ROWS.get(cause.name)
     head = Text(row.at(cause.where) if row else cause.name)
     head.append(f"  {cause.name}")
@@ -388,16 +382,12 @@ def _place(found: FollowedRun) -> str:
 
 _MOST_ROWS, _NAME_WIDTH = 10, 34
 _PARTS = {
-    "compute_s": "computing",
-    "exposed_communication_s": "communication, exposed",
-    "copies_s": "copies",
-    "host_gaps_s": "GPU idle, host late",
-    "dependencies_s": "GPU idle, work waits",
-    "idle_s": "GPU idle, not told",
-}
+    "compute_s": "computing", "exposed_communication_s": "communication, exposed", "copies_s": "copies",
+    "host_gaps_s": "GPU idle, host late", "dependencies_s": "GPU idle, work waits", "idle_s": "GPU idle, not told",
+}  # fmt: skip
 
 
-def recorded_sections(recorded: Recorded) -> Iterator[RenderableType]:
+def recorded_sections(recorded: Recorded) -> Parts:
     """The parts of the answer that files beside logs give, made for 80 columns."""
     if recorded.flight_recorder:
         yield section("Collectives, by the flight recorder", _flight(recorded.flight_recorder))
@@ -408,7 +398,7 @@ def recorded_sections(recorded: Recorded) -> Iterator[RenderableType]:
         yield section(title, _snapshot(snapshot))
 
 
-def _traces(report: TraceReport) -> Iterator[RenderableType]:
+def _traces(report: TraceReport) -> Parts:
     steps = steady(report.ranks)
     if not steps:
         return
@@ -467,7 +457,7 @@ def _exchanges(rows: Sequence[CollectiveTime]) -> Table:
     )
 
 
-def _exchange(row: CollectiveTime) -> tuple[str, ...]:
+def _exchange(row: CollectiveTime) -> Texts:
     rate = "" if row.bus_gb_per_s is None else f"{'≥ ' if row.at_least else ''}{row.bus_gb_per_s:.1f}"
     times = (f"{seconds(row.median_s)} both", "")
     if row.transfer_s is not None:

@@ -10,16 +10,16 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
+from markupsafe import Markup
 
 from planner.answer import Plan, PricedLayout
 from planner.layout.memory_curve import MemoryCurve, memory_curves
 from planner.report.format import MEMORY, gibibytes, seconds, unit_for
-from planner.report.html import PLOT_STYLE, Html, folded, joined, picture, tag
+from planner.report.html import draw, tag
 from planner.report.rows import Entry
 from planner.report.schedules import DrawnStep, Window, caption, shown_step
 from planner.schedule.actions import KINDS
-from planner.schedule.replay import Timeline, replay
+from planner.schedule.replay import FloatArray, Timeline, replay
 from planner.specs.units import GIB
 
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#F0E442", "#999999")
@@ -52,7 +52,7 @@ _DIGIT = 9.0
 _ACTIONS = {"F": "forward", "B": "backward", "I": "input gradients", "W": "weight gradients"}
 
 
-def pictures(plan: Plan) -> dict[str, Html]:
+def pictures(plan: Plan) -> dict[str, Markup]:
     """All of them, by the section that they belong to."""
     candidate = shown_step(plan)
     timeline = replay(candidate.order, candidate.durations)
@@ -67,7 +67,7 @@ def pictures(plan: Plan) -> dict[str, Html]:
     }
 
 
-def stacks(plan: Plan, capacity_bytes: int) -> Html:
+def stacks(plan: Plan, capacity_bytes: int) -> Markup:
     """A bar per stage of what fills its GPU, and the capacity as a line."""
     totals = [stage.memory.total_bytes for stage in plan.stages]
     worst = plan.best.worst_stage
@@ -86,10 +86,10 @@ def stacks(plan: Plan, capacity_bytes: int) -> Html:
         if (ends := each.memory.total_bytes_interval) is not None:
             plot.line([each.stage] * 2, [end / GIB for end in ends], class_="whisker")
     plot.hint(f"stage {stage}: {gibibytes(total)} GiB" for stage, total in enumerate(totals))
-    return picture(plot.svg(), legend)
+    return draw("picture", plot.svg(), legend)
 
 
-def stage_seconds(layout: PricedLayout) -> Html:
+def stage_seconds(layout: PricedLayout) -> Markup:
     """A bar per stage: its computing and its exchanges over all micro-batches, and the rest of the step."""
     step_s, stages, count = layout.step.step_s, layout.stages, layout.parallelism.num_microbatches
     factor, unit = unit_for(step_s)
@@ -109,7 +109,7 @@ def stage_seconds(layout: PricedLayout) -> Html:
         for at in range(len(stages))
     )
     plot.hint(f"stage {stage.stage}: {said}" for stage, said in zip(stages, items, strict=True))
-    return picture(plot.svg(), legend, "Each stage over all micro-batches of a step, whose end is the line.")
+    return draw("picture", plot.svg(), legend, "Each stage over all micro-batches of a step, whose end is the line.")
 
 
 def _of_stages(label: str, number: int, high: float, title: str) -> Plot:
@@ -118,7 +118,7 @@ def _of_stages(label: str, number: int, high: float, title: str) -> Plot:
     return Plot(label, (-0.6 - room, number - 0.4 + room), (0.0, high), "stage", title, marked=(0.0, number - 1.0))
 
 
-def steps(entries: Sequence[Entry]) -> Html:
+def steps(entries: Sequence[Entry]) -> Markup:
     """The step of each layout with its 80% interval; the first of them is the best, whose interval is a band."""
     factor, unit = unit_for(entries[0].step_s)
     ends = [[end * factor for end in entry.step_s_interval or (entry.step_s, entry.step_s)] for entry in entries]
@@ -136,7 +136,7 @@ def steps(entries: Sequence[Entry]) -> Html:
         plot.line(own, [row, row], stroke=PALETTE[not row], class_="interval")
         plot.dot(entry.step_s * factor, row, PALETTE[not row], f"{entry.name} {entry.sizes}: {entry.step}")
     says = "Grey is the best's interval: a prediction alone cannot tell layouts apart whose intervals reach into it."
-    return picture(plot.svg(), says if has_bars else "")
+    return draw("picture", plot.svg(), says if has_bars else "")
 
 
 def front(entries: Sequence[Entry]) -> list[Entry]:
@@ -148,7 +148,7 @@ def front(entries: Sequence[Entry]) -> list[Entry]:
     return kept
 
 
-def pareto(entries: Sequence[Entry], capacity_bytes: int) -> Html:
+def pareto(entries: Sequence[Entry], capacity_bytes: int) -> Markup:
     """Step against memory of the fullest GPU, with its interval; a line joins those that none beats in both."""
     factor, unit = unit_for(entries[0].step_s)
     best, capacity = front(entries), capacity_bytes / GIB
@@ -169,10 +169,10 @@ def pareto(entries: Sequence[Entry], capacity_bytes: int) -> Html:
         plot.dot(at, peak, colour, says, "" if entry in best else "var(--page)")
         # neighbours may lie on each other: one is named above and the other below
         plot.text(entry.name.rstrip("."), at, peak, dx="5", dy="12" if number % 2 == 0 and number else "0")
-    return picture(plot.svg(), "Filled: no other is faster in less memory.")
+    return draw("picture", plot.svg(), "Filled: no other is faster in less memory.")
 
 
-def curve(curves: tuple[MemoryCurve, ...], capacity_bytes: int) -> Html:
+def curve(curves: tuple[MemoryCurve, ...], capacity_bytes: int) -> Markup:
     """Memory over the step of the fullest stage, the first and the last, and the capacity as a line."""
     fullest = curves[0]
     end_s, most = float(fullest.times_s[-1]), max(c.peak_bytes + c.reserved_bytes for c in curves)
@@ -188,7 +188,7 @@ def curve(curves: tuple[MemoryCurve, ...], capacity_bytes: int) -> Html:
         plot.line(np.repeat(edges_s * factor, 2)[1:-1], np.repeat(top, 2), stroke=colour)
         colours.append((f"stage {each.rank}" + (", the fullest" if each is fullest else ""), colour))
     _capacity(plot, capacity_bytes)
-    return picture(plot.svg(), keys(colours))
+    return draw("picture", plot.svg(), draw("keys", colours))
 
 
 def _capacity(plot: Plot, capacity_bytes: int) -> None:
@@ -196,19 +196,15 @@ def _capacity(plot: Plot, capacity_bytes: int) -> None:
     plot.text(f"GPU {gibibytes(capacity_bytes)}", plot.x[1], capacity_bytes / GIB, text_anchor="end", class_="alarm")
 
 
-def pipeline(timeline: Timeline, idle_fraction: float | None = None, num_microbatches: int = 0) -> Html:
+def pipeline(timeline: Timeline, idle_fraction: float | None = None, num_microbatches: int = 0) -> Markup:
     """The step, or its steady state, beginning and end, a row per rank."""
     step = DrawnStep(timeline)
     windows = step.windows()
     says = caption(step, windows, idle_fraction, num_microbatches)
     drawn = [_window(step, window, _WIDE if number == 0 else _NARROW) for number, window in enumerate(windows)]
-    middle, ends = drawn[0], tag("div", joined(drawn[1:]), class_="beside") if drawn[1:] else Html("")
-    shapes = [tag("div", _shape(step, _WIDE), class_="broad"), tag("div", _shape(step, _NARROW), class_="phone")]
-    glance = tag("div", joined(shapes) if drawn[1:] else middle, class_="glance")
-    wide = tag("div", middle, class_="scroll", tabindex="0", role="region", aria_label="timeline, scrolls sideways")
-    zoomed = folded("Zoom: single passes, with the numbers of their micro-batches", joined([wide, ends]))
+    shapes = [_shape(step, width) for width in (_WIDE, _NARROW)]
     marks = [*_kinds(step), *([("forwards and backwards in turn", "var(--both)")] if drawn[1:] else [])]
-    return tag("figure", glance, tag("figcaption", keys(marks), tag("p", says)), zoomed)
+    return draw("timeline", drawn[0], drawn[1:], shapes, marks, says)
 
 
 def timeline_file(timeline: Timeline) -> str:
@@ -222,20 +218,9 @@ def timeline_file(timeline: Timeline) -> str:
         place = {"x": f"{_NARROW * (number - 1) if is_end else 0:g}", "y": f"{y:g}"}
         drawn.append(_window(step, window, _NARROW if is_end else _WIDE, **place))
         y += high if number in (0, len(windows) - 1) else 0
-    x, names = 0.0, []
-    for name, colour in _kinds(step):
-        names.append(tag("rect", x=f"{x:g}", y="4", width="10", height="10", fill=colour))
-        names.append(tag("text", name, x=f"{x + 14:g}", y="13"))
-        x += 40 + 6.5 * len(name)
-    inside = joined([tag("style", Html(_on_white(PLOT_STYLE))), *names, *drawn])
-    box = {"xmlns": "http://www.w3.org/2000/svg", "viewBox": f"0 0 {_WIDE:g} {y:g}", "class_": "plot"}
-    return f'<?xml version="1.0" encoding="utf-8"?>\n{tag("svg", inside, **box)}\n'
-
-
-def _on_white(style: str) -> str:
-    """A style sheet with the colours of a light page, for drawings of the size that they say."""
-    style = style.replace("width: 100%; height: auto; display: block; ", "")
-    return re.sub(r"var\(--(\w+)\)", lambda found: _LIGHT[found[1]], style)
+    style = draw("plot_style").replace("width: 100%; height: auto; display: block; ", "")  # the size that drawings say
+    on_white = Markup(re.sub(r"var\(--(\w+)\)", lambda found: _LIGHT[found[1]], style))
+    return draw("timeline_file", _WIDE, y, list(_kinds(step)), drawn, on_white)
 
 
 _LIGHT = {
@@ -243,26 +228,27 @@ _LIGHT = {
 }  # fmt: skip
 
 
-def _shape(step: DrawnStep, width: float) -> Html:
+def _shape(step: DrawnStep, width: float) -> Markup:
     """The whole step at a glance: where each rank runs forwards only, both in turn, and backwards only."""
-    (factor, unit), ranks, makespan_s = (
-        unit_for(step.timeline.makespan_s),
-        step.timeline.schedule.pp,
-        step.timeline.makespan_s,
-    )
-    label = f"The whole step: {ranks} ranks over {seconds(makespan_s)}"
-    high = 50 + min(_ROW * ranks, _HIGHEST)
-    plot = Plot(
-        label, (0.0, makespan_s * factor), (ranks - 0.5, -0.5), f"whole step, {unit}", "rank", width, high, whole=True
-    )
-    rank, every = np.arange(ranks), np.zeros(ranks)
+    ranks, makespan_s = step.timeline.schedule.pp, step.timeline.makespan_s
+    factor, _ = unit_for(makespan_s)
+    plot = _of_ranks(step, Window("whole step", 0.0, makespan_s), "The whole step", width)
+    rank = np.arange(ranks, dtype=np.float64)
     begins, ends = step.first_s * factor, step.final_s * factor
     turns, lasts = np.minimum(step.turns_s * factor, ends), np.minimum(step.last_forwards_s * factor, ends)
     spans = ((begins, turns, "F"), (turns, np.maximum(lasts, turns), ""), (np.maximum(lasts, turns), ends, "B"))
     for left, right, kind in spans:
         style = {"fill": ACTION_COLOURS[kind]} if kind else {"class_": "turns"}
-        plot.boxes(left, right, rank + 0.44 + every, rank - 0.44 + every, **style)
+        plot.boxes(left, right, rank + 0.44, rank - 0.44, **style)
     return plot.svg()
+
+
+def _of_ranks(step: DrawnStep, window: Window, title: str, width: float) -> Plot:
+    """A plot of a part of the step with a row for each rank."""
+    ranks, (factor, unit) = step.timeline.schedule.pp, unit_for(step.timeline.makespan_s)
+    label = f"{title}: {ranks} ranks over {seconds(window.to_s - window.from_s)}"
+    x, y, high = (window.from_s * factor, window.to_s * factor), (ranks - 0.5, -0.5), 50 + min(_ROW * ranks, _HIGHEST)
+    return Plot(label, x, y, f"{window.title}, {unit}", "rank", width, high, whole=True)
 
 
 def _kinds(step: DrawnStep) -> Iterator[tuple[str, str]]:
@@ -275,20 +261,10 @@ def _kinds(step: DrawnStep) -> Iterator[tuple[str, str]]:
         yield "transfer to the rank", "#59636e"
 
 
-def _window(step: DrawnStep, window: Window, width: float, **place: str) -> Html:
-    graph, (factor, unit) = step.timeline.graph, unit_for(step.timeline.makespan_s)
-    ranks, left, right = step.timeline.schedule.pp, window.from_s * factor, window.to_s * factor
-    label = f"Timeline of the pipeline, {window.title}: {ranks} ranks over {seconds(window.to_s - window.from_s)}"
-    plot = Plot(
-        label,
-        (left, right),
-        (ranks - 0.5, -0.5),
-        f"{window.title}, {unit}",
-        "rank",
-        width,
-        50 + min(_ROW * ranks, _HIGHEST),
-        whole=True,
-    )
+def _window(step: DrawnStep, window: Window, width: float, **place: str) -> Markup:
+    graph, (factor, _) = step.timeline.graph, unit_for(step.timeline.makespan_s)
+    plot = _of_ranks(step, window, f"Timeline of the pipeline, {window.title}", width)
+    left, right = plot.x
     seen = (step.end_s > window.from_s) & (step.start_s < window.to_s)
     starts, ends = np.maximum(step.start_s * factor, left), np.minimum(step.end_s * factor, right)
     for kind, chunk in sorted({*zip(graph.kind[seen].tolist(), step.chunk[seen].tolist(), strict=True)}):
@@ -304,7 +280,7 @@ def _window(step: DrawnStep, window: Window, width: float, **place: str) -> Html
     return plot.svg(**place)
 
 
-def _numbers(plot: Plot, step: DrawnStep, seen: list[int], starts: FloatArray, ends: FloatArray) -> Iterator[Html]:
+def _numbers(plot: Plot, step: DrawnStep, seen: list[int], starts: FloatArray, ends: FloatArray) -> Iterator[Markup]:
     """The micro-batch of each bar that has room for it."""
     graph = step.timeline.graph
     if plot.down(0.0) - plot.down(1.0) > -_DIGIT:
@@ -332,7 +308,6 @@ def _shade(colour: str, chunk: int, chunks: int) -> str:
     return "#" + "".join(f"{round(part + (255 - part) * white):02x}" for part in parts)
 
 
-FloatArray = npt.NDArray[np.float64]
 COLUMNS = 240
 """Columns of a curve; of what happens within one, only the most and the least can be seen."""
 
@@ -376,7 +351,7 @@ class Plot:
     """True where only whole numbers are marked on the left."""
     marked: tuple[float, float] | None = None
     """The whole numbers below that are marked; null where any are."""
-    inside: list[Html] = field(default_factory=list)
+    inside: list[Markup] = field(default_factory=list)
 
     def across(self, value: float) -> float:
         """Place of a value of the axis below."""
@@ -411,7 +386,7 @@ class Plot:
         place = {"cx": f"{self.across(x):.1f}", "cy": f"{self.down(y):.1f}"}
         self.inside.append(tag("circle", tag("title", hint), **place, r="3.5", stroke=colour, fill=fill or colour))
 
-    def stack(self, parts: Iterable[tuple[str, str, Sequence[float]]]) -> Html:
+    def stack(self, parts: Iterable[tuple[str, str, Sequence[float]]]) -> Markup:
         """Bars one above the other, of each part that is anything, by its name and colour; returns the legend."""
         used, below = list[tuple[str, str]](), np.zeros(1)
         for name, colour, values in parts:
@@ -420,7 +395,7 @@ class Plot:
                 self.boxes(at - _BAR, at + _BAR, below + 0 * at, below + sizes, fill=colour)
                 below = below + sizes
                 used.append((name, colour))
-        return keys(used)
+        return draw("keys", used)
 
     def hint(self, texts: Iterable[str]) -> None:
         """The text that appears where the pointer rests on the place of each bar."""
@@ -429,30 +404,17 @@ class Plot:
             spans = {"x": f"{x:.1f}", "width": f"{wide:.1f}", "y": "0", "height": f"{self.height:g}"}
             self.inside.append(tag("rect", tag("title", words), **spans, fill="transparent"))
 
-    def svg(self, **place: str) -> Html:
+    def svg(self, **place: str) -> Markup:
         """The whole drawing, at a place of another one where one is given."""
-        box = f"0 0 {self.width:g} {self.height:g}"
-        parts = joined([*self._grid(), *self.inside], "")
+        rows = [(self.down(value), value) for value in _ticks(min(self.y), max(self.y), 6, self.whole)]
+        marked = _ticks(*(self.marked or self.x), 8, self.marked is not None)
         if place:
             place |= {"width": f"{self.width:g}", "height": f"{self.height:g}"}
-        return tag("svg", parts, viewBox=box, role="img", aria_label=self.label, class_="plot", **place)
+        return draw("svg", self, rows, [(self.across(value), value) for value in marked], place)
 
     @staticmethod
     def _all(low: FloatArray, high: FloatArray, place: object) -> tuple[list[float], list[float]]:
         return place(low).tolist(), place(high).tolist()  # type: ignore[operator]
-
-    def _grid(self) -> Iterator[Html]:
-        foot, right = self.height - _FOOT, self.width - _RIGHT
-        for value in _ticks(min(self.y), max(self.y), 6, self.whole):
-            y = f"{self.down(value):.1f}"
-            yield tag("path", d=f"M{_LEFT:g} {y}H{right:g}", class_="grid")
-            yield tag("text", f"{value:g}", x=f"{_LEFT - 5:g}", y=f"{self.down(value) + 4:.1f}", text_anchor="end")
-        for value in _ticks(*(self.marked or self.x), 8, self.marked is not None):
-            x = f"{self.across(value):.1f}"
-            yield tag("path", d=f"M{x} {foot:g}v4", class_="grid")
-            yield tag("text", f"{value:g}", x=x, y=f"{foot + 15:g}", text_anchor="middle")
-        yield tag("text", self.y_title, x="2", y="9", class_="title")
-        yield tag("text", self.x_title, x=f"{right:g}", y=f"{self.height - 3:g}", text_anchor="end", class_="title")
 
 
 def _ticks(low: float, high: float, most: int, whole: bool = False) -> list[float]:
@@ -464,13 +426,3 @@ def _ticks(low: float, high: float, most: int, whole: bool = False) -> list[floa
     step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough * (1 - 1e-9))
     places = range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)
     return [float(f"{place * step:.12g}") for place in places]
-
-
-def keys(colours: Iterable[tuple[str, str]]) -> Html:
-    """A legend: names with their colours."""
-    marks = (
-        tag("span", tag("svg", tag("rect", width="10", height="10", fill=colour), viewBox="0 0 10 10", class_="key",
-            aria_hidden="true"), " ", name)
-        for name, colour in colours
-    )  # fmt: skip
-    return joined(marks, " ")

@@ -31,6 +31,8 @@ def section(title: str, body: RenderableType) -> Group:
     return Group("", Text(title, style="bold"), Padding(body, (0, 0, 0, 1)))
 
 
+Parts = Iterator[RenderableType]
+"""The parts of an answer, one below the other."""
 as_group = group()
 """Makes one renderable of all that a function yields."""
 Rows = Iterable[Iterable[RenderableType]]

@@ -25,6 +25,7 @@ from planner.layout.alive import MemoryOfStage
 from planner.report.decisions import swept_axes
 from planner.report.format import gibibytes, large, unit_for
 from planner.report.pictures import MEMORY_COLOURS, PALETTE, envelope
+from planner.specs.base import Fields
 from planner.specs.units import GIB
 from planner.trainers.switches import written
 
@@ -64,7 +65,7 @@ def figure(width_in: float, height_in: float) -> Figure:
 def image(drawn: Figure, kind: Literal["png", "svg", "pdf"]) -> bytes:
     """The figure as a file's bytes."""
     file = io.BytesIO()
-    dates: dict[str, Any] = {"png": {"Software": None}, "svg": {"Date": None}, "pdf": {"CreationDate": None}}
+    dates: Fields = {"png": {"Software": None}, "svg": {"Date": None}, "pdf": {"CreationDate": None}}
     with drawing():
         drawn.savefig(file, format=kind, dpi=150, metadata=dates[kind])
     return file.getvalue()

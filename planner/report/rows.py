@@ -7,8 +7,9 @@ figures of months of training: the sustained step, what the whole run costs, and
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Literal
 
 from planner.answer import AS_PLANNED, Goodput, Interval, Plan, PricedLayout, RobustStep, RunCost, StagePlan
@@ -27,6 +28,7 @@ from planner.report.format import (
     sizes,
     span,
 )
+from planner.specs.base import Texts
 
 Unit = Literal[
     "s", "tokens/s", "TFLOP/s", "fraction", "bytes", "days", "GPU-hours", "USD", "MWh", "1/day", "examples", "steps"
@@ -39,10 +41,9 @@ MFU = "MFU of bf16"
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """A key figure: one value in its unit, or the two ends of an interval, and how it is written."""
+    """A key figure and how it is written."""
 
     name: str
-    values: tuple[float, ...]
     unit: Unit
     brief: str
     """The value in its unit."""
@@ -59,14 +60,14 @@ class Figure:
 class Table:
     """Rows of texts; `align` says of each column l, r, n (left, on one line) or w (left, and wraps)."""
 
-    rows: tuple[tuple[str, ...], ...]
+    rows: tuple[Texts, ...]
     align: str = "nw"
-    heads: tuple[str, ...] = ()
+    heads: Texts = ()
     bars: tuple[float, ...] = ()
     """The share that a bar behind each row fills; above 1 it is too much."""
     has_narrow_heads: bool = False
     """True where headings wrap to the width of the cells below them."""
-    notes: tuple[str, ...] = ()
+    notes: Texts = ()
     """Sentences below it."""
 
 
@@ -76,7 +77,7 @@ class ReportSection:
 
     name: str
     title: str
-    parts: tuple[Table | tuple[Entry, ...] | tuple[str, ...], ...]
+    parts: tuple[Table | tuple[Entry, ...] | Texts, ...]
     """Tables, layouts beside each other, and lists of sentences."""
 
 
@@ -98,7 +99,7 @@ class StageRow:
         return self.peak_bytes / self.capacity_bytes
 
     @property
-    def cells(self) -> tuple[str, ...]:
+    def cells(self) -> Texts:
         """The texts of STAGE_HEADS; milliseconds are of one micro-batch, exchanges included, on the slowest stage."""
         first, last = self.stages[0], self.stages[-1]
         alone = len(self.stages) == 1
@@ -127,7 +128,7 @@ STAGE_HEADS = ("stage", "layers", "holds", "recompute", "in flight", "fwd ms", "
 RECOMPUTE_COLUMN = STAGE_HEADS.index("recompute")
 
 
-def shown_cells(cells: tuple[str, ...], mixes_recompute: bool) -> list[str]:
+def shown_cells(cells: Texts, mixes_recompute: bool) -> list[str]:
     """A row of the stages; recompute has a column only where stages mix it."""
     return [cell for column, cell in enumerate(cells) if mixes_recompute or column != RECOMPUTE_COLUMN]
 
@@ -244,6 +245,20 @@ def _layers(stage: StagePlan) -> str:
     return f"{stage.num_layers} ({first}–{end - 1})" if end > first else "0"
 
 
+def chunks(ranges: Sequence[tuple[int, int]]) -> str:
+    """`0–6`, `3, 19, 35`, or `2–3, then every 16 on to 114–115` where as many come again and again."""
+    held = [(first, end) for first, end in ranges if end > first]
+    gaps = {after[0] - before[0] for before, after in pairwise(held)}
+    sizes = {end - first for first, end in held}
+    if len(held) > 3 and len(gaps) == len(sizes) == 1:
+        return f"{_range(*held[0])}, then every {gaps.pop()} on to {_range(*held[-1])}"
+    return ", ".join(_range(first, end) for first, end in held)
+
+
+def _range(first: int, end: int) -> str:
+    return f"{first}–{end - 1}" if end > first + 1 else str(first)
+
+
 def _recomputed(stage: StagePlan) -> str:
     return ", ".join(f"{count} {mode}" for mode, count in stage.recompute.items() if count and mode != "none") or "none"
 
@@ -258,7 +273,7 @@ def _first_to_last(*values: float) -> str:
 class Robust:
     """Steps of layouts under assumptions: `steps_s` has a row per layout, the best first, a column per assumption."""
 
-    assumptions: tuple[str, ...]
+    assumptions: Texts
     steps_s: tuple[tuple[float, ...], ...]
 
     def beside_best(self, rank: int) -> tuple[tuple[float, str], ...]:
@@ -283,12 +298,12 @@ class Robust:
         return min(range(len(self.losses)), key=self.losses.__getitem__)
 
     @property
-    def heads(self) -> tuple[str, ...]:
+    def heads(self) -> Texts:
         """The titles of the columns: assumptions by their short names."""
         return ("", *(name.partition(":")[0] for name in self.assumptions), "loses at most")
 
     @property
-    def rows(self) -> tuple[tuple[str, ...], ...]:
+    def rows(self) -> tuple[Texts, ...]:
         """The cells of each layout, named as among the alternatives."""
         return tuple(
             (f"{rank}." if rank else "best", *(seconds(step_s) for step_s in row), percent(self.losses[rank]))
@@ -296,7 +311,7 @@ class Robust:
         )
 
     @property
-    def remarks(self) -> tuple[str, ...]:
+    def remarks(self) -> Texts:
         """The layout that loses least, and the meaning of each assumption."""
         meanings = (name.partition(": ") for name in self.assumptions if name != AS_PLANNED)
         return self._choice, "; ".join(f"{name}: {meaning}" for name, _, meaning in meanings)
@@ -345,8 +360,20 @@ def sustained_figure(layout: PricedLayout) -> Figure | None:
     found = layout.sustained
     if found is None:
         return None
-    values, ends = (found.step_s, *found.step_s_interval), span(*found.step_s_interval, like_s=found.step_s)
-    return Figure("sustained over months", values, "s", seconds(found.step_s), ends)
+    ends = span(*found.step_s_interval, like_s=found.step_s)
+    return Figure("sustained over months", "s", seconds(found.step_s), ends)
+
+
+def quoted_figures(plan: Plan) -> tuple[Figure, Figure, Figure, Figure]:
+    """The step, its tokens a second and its MFU, which every report quotes, and its interval."""
+    step = plan.step
+    interval_s = step.step_s_interval or (step.step_s, step.step_s)
+    return (
+        Figure("step", "s", seconds(step.step_s)),
+        Figure("tokens/s", "tokens/s", f"{step.tokens_per_s:,.0f}"),
+        Figure(MFU, "fraction", percent(step.mfu)),
+        Figure("80% interval", "s", span(*interval_s, like_s=step.step_s)),
+    )
 
 
 def cost_figures(plan: Plan) -> tuple[Figure, ...]:
@@ -355,13 +382,13 @@ def cost_figures(plan: Plan) -> tuple[Figure, ...]:
     if cost is None:
         return ()
     figures = [
-        Figure("time", (cost.days,), "days", *_time(cost)),
-        Figure("GPU time", (cost.gpu_hours,), "GPU-hours", f"{large(cost.gpu_hours)} GPU-hours"),
+        Figure("time", "days", *_time(cost)),
+        Figure("GPU time", "GPU-hours", f"{large(cost.gpu_hours)} GPU-hours"),
     ]
     if cost.usd is not None:
-        figures.append(Figure("price", (cost.usd,), "USD", f"${large(cost.usd)}", _ends(cost.usd_interval, large)))
+        figures.append(Figure("price", "USD", f"${large(cost.usd)}", _ends(cost.usd_interval, large)))
     if cost.mwh is not None:
-        figures.append(Figure("energy", (cost.mwh,), "MWh", f"{digits(cost.mwh)} MWh"))
+        figures.append(Figure("energy", "MWh", f"{digits(cost.mwh)} MWh"))
     return (*figures, *_example_figures(cost))
 
 
@@ -378,12 +405,12 @@ def _example_figures(cost: RunCost) -> Iterator[Figure]:
         return
     if cost.examples is not None and cost.epochs is not None:
         seen = f"{cost.examples:,} examples × {cost.epochs:g} epoch{'' if cost.epochs == 1 else 's'}"
-        yield Figure("examples", (float(cost.examples), cost.epochs), "examples", seen)
-    yield Figure("steps", (cost.num_steps,), "steps", f"{math.ceil(cost.num_steps - 1e-6):,} steps")
+        yield Figure("examples", "examples", seen)
+    yield Figure("steps", "steps", f"{math.ceil(cost.num_steps - 1e-6):,} steps")
     if cost.padding_fraction is not None and cost.packed_days is not None:
         packed = duration(cost.packed_days * _DAY_S) if cost.packed_days < 2 else f"{digits(cost.packed_days)} days"
         padding = f"padding {percent(cost.padding_fraction)} of tokens; packed it takes {packed}"
-        yield Figure("padding", (cost.padding_fraction,), "fraction", padding)
+        yield Figure("padding", "fraction", padding)
 
 
 def _ends(interval: Interval | None, write: Callable[[float], str]) -> str:
@@ -395,16 +422,14 @@ def goodput_figures(plan: Plan) -> tuple[Figure, ...]:
     found = plan.goodput
     if found is None:
         return ()
-    effective, ends = found.effective_fraction, "–".join(f"{100 * end:.1f}" for end in found.interval)
+    ends = "–".join(f"{100 * end:.1f}" for end in found.interval)
     saved = f"checkpoint {duration(found.checkpoint_s)} every {duration(found.checkpoint_interval_s)}"
     return (
-        Figure("effective", (effective,), "fraction", percent(effective), ends),
-        Figure("interruptions", (found.failures_per_day,), "1/day", _interruptions(found)),
-        Figure("restart", (found.restart_s,), "s", f"restart {duration(found.restart_s)}{_spares(found)}"),
-        Figure("checkpoints", (found.checkpoint_s, found.checkpoint_interval_s), "s", saved),
-        Figure(
-            "evaluation", (found.evaluation_fraction,), "fraction", f"evaluation {percent(found.evaluation_fraction)}"
-        ),
+        Figure("effective", "fraction", percent(found.effective_fraction), ends),
+        Figure("interruptions", "1/day", _interruptions(found)),
+        Figure("restart", "s", f"restart {duration(found.restart_s)}{_spares(found)}"),
+        Figure("checkpoints", "s", saved),
+        Figure("evaluation", "fraction", f"evaluation {percent(found.evaluation_fraction)}"),
     )
 
 

@@ -14,11 +14,11 @@ from planner.decide.job import Choice, Failure, Resume
 from planner.decide.next import NextAnswer, NextOutcome, days_of
 from planner.decide.phases import LayoutChange, PhaseAnswer, PhasesAnswer
 from planner.report.format import digits, duration, fits_with, large, manner, percent, seconds, sizes, span
-from planner.report.pieces import as_group, bullets, columns, headed, section
+from planner.report.pieces import Parts, as_group, bullets, columns, headed, section
 
 
 @as_group
-def render_phases(run: PhasesAnswer) -> Iterator[RenderableType]:
+def render_phases(run: PhasesAnswer) -> Parts:
     """The whole answer, made for 80 columns."""
     yield Text(says_run(run), style="bold")
     yield section("The phases", _phases(run))
@@ -180,7 +180,7 @@ _MANY = 6
 
 
 @as_group
-def render_resume(resume: Resume, plan: Plan) -> Iterator[RenderableType]:
+def render_resume(resume: Resume, plan: Plan) -> Parts:
     """The whole answer, made for 80 columns."""
     yield Text(says_resume(resume, plan), style="bold")
     if not resume.choices:
@@ -261,7 +261,7 @@ def _table(resume: Resume) -> Table:
     return table
 
 
-def _notes(resume: Resume) -> Iterator[RenderableType]:
+def _notes(resume: Resume) -> Parts:
     """Below the table, the layout of each way, what its checkpoint needs, and what it changes."""
     yield Text("")
     table = columns("llw", gap=1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property, partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +22,7 @@ from planner.schedule.actions import Action, F, Schedule
 from planner.schedule.compare import ScheduleComparison, StragglerCost
 from planner.schedule.replay import IDLE_CAUSES, FloatArray, Timeline
 from planner.schedule.synthesis import Synthesis
+from planner.specs.base import Fields
 
 IDLE = "·"
 _STYLE = {"F": "cyan", "B": "green", "I": "green", "W": "yellow"}
@@ -155,7 +156,7 @@ def _demands(schedule: Schedule) -> list[str]:
     return demands
 
 
-def comparison_json(row: ScheduleComparison) -> dict[str, Any]:
+def comparison_json(row: ScheduleComparison) -> Fields:
     """One schedule of a comparison."""
     shape = {"schedule": row.name, "vpp": row.vpp}
     if row.timeline is None:
@@ -169,10 +170,10 @@ def comparison_json(row: ScheduleComparison) -> dict[str, Any]:
 
 def timeline_json(
     timeline: Timeline, synthesis: Synthesis | None = None, straggler: StragglerCost | None = None
-) -> dict[str, Any]:
+) -> Fields:
     """A replay with every action's start and end; how an order was found and what slow ranks cost, where known."""
     schedule = timeline.schedule
-    answer: dict[str, Any] = {
+    answer: Fields = {
         "schedule": schedule.name,
         **{name: getattr(schedule, name) for name in ("pp", "vpp", "num_microbatches")},
         **{name: getattr(timeline, name) for name in ("makespan_s", "bubble_fraction", "bubble_of_useful_fraction")},

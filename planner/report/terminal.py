@@ -26,14 +26,15 @@ from planner.report.format import (
     gibibytes,
     percent,
     recipe_lines,
-    says_deciding,
     says_scope,
     says_unsaid,
     seconds,
+    unsure,
 )
-from planner.report.pieces import TextBar, as_group, bullets, columns, headed, section
+from planner.report.pieces import Parts, TextBar, as_group, bullets, columns, headed, section
 from planner.report.rows import Entry, Figure, ReportSection, Robust, Table, entry_of
 from planner.report.view import View, seconds_table, stage_table, view_of
+from planner.specs.base import Texts
 
 LINES, COLUMNS = 38, 80
 """The most lines of an answer on a terminal of 80 columns and 40 lines, which has a prompt too."""
@@ -90,7 +91,7 @@ def draw(shown: ReportSection) -> Group:
     return section(shown.title, Group(*map(_part, shown.parts)))
 
 
-def _part(part: Table | tuple[Entry, ...] | tuple[str, ...]) -> RenderableType:
+def _part(part: Table | tuple[Entry, ...] | Texts) -> RenderableType:
     if isinstance(part, Table):
         return table(part)
     entries = tuple(each for each in part if isinstance(each, Entry))
@@ -164,7 +165,7 @@ def _entries(entries: tuple[Entry, ...]) -> Group:
     return Group(*(line for entry in entries for line in _entry(entry, width)))
 
 
-def _entry(entry: Entry, width: int) -> Iterator[RenderableType]:
+def _entry(entry: Entry, width: int) -> Parts:
     more = f"{entry.more}  " if entry.more and not entry.trade else ""
     yield _head(entry, width, f"{entry.step}  {more}{entry.peak} GiB")
     if entry.remark:
@@ -291,7 +292,7 @@ def _changes(rows: Sequence[small.ChangeRow]) -> Padding:
     return Padding(drawn, (0, 0, 0, 1))
 
 
-def _few(entries: Sequence[Entry], robust: Robust | None) -> Iterator[RenderableType]:
+def _few(entries: Sequence[Entry], robust: Robust | None) -> Parts:
     """Two lines an entry, neither of them broken: its figures, then what it trades."""
     width = max(len(entry.name) for entry in entries)
     for rank, entry in enumerate(entries, start=1):
@@ -310,23 +311,15 @@ def _few(entries: Sequence[Entry], robust: Robust | None) -> Iterator[Renderable
 def _stages(view: View, whole: Table, num_rows: int) -> RenderableType:
     """The first runs of stages, and how many there are beside these."""
     left = len(whole.rows) - num_rows
-    heads = (*whole.heads[:-1], f"GiB of {gibibytes(view.capacity_bytes)}")
-    if left <= 0:
-        return Padding(table(replace(whole, heads=heads)), (0, 0, 0, 1))
-    few = num_rows - 1
-    rest = Text(f" … and {left + 1} more: --show stages")
-    return Group(
-        Padding(table(replace(whole, heads=heads, rows=whole.rows[:few], bars=whole.bars[:few])), (0, 0, 0, 1)), rest
-    )
+    heads, few = (*whole.heads[:-1], f"GiB of {gibibytes(view.capacity_bytes)}"), num_rows - (left > 0)
+    shown = Padding(table(replace(whole, heads=heads, rows=whole.rows[:few], bars=whole.bars[:few])), (0, 0, 0, 1))
+    return Group(shown, Text(f" … and {left + 1} more: --show stages")) if left > 0 else shown
 
 
 def _sure(plan: Plan, view: View) -> Iterator[tuple[str, str]]:
     """The evidence, and what could make another layout the better one, in a line each."""
     yield "evidence", EVIDENCE_IN_BRIEF[plan.evidence]
-    if plan.best.unsaid:
-        yield "not said", says_unsaid(plan.best)
-    if plan.best.deciding_fact is not None:
-        yield "wide", says_deciding(plan.best)
+    yield from unsure(plan.best)
     if plan.undecided and not view.is_small:
         count, total = len(plan.undecided), len(plan.alternatives)
         yield "interval", f"holds {count} of {total} alternatives too: plan probe can tell them apart"

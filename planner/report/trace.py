@@ -28,11 +28,12 @@ from planner.layout.step import Passes, Together, beside_pipeline, exchanges_of_
 from planner.report.format import ACTIONS, sizes
 from planner.schedule.actions import KINDS, Action, F
 from planner.schedule.replay import Timeline, replay
+from planner.specs.base import Fields, Said
 
 _COLOURS = {"F": "thread_state_running", "B": "thread_state_runnable", "I": "thread_state_runnable", "W": "yellow"}
 _STEPS_PER_S = 8e6
 
-Event = dict[str, Any]
+Event = Fields
 
 
 class TraceSlice(NamedTuple):
@@ -75,8 +76,8 @@ def trace_events(
     rank_names: Sequence[str] = (),
     inner: Inner | None = None,
     counters: Iterable[TraceCounter] = (),
-    about: Mapping[str, Any] | None = None,
-) -> dict[str, Any]:
+    about: Said | None = None,
+) -> Fields:
     """The trace as a JSON object.
 
     `rank_names` replaces "rank 0" and so on; `about` says what the trace is of.
@@ -113,7 +114,7 @@ def _time(seconds: float) -> float:
 
 
 def _slice(
-    rank: int, thread: int, name: str, start_s: float, end_s: float, args: Mapping[str, Any] | None = None,
+    rank: int, thread: int, name: str, start_s: float, end_s: float, args: Said | None = None,
     kind: str = "",
 ) -> Event:  # fmt: skip
     start, end = _time(start_s), _time(end_s)
@@ -123,7 +124,7 @@ def _slice(
     return event | ({"args": dict(args)} if args else {})
 
 
-Row = tuple[str, float, float, Mapping[str, Any]] | tuple[str, float, float, Mapping[str, Any], str]
+Row = tuple[str, float, float, Said] | tuple[str, float, float, Said, str]
 """Name, start, end and arguments of a slice, and the kind of an action."""
 
 
@@ -141,7 +142,7 @@ def _computation(timeline: Timeline, rank: int) -> Iterator[Row]:
         yield name, start_s, end_s, _arguments(timeline, action), action.kind
 
 
-def _arguments(timeline: Timeline, action: Action) -> dict[str, Any]:
+def _arguments(timeline: Timeline, action: Action) -> Fields:
     schedule = timeline.schedule
     direction, stage = divmod(action.stage, schedule.num_model_stages)
     chunk = stage // schedule.pp
@@ -262,7 +263,7 @@ def trace_text(plan: Plan, layout: PricedLayout) -> str:
     return json.dumps(plan_trace(plan, layout), separators=(",", ":"))
 
 
-def plan_trace(plan: Plan, layout: PricedLayout) -> dict[str, Any]:
+def plan_trace(plan: Plan, layout: PricedLayout) -> Fields:
     """The trace of one step of `layout`: one of the plan's, or such a one with fewer micro-batches."""
     priced = reprice(plan, layout)
     timeline = replay(priced.order, priced.durations)

@@ -299,6 +299,25 @@ def num_rows(case: Case) -> int:
     return tps * cps * eps * pps * len(limits.micro_batch_size or divisors(training.global_batch_size, most))
 
 
+def _of_layers(
+    model: ModelSpec, cluster: ClusterSpec, seq_length: int, limits: SearchLimits
+) -> list[tuple[int, int, int, int]]:
+    """The ways to share a layer: tp, cp, ep and etp."""
+    gpus, moe = cluster.num_gpus, model.moe
+    widest = gpus if limits.tp_across_nodes else min(cluster.nvlink_domain_size, gpus)
+    tps = _pinned(limits.tp, divisors(model.num_attention_heads, widest))
+    cps = _pinned(limits.cp, divisors(max(seq_length // 2, 1), min(gpus, MAX_CP)) if seq_length > 1 else [1])
+    eps = _pinned(limits.ep, [1] if moe is None else divisors(moe.num_experts, gpus))
+    pairs = list(product(tps, cps))
+    # shapes with more ranks than GPUs are no shapes of this cluster; pinned ones are kept to be refused with a reason
+    pairs = [(tp, cp) for tp, cp in pairs if tp * cp <= gpus] or pairs
+    return [
+        (tp, cp, ep, etp)
+        for (tp, cp), ep in product(pairs, eps)
+        for etp in _pinned(limits.etp, [tp] if moe is None else sorted({1, tp}))
+    ]
+
+
 def _grid(
     model: ModelSpec,
     cluster: ClusterSpec,
@@ -309,33 +328,19 @@ def _grid(
     bar: Bar | None,
 ) -> tuple[Grid, FloatArray]:
     """The raw axes, multiplied out, and the least step in seconds that each row may have; 0 without a bar."""
-    gpus, moe = cluster.num_gpus, model.moe
-    widest = gpus if limits.tp_across_nodes else min(cluster.nvlink_domain_size, gpus)
-    tps = _pinned(limits.tp, divisors(model.num_attention_heads, widest))
-    cps = _pinned(
-        limits.cp, divisors(max(training.seq_length // 2, 1), min(gpus, MAX_CP)) if training.seq_length > 1 else [1]
-    )
-    eps = _pinned(limits.ep, [1] if moe is None else divisors(moe.num_experts, gpus))
-    pairs = list(product(tps, cps))
-    # shapes with more ranks than GPUs are no shapes of this cluster; pinned ones are kept to be refused with a reason
-    pairs = [(tp, cp) for tp, cp in pairs if tp * cp <= gpus] or pairs
-    layers = [
-        (tp, cp, ep, etp)
-        for (tp, cp), ep in product(pairs, eps)
-        for etp in _pinned(limits.etp, [tp] if moe is None else sorted({1, tp}))
-    ]
+    gpus = cluster.num_gpus
     pps = _pinned(limits.pp, range(1, min(model.num_hidden_layers, gpus, MOST_STAGES) + 1))
     batches = _pinned(
         limits.micro_batch_size,
         divisors(training.global_batch_size, max(1, MAX_MICRO_BATCH_TOKENS // training.seq_length)),
     )
     zeros = _pinned(limits.zero_stage, _useful_zero_stages(runtime))
-    rows = np.array(layers, dtype=np.int64).reshape(-1, 4)
+    rows = np.array(_of_layers(model, cluster, training.seq_length, limits), dtype=np.int64).reshape(-1, 4)
     split = model.num_attention_heads % rows[:, 0] == 0
     if split.any():
         # refused before they are multiplied out, and counted as what they would have been
         lost = int((~split).sum()) * len(pps) * len(batches) * len(zeros)
-        tp = next((tp for tp in tps if model.num_attention_heads % tp), 0)
+        tp = int(rows[~split][0, 0]) if lost else 0
         (heads,) = rules_of("heads")
         rejections.add(heads.reason, lost, heads.message(model, training, Shape(tp=tp)))
         rows = rows[split]
@@ -446,18 +451,14 @@ def _reject(grid: Grid, rows: BoolArray, rejections: Rejections, cluster: Cluste
     crowded = ranks > cluster.num_gpus
     for reason, mask, text in (
         ("more_ranks_than_gpus", rows & crowded, "tp {tp} · cp {cp} · pp {pp} exceeds " + f"{cluster.num_gpus} GPUs"),
+        ("global_batch_not_divisible", rows & ~crowded & batch,
+         f"global_batch_size {training.global_batch_size} is no multiple of micro_batch_size {{micro_batch_size}}"),
         (
-            "global_batch_not_divisible",
-            rows & ~crowded & batch,
-            f"global_batch_size {training.global_batch_size} is no multiple of micro_batch_size {{micro_batch_size}}",
-        ),
-        (
-            "no_data_parallel_size",
-            rows & ~crowded & ~batch,
+            "no_data_parallel_size", rows & ~crowded & ~batch,
             "no dp suits tp {tp}, cp {cp}, pp {pp}, ep {ep}, etp {etp}, "
             f"micro-batch {{micro_batch_size}} on {cluster.num_gpus} GPUs at global batch {training.global_batch_size}",
         ),
-    ):
+    ):  # fmt: skip
         if mask.any():
             first = int(np.argmax(mask))
             rejections.add(reason, int(mask.sum()), text.format(**{k: int(v[first]) for k, v in grid.items()}))
@@ -465,14 +466,12 @@ def _reject(grid: Grid, rows: BoolArray, rejections: Rejections, cluster: Cluste
 
 def _shape(grid: Grid, dp: IntArray, shard_size: IntArray, training: TrainingSpec, runtime: RuntimeSpec) -> Shape:
     """The grid as a `Shape` of arrays, not interleaved."""
+    num_microbatches = training.global_batch_size // (dp * grid["micro_batch_size"])
+    sequence_parallel = ((grid["tp"] > 1) & runtime.has_sequence_parallel).astype(np.int64)
     return Shape(
-        **grid,
-        dp=dp,
-        num_microbatches=training.global_batch_size // (dp * grid["micro_batch_size"]),
-        seq_length=training.seq_length,
-        sequence_parallel=((grid["tp"] > 1) & runtime.has_sequence_parallel).astype(np.int64),
-        shard_size=shard_size,
-    )
+        **grid, dp=dp, num_microbatches=num_microbatches, seq_length=training.seq_length, shard_size=shard_size,
+        sequence_parallel=sequence_parallel,
+    )  # fmt: skip
 
 
 def _own_rules(cluster: ClusterSpec, limits: SearchLimits) -> tuple[Rule, ...]:

@@ -151,14 +151,20 @@ def find_layouts(
     if not is_first:
         branch.try_same_grid(frontier)
         branch.try_uneven_chunks(frontier)
-    if branch.best is None and not branch.num_ilps and "no_schedule" in rejections.counts:
-        raise NothingLegal(rejections, case)
-    if branch.best is None and branch.failures:  # nobody knows whether those nodes have a layout that fits
-        raise branch.failures[-1]
     if branch.best is None:
-        rejections.counts.setdefault("does_not_fit", num_shapes)
-        raise NothingFits(case, rejections.counts)
+        raise _no_layout(case, branch, num_shapes)
     return FoundLayouts(branch, frontier, priced, tuple(tried), rejections, num_shapes, len(fitting))
+
+
+def _no_layout(case: Case, branch: Branch, num_shapes: int) -> Exception:
+    """The reason why a search found no layout: none is legal, the solver failed, or none fits."""
+    counts = branch.rejections.counts
+    if not branch.num_ilps and "no_schedule" in counts:
+        return NothingLegal(branch.rejections, case)
+    if branch.failures:  # nobody knows whether those nodes have a layout that fits
+        return branch.failures[-1]
+    counts.setdefault("does_not_fit", num_shapes)
+    return NothingFits(case, counts)
 
 
 def _pricings(case: Case, runtimes: Sequence[RuntimeSpec]) -> list[tuple[Pricing, SearchLimits]]:

@@ -9,15 +9,13 @@ import asyncio
 import contextlib
 import json
 import math
-from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping
+from collections.abc import AsyncIterator, Coroutine, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
-from functools import cache
 from importlib.resources import files
 from typing import Any, Literal, NamedTuple
 from urllib.parse import urlencode
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
@@ -30,11 +28,9 @@ from planner.export.targets import LAUNCHERS, TRAINERS
 from planner.layout.evaluate import assemble, priced_as_given
 from planner.plan_file import with_alternative
 from planner.report.format import gibibytes, is_proven, percent, seconds
-from planner.report.html import STYLE, Card, Html, beside, cards, folded, joined, section, table, tag
-from planner.report.page import breakdown, drawn, header
+from planner.report.html import draw
 from planner.report.pictures import pictures
-from planner.report.rows import MFU, Entry
-from planner.report.view import SECTIONS, View, view_of
+from planner.report.view import SECTIONS, view_of
 from planner.search.case import Case
 from planner.search.recipes import pinned, pinned_by
 from planner.serve.controls import (
@@ -53,6 +49,7 @@ from planner.serve.controls import (
 )
 from planner.serve.desk import NAMES, OWN_FIELDS, Desk, Found, download
 from planner.serve.server import TooLarge
+from planner.specs.base import Named
 from planner.specs.reading import parse_json
 from planner.trainers.load import switches_of
 from planner.trainers.rules.recipe import Setting, broken_recipe_rules
@@ -68,27 +65,17 @@ _NARROWEST_GAP = 1e-4
 class Panel(NamedTuple):
     """One state of the page's side that shows the answer."""
 
-    html: Html
+    html: Markup
     status: str
     """The same in a sentence, for a screen reader and for the line that phones show."""
     title: str
     """The title of the browser's window."""
 
 
-def _drawn(macro: str, *given: object) -> Html:
+def _drawn(macro: str, *given: object) -> Markup:
     """A piece of the page by its macro; text is escaped."""
-    parts = (Markup(one) if isinstance(one, Html) else one for one in given)
-    return Html(getattr(_templates(), macro)(*parts))
-
-
-@cache
-def _templates() -> Any:
-    environment = Environment(
-        loader=PackageLoader("planner.serve", "static"), undefined=StrictUndefined, autoescape=True, trim_blocks=True,
-        lstrip_blocks=True,
-    )  # fmt: skip
-    environment.globals.update(wide=WIDE, unset=_UNSET)
-    return environment.get_template("page.html.j2").module
+    known = {"wide": WIDE, "unset": _UNSET, "changed": changed, "encoded": _encoded}
+    return draw(macro, *given, path="serve/static/page.html.j2", **known)
 
 
 def plan_panel(plan: Plan, question: Question, form: Form, state: State, alternative: int = 0) -> Panel:
@@ -98,44 +85,41 @@ def plan_panel(plan: Plan, question: Question, form: Form, state: State, alterna
     ended = shown.search if state == "final" else None  # what a search has not proved yet is said above its bar alone
     view = view_of(shown.model_copy(update={"command": question.command, "search": ended}))
     query = {**form, **({"alternative": str(alternative)} if alternative else {})} if state == "final" else None
-    parts = [
-        header(replace(view, command="")),
-        _drawn("above", question.command, alternative, len(plan.alternatives), _query(form), query, TRAINERS, LAUNCHERS,
-               _progress(plan, question, state)),
-        *_sections(plan, view, pictures(shown), form, alternative, state),
-    ]  # fmt: skip
+    html = _drawn(
+        "answer", SECTIONS, replace(view, command=""), view_of(plan) if alternative else view, pictures(shown), form,
+        list(_offers(plan, form)) if state == "final" else (), question.command, alternative, len(plan.alternatives),
+        _encoded(form), query, TRAINERS, LAUNCHERS, _progress(plan, question, state),
+    )  # fmt: skip
     status = f"{_briefly(shown, question, state)}: step {seconds(shown.step.step_s)}, {shown.parallelism}"
-    return Panel(joined(parts), status, f"{seconds(shown.step.step_s)} · {view.job}")
+    return Panel(html, status, f"{seconds(shown.step.step_s)} · {view.job}")
 
 
 def waiting_panel(question: Question) -> Panel:
     """The panel before the first answer."""
     case = question.case
     job = f"{case.model.name} on {case.cluster.num_gpus:,} × {case.cluster.hardware.name}"
-    awaited = cards(Card(name, "…") for name in ("step", "tokens/s", MFU, "fullest stage", "sustained over months"))
-    return Panel(_drawn("waiting", job, awaited, question.command), f"Searching: {job}", f"… · {job}")
+    return Panel(_drawn("waiting", job, question.command), f"Searching: {job}", f"… · {job}")
 
 
 def error_panel(error: PlannerError, form: Form, question: Question | None = None) -> Panel:
     """The reason why there is no plan, and what would help, to be applied by a click."""
-    title, says, remedy, rejected = "This cannot be planned", error.message, list[str](), Html("")
+    title, says, remedy, rejected = "This cannot be planned", error.message, list[str](), list[tuple[str, str]]()
     field = error.message.partition(":")[0].removeprefix("--").replace("-", "_")
     if isinstance(error, Infeasible):
         title, says, field = "Nothing fits", error.hint or error.message, ""
         remedy = [str(word) for word in error.remedy["options"]] if error.remedy is not None else []
         counts = sorted((error.rejections or {}).items(), key=lambda pair: -pair[1])
-        rows = [(f"{count:,}", reason.replace("_", " ")) for reason, count in counts]
-        rejected = section("Rejected shapes, by reason", table(("shapes", "reason"), rows, "rl")) if rows else rejected
-    line, query = question.command if question else "", _query(changed(form, remedy)) if remedy else ""
+        rejected = [(f"{count:,}", reason.replace("_", " ")) for reason, count in counts]
+    line, query = question.command if question else "", _encoded(changed(form, remedy)) if remedy else ""
     body = _drawn("problem", title, error, field, " ".join(remedy), query, line, rejected)
     return Panel(body, f"{title}: {says}", title)
 
 
-def _progress(plan: Plan, question: Question, state: State) -> Html:
+def _progress(plan: Plan, question: Question, state: State) -> Markup:
     """How far the search is, in a line with the page's only bar, which ends with the search; nothing afterwards."""
     search, share = plan.search, None
     if state == "final":
-        return Html("")
+        return Markup()
     if state == "same" or search is None:
         says = f"The layout on the screen under these controls. {_lacks(plan, question)}Looking for a better one …"
     elif state == "first":
@@ -174,85 +158,33 @@ def _briefly(plan: Plan, question: Question, state: State) -> str:
     return f"{'Proven' if is_proven(search) else 'Best found'}, {gap}"
 
 
-def _offers(plan: Plan, form: Form, state: State) -> Iterator[Html]:
-    """Changes that would make it faster, each to be tried by a click."""
-    if state != "final":
-        return
-    rows: list[tuple[object, ...]] = []
-    now_s = plan.step.step_s
+def _offers(plan: Plan, form: Form) -> Iterator[tuple[str, Form, str]]:
+    """Changes that would make it faster: words of the command line, the form with them, and what they give."""
+    now_s, known = plan.step.step_s, [*filter(None, form.get("allow", "").split(","))]
     for offer in plan.best.offers:
-        words = ["--allow", ",".join(dict.fromkeys([*filter(None, form.get("allow", "").split(",")), *offer.allow]))]
+        words = "--allow", ",".join(dict.fromkeys([*known, *offer.allow]))
         gain = f"{percent(1 - offer.step_s / now_s)} faster, changes {offer.changes}"
-        rows.append((_link(" ".join(words), changed(form, words)), gain))
+        yield " ".join(words), changed(form, words), gain
     if (batch := plan.batch_offer) is not None:
-        words = ["--global-batch-size", str(batch.global_batch_size)]
+        words = "--global-batch-size", str(batch.global_batch_size)
         gain = f"{percent(batch.tokens_per_s / plan.step.tokens_per_s - 1)} more tokens/s"
-        rows.append((_link(" ".join(words), {**changed(form, words), "batch_tokens": ""}), gain))
+        yield " ".join(words), {**changed(form, words), "batch_tokens": ""}, gain
     if (risk := plan.risk_offer) is not None:
-        words = ["--oom-risk", f"{risk.oom_risk:g}"]
-        rows.append((_link(" ".join(words), changed(form, words)), f"{percent(1 - risk.step_s / now_s)} faster"))
-    if rows:
-        yield section("What would make it faster", table(("try", "what it gives"), rows, "nl"))
+        words = "--oom-risk", f"{risk.oom_risk:g}"
+        yield " ".join(words), changed(form, words), f"{percent(1 - risk.step_s / now_s)} faster"
 
 
-def _alternative(entry: Entry, number: int, form: Form, shown: int) -> tuple[object, ...]:
-    look: object = _link(entry.sizes, {**form, "alternative": str(number)} if number else form, "")
-    if number == shown:
-        look = tag("b", entry.sizes, aria_current="true")
-    return entry.name, look, entry.step, entry.more, entry.peak, entry.fit, percent(entry.mfu), entry.how
-
-
-def _sections(
-    plan: Plan, view: View, drawn_of: Mapping[str, Html], form: Form, alternative: int, state: State
-) -> Iterator[Html]:
-    """The sections of the report, in its order, with links that apply what they say; those that explain are folded."""
-    best = view_of(plan) if alternative else view
-    for name in SECTIONS:
-        shown = (best if name == "alternatives" else view).section(name)
-        if name == "timeline":
-            yield section("The timeline of a step", drawn_of["timeline"])
-        elif shown is None:
-            continue
-        elif name == "seconds":
-            yield section(shown.title, breakdown(view))
-            yield from _offers(plan, form, state)
-        elif name == "alternatives":
-            heads = ("", "layout", "step", "", "GiB", "fits with", "MFU", "how, and what it trades")
-            entries = enumerate((best.best, *best.alternatives))
-            rows = [_alternative(entry, number, form, alternative) for number, entry in entries]
-            yield section(shown.title, tag("div", table(heads, rows, "lnrrrrrl", folds=True), class_="layouts"))
-        elif name == "changes":
-            rows = [
-                (*row.cells, _link(row.options, changed(form, row.words)) if row.words else "") for row in view.changes
-            ]
-            yield section(shown.title, table(("change", "GiB", "step", "what it changes beside", ""), rows, "lrrll"))
-        elif name == "stages":
-            yield section(f"Memory, of {view.capacity} a GPU", beside(drawn_of["stacks"], drawn_of["curve"]))
-            yield folded(shown.title, joined(map(drawn, shown.parts)))
-        else:
-            body = joined(map(drawn, shown.parts))
-            yield section(shown.title, body) if name in _OPEN else folded(shown.title, body)
-
-
-_OPEN = ("sure", "room", "warnings")
-"""Sections that are not folded, beside those with pictures and links."""
-
-
-def _link(words: object, form: Form, class_: str = "button") -> Html:
-    """A link to the page with other controls; the page's script applies it in place."""
-    return _drawn("link", words, _query(form), class_)
-
-
-def _query(form: Form) -> str:
+def _encoded(form: Form) -> str:
+    """The form as the address of a page has it."""
     return urlencode({name: text for name, text in form.items() if text})
 
 
-def whole_page(form: Form, catalogue: Catalogue, question: Question | None, answer: Html) -> str:
+def whole_page(form: Form, catalogue: Catalogue, question: Question | None, answer: Markup) -> str:
     """The page as it opens; its script asks for the answer."""
     return _drawn("page", form, catalogue, GROUPS, switch_fields(form, question), answer).lstrip()
 
 
-def switch_fields(form: Form, question: Question | None) -> Html:
+def switch_fields(form: Form, question: Question | None) -> Markup:
     """A choice for each switch of the question's trainer."""
     has = {} if question is None else switches_of(question.case.runtime)
     controls = [
@@ -262,7 +194,7 @@ def switch_fields(form: Form, question: Question | None) -> Html:
     return _drawn("switches", controls, form)
 
 
-def placeholders(question: Question) -> dict[str, str]:
+def placeholders(question: Question) -> Named:
     """The defaults that empty controls show."""
     case = question.case
     tier = case.cluster.tiers[-1]
@@ -304,7 +236,7 @@ class Service:
         """The page, with the controls that the address names."""
         form = dict(request.query_params) or form_of(self.start)
         form.pop("alternative", None)
-        question, before = None, Html("")
+        question, before = None, Markup()
         with contextlib.suppress(PlannerError):
             question = await asyncio.to_thread(self.question, form)
             before = waiting_panel(question).html
@@ -410,7 +342,7 @@ def application(read: Reader, start: Options, defaults: Options, desk: Desk | No
             Route("/", service.page),
             Route("/answer", service.answer, methods=["POST"]),
             Route("/files/{name}", service.file),
-            Route("/page.css", fixed("page.css", "text/css", STYLE)),
+            Route("/page.css", fixed("page.css", "text/css", draw("style"))),
             Route("/page.js", fixed("page.js", "text/javascript")),
             Route("/icon.svg", fixed("icon.svg", "image/svg+xml")),
         ],
@@ -437,7 +369,7 @@ async def _unless_gone(request: Request, work: Coroutine[Any, Any, Plan]) -> Pla
         await asyncio.gather(working, leaving, return_exceptions=True)
 
 
-def _asked_for(body: bytes) -> tuple[dict[str, str], str, int]:
+def _asked_for(body: bytes) -> tuple[Named, str, int]:
     """The controls, the answer on the screen, and the alternative looked at. Raises ValueError if it is not that."""
     try:
         data = parse_json(body, "request")

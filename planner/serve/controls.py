@@ -12,6 +12,7 @@ from typing import Literal, get_args
 from planner.errors import SpecError
 from planner.search.case import Case
 from planner.shape import RANK_ORDERS
+from planner.specs.base import Named, Texts
 from planner.specs.problems import nearest
 from planner.specs.registry import hardware_names, model_names
 from planner.specs.training import OBJECTIVES, Dtype, Reference
@@ -80,7 +81,7 @@ class Control:
     hint: str = ""
     """Words beside it: the unit, or how it is written."""
     kind: Kind = "text"
-    choices: tuple[str, ...] = ()
+    choices: Texts = ()
     """The values of a select, the first standing for what was not given."""
 
 
@@ -110,9 +111,9 @@ CONTROLS = {control.name: control for parts in GROUPS.values() for controls in p
 class Catalogue:
     """The names that the page may use; everything else is refused, and so are paths and addresses."""
 
-    models: tuple[str, ...]
-    hardware: tuple[str, ...]
-    runtimes: tuple[str, ...]
+    models: Texts
+    hardware: Texts
+    runtimes: Texts
     defaults: Options
     """The names of the defaults."""
 
@@ -120,7 +121,7 @@ class Catalogue:
     def shipped(cls, start: Options, defaults: Options) -> Catalogue:
         """All that ships with the planner, and what `plan serve` itself was started with."""
 
-        def listed(field: str, names: Sequence[str]) -> tuple[str, ...]:
+        def listed(field: str, names: Sequence[str]) -> Texts:
             given = start.get(field)
             return tuple(names) if given is None else tuple(dict.fromkeys([given, *names]))
 
@@ -131,7 +132,7 @@ class Catalogue:
             defaults=defaults,
         )
 
-    def names_of(self, field: str) -> tuple[str, ...]:
+    def names_of(self, field: str) -> Texts:
         """The names that a control may have."""
         return {"model": self.models, "hardware": self.hardware, "runtime": self.runtimes}.get(field, ())
 
@@ -152,7 +153,7 @@ class Catalogue:
                 )
 
 
-def options_of(form: Form, catalogue: Catalogue) -> dict[str, str]:
+def options_of(form: Form, catalogue: Catalogue) -> Named:
     """The options that the controls give. Raises SpecError for a control that does not exist, and for unknown names."""
     options, switches = {}, []
     for name, text in form.items():
@@ -178,7 +179,7 @@ def options_of(form: Form, catalogue: Catalogue) -> dict[str, str]:
     return options
 
 
-def form_of(options: Options) -> dict[str, str]:
+def form_of(options: Options) -> Named:
     """The texts of the controls that give some options."""
     form = {name: text for name, text in options.items() if name not in ("switch", "assume")}
     for part in filter(None, options.get("switch", "").split(",")):
@@ -193,7 +194,7 @@ def form_of(options: Options) -> dict[str, str]:
     return form
 
 
-def changed(form: Form, words: Sequence[str]) -> dict[str, str]:
+def changed(form: Form, words: Sequence[str]) -> Named:
     """The form with the values that words of the command line, such as a remedy's, set."""
     return {**form, **form_of(dict(_pairs(words)))}
 

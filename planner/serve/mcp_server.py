@@ -22,8 +22,11 @@ from planner.answer import Layout, StepTime
 from planner.decide.check import CheckedFile
 from planner.decide.next import NextAnswer
 from planner.distribution import __version__
+from planner.specs.base import Fields, Ints, Texts
 from planner.specs.training import Dtype
 
+Call = Context[Any, Any]
+"""A call of a tool, which hears of its progress."""
 READS = ToolAnnotations(read_only_hint=True, idempotent_hint=True, open_world_hint=False)
 WRITES = ToolAnnotations(read_only_hint=False, destructive_hint=False, idempotent_hint=True, open_world_hint=False)
 INSTRUCTIONS = (
@@ -106,7 +109,7 @@ class CompareAnswer(BaseModel):
     """The settings that differ between two plans or runs, and the terms of the step that make the difference."""
 
     differences: dict[str, list[Any]]
-    waterfall: list[dict[str, Any]]
+    waterfall: list[Fields]
 
 
 class Tools:
@@ -122,9 +125,7 @@ class Tools:
             raise ToolError(f"{name[:80]!r}: outside of the folder of this server, {self.root}")
         return found
 
-    async def plan(
-        self, job: ToolJob, ctx: Context[Any, Any], save_as: str | None = None, time_limit_s: float = 60
-    ) -> PlanAnswer:
+    async def plan(self, job: ToolJob, ctx: Call, save_as: str | None = None, time_limit_s: float = 60) -> PlanAnswer:
         """The fastest layout that fits, proven within a gap, with its alternatives; saved under a name if asked."""
         words = [*job.words(), "--time-limit", str(time_limit_s)]
         target = None if save_as is None else self.path(save_as)
@@ -133,11 +134,11 @@ class Tools:
             target.write_text(json.dumps(found), encoding="utf-8")
         return _answer(found, None if target is None else str(target))
 
-    async def evaluate(self, job: ToolJob, layout: Sizes, ctx: Context[Any, Any]) -> PlanAnswer:
+    async def evaluate(self, job: ToolJob, layout: Sizes, ctx: Call) -> PlanAnswer:
         """The step and the memory of a layout that the caller names, whether it fits or not."""
         return _answer(await _plan_json(["evaluate", *job.words(), *layout.words(job.gpus)], ctx))
 
-    async def fits(self, job: ToolJob, ctx: Context[Any, Any], layout: Sizes | None = None) -> FitsAnswer:
+    async def fits(self, job: ToolJob, ctx: Call, layout: Sizes | None = None) -> FitsAnswer:
         """Say whether the job, or one layout of it, fits in memory, and what would make it fit."""
         words = job.words() if layout is None else ["evaluate", *job.words(), *layout.words(job.gpus)]
         data = await _run(words, ctx, accepts=(0, 3))
@@ -147,26 +148,22 @@ class Tools:
         found = _answer(data)
         return FitsAnswer(fits=found.fits, needed_gib=found.needed_gib, oom_probability=found.oom_probability)
 
-    async def explain(
-        self, job: ToolJob, ctx: Context[Any, Any], pinned: dict[str, int | str] | None = None
-    ) -> dict[str, Any]:
+    async def explain(self, job: ToolJob, ctx: Call, pinned: dict[str, int | str] | None = None) -> Fields:
         """Why the best layout is the best or, with axes pinned (tp, pp, …), why those are not chosen."""
         return await _run(["explain", *job.words(), *_words(**(pinned or {}))], ctx, accepts=(0, 3))
 
-    async def sweep(self, job: ToolJob, gpus: str, ctx: Context[Any, Any]) -> dict[str, Any]:
+    async def sweep(self, job: ToolJob, gpus: str, ctx: Call) -> Fields:
         """The job on several numbers of GPUs, such as `64..1024` or `64,128`: steps, cost, the fewest that fit."""
         words = job.words()
         words[words.index("--gpus") + 1] = gpus
         return await _run(["sweep", *words], ctx)
 
-    async def compare(self, first: str, second: str, ctx: Context[Any, Any]) -> CompareAnswer:
+    async def compare(self, first: str, second: str, ctx: Call) -> CompareAnswer:
         """Two saved plans or runs of the folder beside each other: what differs and where the seconds go."""
         data = await _run(["compare", str(self.path(first)), str(self.path(second))], ctx)
         return CompareAnswer(differences=data["differences"], waterfall=data["waterfall"])
 
-    async def import_(
-        self, file: str, ctx: Context[Any, Any], gpus: int | None = None, hardware: str | None = None
-    ) -> dict[str, Any]:
+    async def import_(self, file: str, ctx: Call, gpus: int | None = None, hardware: str | None = None) -> Fields:
         """A launch script, recipe or YAML of the folder as the run that it describes, with its price."""
         data = await _run(["import", str(self.path(file)), "--no-search", *_words(gpus=gpus, hardware=hardware)], ctx)
         return {name: data[name] for name in ("source", "run", "unknown", "notes", "refused")} | {
@@ -174,7 +171,7 @@ class Tools:
         }
 
     async def check(
-        self, files: list[str], ctx: Context[Any, Any], against: str | None = None, gpus: int | None = None,
+        self, files: list[str], ctx: Call, against: str | None = None, gpus: int | None = None,
         hardware: str | None = None,
     ) -> CheckAnswer:  # fmt: skip
         """Say whether launch files start, fit, and are no worse than the file that they replace."""
@@ -192,7 +189,7 @@ class Tools:
         )
 
     async def next(
-        self, plan_file: str, ctx: Context[Any, Any], observed_files: tuple[str, ...] = (), days: float | None = None
+        self, plan_file: str, ctx: Call, observed_files: Texts = (), days: float | None = None
     ) -> NextAnswer:
         """The one short run that would save most of a run of so many days, and what it would decide, for a saved plan.
 
@@ -202,7 +199,7 @@ class Tools:
         words = ["next", str(self.path(plan_file)), *_words(days=days, measured=measured)]
         return NextAnswer.model_validate(await _run(words, ctx))
 
-    async def observe(self, log: str, ctx: Context[Any, Any], plan_file: str | None = None) -> dict[str, Any]:
+    async def observe(self, log: str, ctx: Call, plan_file: str | None = None) -> Fields:
         """A run's log of the folder: its steady step, memory, and the gap to a saved plan with its causes."""
         words = ["observe", str(self.path(log))]
         return await _run(words if plan_file is None else [*words, "--plan", str(self.path(plan_file))], ctx)
@@ -234,7 +231,7 @@ def _words(**given: Any) -> list[str]:
     return [word for pair in known for word in pair]
 
 
-async def _plan_json(words: list[str], ctx: Context[Any, Any]) -> dict[str, Any]:
+async def _plan_json(words: list[str], ctx: Call) -> Fields:
     """The plan that a command prints; ToolError with the planner's own words where there is none."""
     data = await _run(words, ctx, accepts=(0, 3))
     if "error" in data:
@@ -242,7 +239,7 @@ async def _plan_json(words: list[str], ctx: Context[Any, Any]) -> dict[str, Any]
     return data
 
 
-async def _run(words: list[str], ctx: Context[Any, Any], accepts: tuple[int, ...] = (0,)) -> dict[str, Any]:
+async def _run(words: list[str], ctx: Call, accepts: Ints = (0,)) -> Fields:
     """The JSON that a command prints. Its process ends with the call, also where the call is cancelled."""
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "planner.cli", *words, "--json",
@@ -260,11 +257,11 @@ async def _run(words: list[str], ctx: Context[Any, Any], accepts: tuple[int, ...
             await process.wait()
     if process.returncode not in accepts:
         raise ToolError(told.decode(errors="replace").strip() or f"ended with {process.returncode}")
-    answer: dict[str, Any] = json.loads(out)
+    answer: Fields = json.loads(out)
     return answer
 
 
-def _answer(data: dict[str, Any], saved: str | None = None) -> PlanAnswer:
+def _answer(data: Fields, saved: str | None = None) -> PlanAnswer:
     best, search = data["best"], data.get("search") or {}
     needed = max(stage["memory"]["total_bytes"] for stage in best["stages"])
     return PlanAnswer(

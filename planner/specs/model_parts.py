@@ -375,6 +375,8 @@ class TracedOperator(Spec):
     v_dim: NonNegativeInt = 0
     bytes: Polynomial = (0.0, 0.0, 0.0)
     """Bytes that element-by-element kernels move in a forward."""
+    family: Literal["residual", "norm", "strided", "permute", "cast"] = "residual"
+    """Family of such kernels, which reach shares of the memory's bandwidth of their own."""
     kernels: NonNegativeInt = 0
     parameters: NonNegativeInt = 0
     split: Literal["", "columns", "rows", "inside"] = ""
@@ -394,4 +396,4 @@ class TracedSpec(Spec):
     is_split: bool = False
     """A plan of sharding was given, so that tensor parallelism can split the layers."""
     is_looped: bool = False
-    """Some layers run more than once, one after all others: they stand on one pipeline stage."""
+    """Layers run again after others, or share weights: they stand on one pipeline stage."""

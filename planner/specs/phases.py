@@ -6,6 +6,7 @@ Phases come one after the other, each with its tokens and what changes. Lengths 
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Iterator, Mapping
 from statistics import NormalDist
@@ -17,7 +18,7 @@ from pydantic_core import PydanticCustomError
 from planner.errors import SpecError
 from planner.specs.base import NonNegativeFloat, PositiveFloat, PositiveInt, Spec
 from planner.specs.problems import checked
-from planner.specs.reading import kind_of, label, load_yaml
+from planner.specs.reading import CSV, kind_of, label, load_yaml, read_text
 from planner.specs.training import DocumentLength, Dtype
 from planner.specs.units import parse_count
 
@@ -100,6 +101,37 @@ def listed_lengths(rows: list[str], where: str) -> tuple[DocumentLength, ...]:
         tokens, texts = bins.get(key, (0.0, 0.0))
         bins[key] = tokens + length * count, texts + count
     return tuple(DocumentLength(length=round(tokens / texts), share=texts) for tokens, texts in bins.values())
+
+
+_MAX_QUANTILE = 3.09
+"""Standard deviations above the middle that 99.9% of a normal distribution are below: MAX of MEAN:MAX."""
+
+
+def lengths_in(text: str, where: str) -> tuple[DocumentLength, ...]:
+    """The lengths of a file, of `512:40,4096:9`, of `400`, or of `400:2048`; SpecError naming `where`."""
+    if os.path.sep in text or text.lower().endswith((".yaml", ".yml", ".json", ".txt", ".csv")):
+        rows = [row for row in read_text(text, CSV.num_bytes).splitlines() if row.strip()]
+        if rows and rows[0].strip()[0].isdigit():
+            return listed_lengths(rows, f"{where} {text}")
+        data = load_yaml(text)
+        given = read_lengths(data.get("lengths", data), f"{where} {text}")
+        return tuple(DocumentLength.model_validate(entry) for entry in given)
+    if "," in text:
+        return listed_lengths(text.split(","), where)
+    mean_text, _, most_text = text.partition(":")
+    try:
+        mean = float(mean_text)
+        most = float(most_text) if most_text else mean
+    except ValueError:
+        mean = most = math.nan
+    if not 1 <= mean <= most <= 2**31:
+        raise SpecError(f"{where}: {text[:60]!r} is no file, and no MEAN:MAX in tokens", f"{where} 400:2048")
+    if most == mean:
+        return (DocumentLength(length=round(mean), share=1.0),)
+    # the logarithm of MAX is its mean, ln(MEAN) - σ²/2, and _MAX_QUANTILE·σ
+    sigma = _MAX_QUANTILE - math.sqrt(max(_MAX_QUANTILE**2 - 2 * math.log(most / mean), 0.0))
+    drawn = LogNormal(mean=mean, sigma=max(sigma, 1e-3)).lengths()
+    return tuple(entry.model_copy(update={"length": min(entry.length, round(most))}) for entry in drawn)
 
 
 MOST_PHASES = 100

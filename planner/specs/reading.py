@@ -45,7 +45,6 @@ class InputLimits:
 
 MAX_DIGITS = 308
 """Digits of a whole number: one of more digits is no float either."""
-
 YAML = InputLimits(2**20, 50_000, 100)
 """A spec is a page of text; the longest that ships has 6 kB and 250 values."""
 JSON = InputLimits(2**20, 2**20, 100)
@@ -63,7 +62,6 @@ EXPRESSION = InputLimits(40_000, 40_000, 100)
 CSV = InputLimits(2**24, 2**20, 1)
 CONFIGURATION = InputLimits(2**20, 100_000, 100)
 """A file of any language that is imported; that of its language holds too."""
-
 
 STDIN = "-"
 MAX_BYTES = YAML.num_bytes

@@ -13,8 +13,8 @@ from planner.specs.hardware import HardwareSpec
 from planner.specs.machines import find_instance, instance_names, made_instance, with_host, with_network
 from planner.specs.model import ModelSpec
 from planner.specs.problems import checked, known_keys, nearest, spec_error
-from planner.specs.reading import STDIN, label, load_yaml
-from planner.specs.shipped import Kind, find, hardware_names, model_names, names
+from planner.specs.reading import STDIN, label, load_yaml, parse_mapping
+from planner.specs.shipped import Kind, find, hardware_names, lines, model_names, names
 
 __all__ = [
     "hardware_names", "load_hardware", "load_model", "load_yaml", "model_names", "nearest", "spec_error",
@@ -131,9 +131,31 @@ def _instance(name: str) -> HardwareSpec | None:
     return None if found is None else made_instance(*found, load_hardware(found[1].hardware))
 
 
+_UNPUBLISHED = {"tokens_per_step": 2**22, "source": "not published: 4,096 tokens, and 4 Mi tokens a step assumed"}
+
+
 @cache
 def _shipped_model(path: Path) -> ModelSpec:
+    if path.name in lines():
+        return _model_of_line(path.name)
     return checked(ModelSpec, load_yaml(path), f"{path.parent.name}/{path.name}")
+
+
+def _model_of_line(name: str) -> ModelSpec:
+    """The model that ships as keys of its config, or as another's language model with a tower or keys of its own."""
+    from planner.specs.architectures import from_config
+    from planner.specs.architectures.sections import vision_of
+
+    keys = parse_mapping(lines()[name], name)
+    said = {"name": name, "aliases": keys.pop("aliases", ()), "source": f"config.json of {keys.pop('hub')}"}
+    if "like" in keys:
+        model = load_model(keys.pop("like"))
+        said |= {key: value for key, value in keys.items() if key in ModelSpec.model_fields}
+        said["vision"] = vision_of(keys, model.hidden_size)
+    else:
+        model = from_config(keys, name)
+    said["training"] = {"seq_length": min(4096, model.max_position_embeddings or 4096), **_UNPUBLISHED}
+    return checked(ModelSpec, model.model_dump(exclude_unset=True) | said, name)
 
 
 @cache
@@ -159,8 +181,8 @@ def _locate(kind: Kind, name: str) -> tuple[Path, bool]:
             return shipped, True
     if exists or (looks_like_path and not _is_missing(name)):
         return Path(name), False
-    shipped_names = {**names(kind), **(instance_names() if kind == "hardware" else {})}
-    known = [*shipped_names, *(alias for aliases in shipped_names.values() for alias in aliases)]
+    shipped_names = model_names() if kind == "model" else {**names(kind), **instance_names()}
+    known = [*names(kind), *shipped_names, *(alias for aliases in shipped_names.values() for alias in aliases)]
     word = PurePath(name).name if looks_like_path else name
     close = nearest(word, shipped_names) or nearest(word, known)
     if kind == "model" and _REPOSITORY.fullmatch(name) and not is_file:

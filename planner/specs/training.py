@@ -114,6 +114,8 @@ class ObjectiveSpec(Spec):
     """The optimizer's states are on the host while log-probabilities are computed, and answers generated."""
     rollout_fraction: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Share of a GPU's memory that generation takes between updates, beside what is trained."""
+    rollout_stays: bool = False
+    """Generation keeps its share during updates too: its engine does not sleep."""
     critics: NonNegativeInt = Field(default=0, le=8)
     """Models of the same size that are trained on the same GPUs: their weights and states stay there."""
     frozen_copies: NonNegativeInt = Field(default=0, le=8)

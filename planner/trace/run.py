@@ -42,6 +42,14 @@ VIEWS = {
     "empty", "new_empty", "empty_like", "is_same_size", "sym_size", "unsafe_split", "view_as_real", "view_as_complex",
 }  # fmt: skip
 """Operations that move no bytes."""
+BATCH = 2
+"""Sequences that are traced at once, and divided by: of one alone, views are what of several are copies."""
+FAMILIES = {
+    **dict.fromkeys(("native_layer_norm", "_fused_rms_norm"), "norm"), "_to_copy": "cast",
+    **dict.fromkeys(("cat", "clone", "copy_", "stack", "split_with_sizes_copy", "silu", "gelu", "sigmoid"), "strided"),
+    **dict.fromkeys(("index", "gather", "scatter", "scatter_add", "index_add", "sort", "topk"), "permute"),
+}  # fmt: skip
+"""Families of operations that reach less of the memory's bandwidth; all inside of a norm are norms."""
 PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "_grouped_mm"}
 
 
@@ -103,16 +111,17 @@ class Fused(TorchFunctionMode):
         if func is nn.functional.rms_norm:
             output = record.made(_norm, rows, given.get("weight"))
             new = record.new(given.get("weight"))
-            record.add("norm", "elementwise", bytes=2 * _bytes(rows), parameters=new, kernels=1)
+            record.add("norm", "elementwise", bytes=2 * _bytes(rows) / BATCH, parameters=new, kernels=1)
         elif func is nn.functional.dropout:
             output = record.made(_dropout, rows)
-            record.add("dropout", "elementwise", bytes=2.5 * _bytes(rows), parameters=0, kernels=1)
+            record.add("dropout", "elementwise", bytes=2.5 * _bytes(rows) / BATCH, parameters=0, kernels=1)
         else:
             key, value = given["key"], given["value"]
             output = record.made(_attention, rows, key, value)
             record.add(
-                "attention", "attention", heads=rows.shape[-3], kv_heads=key.shape[-3], q_len=rows.shape[-2],
-                kv_len=key.shape[-2], qk_dim=rows.shape[-1], v_dim=value.shape[-1],
+                "attention", "attention", heads=rows.shape[:-2].numel() // BATCH,
+                kv_heads=key.shape[:-2].numel() // BATCH, q_len=rows.shape[-2], kv_len=key.shape[-2],
+                qk_dim=rows.shape[-1], v_dim=value.shape[-1],
                 is_causal=bool(given.get("is_causal")) or given.get("attn_mask") is not None,
             )  # fmt: skip
         return output
@@ -120,7 +129,7 @@ class Fused(TorchFunctionMode):
 
 @dataclass(eq=False)
 class HeldTensor:
-    """A tensor that autograd keeps for the backward, and the number of the operation that kept it."""
+    """A tensor that autograd keeps for the backward, and the number of the operation that reads it there."""
 
     tensor: torch.Tensor
     row: int
@@ -134,10 +143,13 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.rows: list[dict[str, Any]] = []
         self.layer = -1
         self.path = [""]
+        self.norms = {name for name, one in module.named_modules() if "norm" in type(one).__name__.lower()}
         self._is_hidden = False
         self.entered: list[int] = []
         self.weights = {_storage(one): one.numel() for one in module.parameters()}
-        self.met: set[int] = set()
+        self.met: dict[int, int] = {}
+        self.is_shared = False
+        """Layers read weights that another layer has read, or what came before the layers."""
         self.saved: list[weakref.ref[HeldTensor]] = []
         index = {id(one): number for number, one in enumerate(layers)}
         for name, one in module.named_modules():
@@ -172,15 +184,16 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def new(self, *tensors: torch.Tensor | None) -> int:
         """Parameters of the weights among tensors that no operation has read before."""
         keys = {_storage(one) for one in tensors if one is not None} & self.weights.keys()
-        found = sum(self.weights[key] for key in keys - self.met)
-        self.met |= keys
+        found = sum(self.weights[key] for key in keys - self.met.keys())
+        self.is_shared |= self.layer >= 0 and any(self.met.get(key, self.layer) != self.layer for key in keys)
+        self.met = dict.fromkeys(keys, self.layer) | self.met
         return found
 
     def add(self, name: str, kind: str, **sizes: Any) -> None:
         """Record an operation of the current layer."""
-        self.rows.append(
-            {"layer": self.layer, "module": self.path[-1], "name": name, "kind": kind, "kept": [], **sizes}
-        )
+        place = {"layer": self.layer, "module": self.path[-1], "name": name, "kind": kind}
+        family = "norm" if name == "norm" or self.path[-1] in self.norms else FAMILIES.get(name, "residual")
+        self.rows.append({**place, "family": family, "kept": [], **sizes})
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = func(*args, **(kwargs or {}))
@@ -191,28 +204,30 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         has_weight = any(_storage(one) in self.weights for one in tensors)
         parameters = self.new(*tensors)
         if name == "convolution" and args[8] == 1:
-            steps = output.numel() // output.shape[1]
+            steps = output.numel() / output.shape[1] / BATCH
             kernel = args[1].numel() // args[1].shape[0]
             self.add(name, "gemm", count=1, m=steps, n=output.shape[1], k=kernel, weight=True, parameters=parameters)
             return output
         if name in PRODUCTS:
             left, right = [one for one in tensors if one.dim() > 1][-2:] if name != "_grouped_mm" else tensors[:2]
             grouped = name == "_grouped_mm" and right.dim() == 3
+            count = right.shape[0] if grouped else left.shape[0] if left.dim() == 3 else 1
+            rows = left.shape[-2] / (count if grouped else 1)
+            each = left.dim() == 3 and not has_weight  # products of each sequence by itself
             self.add(
-                name, "gemm", count=right.shape[0] if grouped else left.shape[0] if left.dim() == 3 else 1,
-                m=left.shape[-2] / (right.shape[0] if grouped else 1), k=left.shape[-1], n=right.shape[-1],
-                weight=has_weight, parameters=parameters,
+                name, "gemm", count=count / BATCH if each else count, m=rows if each else rows / BATCH,
+                k=left.shape[-1], n=right.shape[-1], weight=has_weight, parameters=parameters,
             )  # fmt: skip
             return output
         moved = sum(_bytes(one) for one in (*tensors, *_flat(output)) if isinstance(one, torch.Tensor))
         lookup = name == "embedding"
         moved -= _bytes(tensors[0]) if lookup else 0
-        self.add(name, "elementwise", bytes=moved, parameters=parameters, kernels=1)
+        self.add(name, "elementwise", bytes=moved / BATCH, parameters=parameters, kernels=1)
         return output
 
     def pack(self, tensor: torch.Tensor) -> HeldTensor:
         """A hold of autograd in the place of a tensor, as long as the backward may ask for it."""
-        held = HeldTensor(tensor, len(self.rows) - 1)
+        held = HeldTensor(tensor, len(self.rows))  # inputs are kept before an operation is recorded
         self.saved.append(weakref.ref(held))
         return held
 
@@ -226,8 +241,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             tensor = held.tensor
             key = _storage(held.tensor)
             is_number = tensor.dtype in (torch.int64, torch.int32) and tensor.numel() == 1
-            if key not in met and held.row >= 0 and not is_number:
-                self.rows[held.row]["kept"].append(tensor.untyped_storage().nbytes())
+            if key not in met and not is_number:
+                self.rows[min(held.row, len(self.rows) - 1)]["kept"].append(tensor.untyped_storage().nbytes() / BATCH)
             met.add(key)
 
 
@@ -306,11 +321,11 @@ def layers_of(module: nn.Module) -> list[nn.Module]:
 
 
 def traced(source: str, length: int) -> dict[str, Any]:
-    """The operations of one forward of a sequence of `length` tokens, after a backward that shows it can be trained."""
+    """The operations of a forward of one sequence of `length` tokens, after a backward that shows it can be trained."""
     module = built(source)
     module.train()
     layers = layers_of(module)
-    ids = torch.zeros((1, length), dtype=torch.int64, device="meta")
+    ids = torch.zeros((BATCH, length), dtype=torch.int64, device="meta")
     record = Recorder(module, layers)
     kept = torch.autograd.graph.saved_tensors_hooks(record.pack, lambda held: held.tensor)
     with torch.device("meta"), Fused(record), record, kept:
@@ -325,7 +340,7 @@ def traced(source: str, length: int) -> dict[str, Any]:
         "rows": record.rows,
         # those that ran, in their order
         "layers": list(dict.fromkeys(record.entered)) or [0],
-        "is_looped": len(record.entered) > len(set(record.entered)),
+        "is_looped": record.is_shared or len(record.entered) > len(set(record.entered)),
         "num_parameters": sum(weight.numel() for weight in module.parameters()),
         "vocab_size": None if table is None else table.num_embeddings,
         "hidden_size": None if table is None else table.embedding_dim,
@@ -390,7 +405,7 @@ def step(module: nn.Module, masters: Masters, tokens: torch.Tensor, micro_batche
         loss = nn.functional.cross_entropy(logits, tokens[:, 1:].flatten()) / micro_batches
         loss.backward()  # type: ignore[no-untyped-call]
         masters.add()
-        total += float(loss)
+        total += float(loss.detach())
     masters.step()
     return total
 

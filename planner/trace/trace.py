@@ -123,7 +123,7 @@ def _row(same: Sequence[Mapping[str, Any]], styles: Mapping[str, str]) -> tuple[
     split = next((style for pattern, style in styles.items() if fnmatch(one["module"], pattern)), "")
     operator = TracedOperator(
         name=f"{_local(one['module'])} {one['name']}".strip(), kind=one["kind"], weight=one.get("weight", False),
-        kernels=one.get("kernels", 0), parameters=one.get("parameters", 0),
+        kernels=one.get("kernels", 0), parameters=one.get("parameters", 0), family=one.get("family", "residual"),
         split=split if one["kind"] == "gemm" else "",  # type: ignore[arg-type]
         kept=tuple(TracedTensor(num_bytes=size) for size in kept), **sizes,
     )  # fmt: skip
@@ -174,9 +174,9 @@ def _merged(operators: Sequence[TracedOperator]) -> tuple[TracedOperator, ...]:
 
 
 def _group(operator: TracedOperator) -> tuple[str, str, int]:
-    """Products and attention stay by themselves; all others join their neighbours."""
+    """Products and attention stay by themselves; all others join their neighbours of one family."""
     alone = 0 if operator.kind == "elementwise" else id(operator)
-    return operator.kind, operator.name if alone else "", alone
+    return operator.kind, operator.name if alone else operator.family, alone
 
 
 def _joined(kind: tuple[str, str, int], group: list[TracedOperator]) -> TracedOperator:
@@ -199,16 +199,13 @@ def _settled(operators: Sequence[TracedOperator], styles: Mapping[str, str]) -> 
     settled = list[TracedOperator]()
     is_inside = False
     for one in operators:
+        # what an operation keeps is what went into it
+        kept = tuple(tensor.model_copy(update={"is_sharded": is_inside}) for tensor in one.kept)
         is_inside = one.split == "columns" or (is_inside and one.split != "rows")
         # weights between them, of norms say, are whole on every rank only where nothing is split
-        settled.append(_shared(one) if is_inside else one)
+        split = one.split or ("inside" if is_inside else "")
+        settled.append(one.model_copy(update={"split": split, "kept": kept}))
     return tuple(settled)
-
-
-def _shared(operator: TracedOperator) -> TracedOperator:
-    """The operator between two that are split: each rank has its share."""
-    kept = tuple(tensor.model_copy(update={"is_sharded": True}) for tensor in operator.kept)
-    return operator.model_copy(update={"split": operator.split or "inside", "kept": kept})
 
 
 def _alike(lists: Sequence[tuple[TracedOperator, ...]]) -> list[tuple[TracedOperator, ...]]:

@@ -22,6 +22,10 @@ NATURAL_IMBALANCE = 1.6
 auxiliary loss alone balances the experts. Qwen3 235B on 256 H100, forced and natural at four lengths of sequence
 (Megatron-MoE-ModelZoo), asks for 1.60 to 1.65. Models that steer the load by biases take what forced routing takes:
 DeepSeek-V3 on 256 to 8,192 GB300 (MLPerf v6.0) within 8%, Moonlight and Nemotron 3.5 within 7%."""
+STRONG_LOSS, STRONG_IMBALANCE = 0.01, 1.2
+"""The same where the auxiliary loss weighs this or more: Mixtral 8x7B on 128 H100 and on 128 A100 asks for 1.06 and
+1.22 (Megatron-LM's release tests). Another layout of it and 8x22B, which were not read, ask for 1.12 and 1.33. The loss
+of Qwen3 weighs 0.001."""
 
 TAIL = 1.25
 """The excess of the fullest step of the fullest layer over that of all in the mean. A guess, fitted to nothing."""
@@ -104,6 +108,9 @@ TUNED = Imbalance(1.0, 1.0, 2.0)
 """Fine-tuning, whose texts are alike: 8 experts of DeepSeek-V2-Lite a rank (Primus on MI355X, 1.8 times as long as
 balanced) ask for 2.2, 32 of Qwen3-30B (ms-swift on H20) for 3 and 8 for none, 4 of gpt-oss for 3 (Megatron-Bridge's
 cards)."""
+UNBALANCED = Imbalance(1.0, 1.0, 4.0)
+"""Training whose auxiliary loss weighs nothing, and that no biases balance either: 64 H100 with gpt-oss-120b (a card of
+Megatron-Bridge, which trains it so) ask for 4.8; gpt-oss-20b on 16, which was not read, for 2.9."""
 TUNED_BY_BIAS = Imbalance(1.0, 1.0, 0.01)
 """The same where biases balance and go on moving: even in the mean, as far as anyone knows before the job runs."""
 
@@ -118,7 +125,10 @@ def imbalance_of(model: ModelSpec, features: Said, runtime: RuntimeSpec, tunes: 
         return FORCED
     if tunes and (runtime.adapts_experts or model.balances_by_bias):
         return TUNED_BY_BIAS if model.balances_by_bias else TUNED
-    mean = NATURAL_IMBALANCE if natural else runtime.natural_imbalance
+    if natural and model.moe.router_aux_loss_coef == 0:
+        return UNBALANCED
+    is_strong = (model.moe.router_aux_loss_coef or 0.0) >= STRONG_LOSS
+    mean = (STRONG_IMBALANCE if is_strong else NATURAL_IMBALANCE) if natural else runtime.natural_imbalance
     return Imbalance(mean, 1 + TAIL * (mean - 1))
 
 

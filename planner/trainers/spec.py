@@ -8,10 +8,10 @@ from typing import Any
 
 from pydantic import ConfigDict, model_validator
 
-from planner.specs.base import Fields, Said, Texts, without
+from planner.specs.base import Fields, Fraction, Overhead, Said, Texts, without
 from planner.specs.hardware import HardwareSpec
 from planner.specs.training import AdapterSpec, ObjectiveSpec
-from planner.trainers.groups import FineTuning, Generation, Host, Kernels, Limits, Memory, Overlaps
+from planner.trainers.groups import FineTuning, Generation, Group, Kernels, Limits, Memory, Overlaps
 from planner.trainers.switches import SHARDED_STAGES, changes
 
 PACKED_BYTES = {4: 1 / 2 + 1 / 64 + 4 / (64 * 256), 8: 1.0, 16: 2.0}
@@ -21,8 +21,74 @@ PACKED_BYTES = {4: 1 / 2 + 1 / 64 + 4 / (64 * 256), 8: 1.0, 16: 2.0}
 _RETIRED = ("interleaved_microbatch_multiple", "min_microbatches_is_pp", "tuned_products", "stands_for")
 
 
+class Host(Group):
+    """Time of the host: launches of kernels, waits, graphs that replay them, and seconds of a step."""
+
+    cuda_graphs: bool = False
+    """A CUDA graph replays whole iterations: launch gaps disappear."""
+    graphed_modules: Texts = ()
+    """Modules of every layer that CUDA graphs replay, as Megatron-LM names them; the others are launched one by one."""
+    blocking_launches: bool = False
+    """Every kernel waits for the one before (CUDA_LAUNCH_BLOCKING=1): host time adds to GPU time."""
+    collective_sync_us: Overhead = 0.0
+    """Microseconds that ranks wait for the last one in an exchange of a layer, per doubling of the group; half as long
+    in a CUDA graph. Kernels that send tokens and wait for each rank by itself (DeepEP, HybridEP) do not."""
+    tp_jitter_fraction: Fraction = 0.0
+    """Share of its compute by which the slowest rank of a tensor-parallel group keeps the others waiting, per doubling
+    of the group."""
+    host_factor: Overhead = 1.0
+    """Host seconds of a kernel over the profile's host_us: above 1 by what this trainer's Python adds around it, below
+    1 where one call issues several."""
+    moe_kernels: Overhead = 0.0
+    """Host time of a mixture-of-experts layer, forward and again backward, routing and exchanges included, counted in
+    kernels of an eager layer. It shows unless the GPU takes longer or a CUDA graph replays the whole iteration."""
+    expert_kernels: Overhead = 0.0
+    """Host time for each expert of the rank, whose products and casts are launched one by one; counted likewise."""
+    bias_kernels: Overhead = 0.0
+    """The same for the biases of an expert that trains them: they are added and summed, and their gradients handed to
+    the main ones, expert by expert."""
+    awaits_token_counts: bool = True
+    """The host waits for the numbers of tokens that experts get, and cannot run ahead of the GPU."""
+    moe_host_factor: Overhead = 1.0
+    """Factor on moe_kernels: below 1 where no counts are awaited."""
+    graphed_attention_fraction: Fraction = 0.0
+    """Share of moe_kernels that is gone where CUDA graphs replay attention (`graphed_modules`: attn)."""
+    graphed_routing_fraction: Fraction = 0.0
+    """Share of moe_kernels that is gone where they replay routing (moe_router, with moe_preprocess)."""
+    narrow_host_factor: Overhead = 1.0
+    """Factor on moe_kernels and expert_kernels in 8 or 4 bits: Transformer Engine's modules issue the casts as well."""
+    ep_overlap_host_factor: Overhead = 1.0
+    """Factor on both where exchanges hide behind another micro-batch's products: the layer runs in pieces, each with an
+    autograd of its own. CUDA graphs of some of them take that back (Megatron-LM, pull request 2168)."""
+    exchange_kernels: Overhead = 0.0
+    """Host time to start an exchange of tensor- or context-parallel ranks, counted in kernels of an eager layer."""
+    packs_documents: bool | None = None
+    """Texts are packed into a sequence; null where nobody says."""
+    document_kernels: Overhead = 0.0
+    """Host time of a layer's pass for each text packed into its micro-batch, counted likewise: it is rotated alone."""
+    index_kernels: Overhead = 0.0
+    """Host time of a layer's pass for fused attention to chosen keys, counted likewise: chunks of scores, their best,
+    the indexer's loss."""
+    slice_kernels: Overhead = 0.0
+    """The same for each slice of a text whose place an exchange of heads for tokens (cp_comm_type a2a) works out."""
+    tensor_kernels: Overhead = 0.0
+    """Host time of an optimizer step for each parameter tensor of the rank, counted likewise: hooks, copies to main
+    gradients and back, zeroes. None where a CUDA graph replays the whole step."""
+    microbatch_overhead_s: Overhead = 0.0
+    """Host time per micro-batch and stage that no kernel hides."""
+    step_overhead_s: Overhead = 0.0
+    """Host time per optimizer step: data, logging, gradient norm on the host."""
+
+    @property
+    def launched_fraction(self) -> float:
+        """Share of moe_kernels that the host still launches where CUDA graphs replay modules of a layer."""
+        attention = self.graphed_attention_fraction if "attn" in self.graphed_modules else 0.0
+        routing = self.graphed_routing_fraction if "moe_router" in self.graphed_modules else 0.0
+        return 1 - attention - routing
+
+
 class RuntimeSpec(Host, Limits, Overlaps, FineTuning, Memory, Kernels, Generation):
-    """One trainer: its generation, kernels, memory, fine-tuning, overlaps, limits and host (groups.py)."""
+    """One trainer: its generation, kernels, memory, fine-tuning, overlaps, limits (groups.py) and host."""
 
     model_config = ConfigDict(defer_build=False)
 

@@ -49,6 +49,9 @@ HELD_OUT = (
     "fast-llm",
     "torchtitan-2026",
     "bridge-cards-3",
+    "mcore-releases",
+    "aws-mbridge-2",
+    "google-recipes",
 )
 """Families whose rows no coefficient is fitted to, neither together with other families nor alone."""
 PRODUCTION = "production"

@@ -100,18 +100,14 @@ def test_the_profile_is_the_one_named_after_the_gpu(name: str, memory_gib: float
 
 
 @pytest.mark.parametrize(("script", "says"), TABLES["a_tool_that_fails_is_told_and_nothing_breaks"])
-def test_a_tool_that_fails_is_told_and_nothing_breaks(
-    script: str, says: str, bare_machine: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_tool_that_fails_is_told_and_nothing_breaks(script: str, says: str, bare_machine: Path, capsys: Any) -> None:
     tool(bare_machine, "nvidia-smi", script)
     found = doctor(capsys)
     assert (found["gpus"], found["gpu_trouble"]) == ([], says)
     assert "the default: no GPU is found" in found["profile"]
 
 
-def test_a_missing_extra_is_named_with_the_line_that_installs_it(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_missing_extra_is_named_with_the_line_that_installs_it(monkeypatch: Any, capsys: Any) -> None:
     lost(monkeypatch, "torch", "uvicorn")
     found = doctor(capsys)
     extras = {extra["name"]: extra for extra in found["extras"]}
@@ -137,9 +133,7 @@ def test_a_wheel_is_held_against_its_own_metadata(monkeypatch: pytest.MonkeyPatc
     }  # fmt: skip
 
 
-def test_a_missing_library_of_the_core_ends_with_1(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_missing_library_of_the_core_ends_with_1(monkeypatch: Any, capsys: Any) -> None:
     lost(monkeypatch, "jinja2")
     assert main(["doctor"]) == 1
     said = capsys.readouterr()
@@ -148,20 +142,12 @@ def test_a_missing_library_of_the_core_ends_with_1(
     assert said.err.endswith("pip install trainplan brings what is missing\n")
 
 
-@pytest.mark.parametrize(
-    ("version", "needs", "trouble"),
-    [
-        ("2.9.1", ">=2.10", "too old"), ("2.10", ">=2.10", ""), ("2.10.0", ">=2.10", ""), ("", ">=1", "missing"),
-        ("1.16.0", ">=1.11,<1.16", "too new"), ("1.15.1", ">=1.11,<1.16", ""), ("2.13.0+cpu", ">=2.6", ""),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("version", "needs", "trouble"), TABLES["versions_are_held_against_what_is_needed"])
 def test_versions_are_held_against_what_is_needed(version: str, needs: str, trouble: str) -> None:
     assert trouble_of(version, needs) == trouble
 
 
-def test_a_solver_that_does_not_work_ends_with_4(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_solver_that_does_not_work_ends_with_4(monkeypatch: Any, capsys: Any) -> None:
     monkeypatch.setattr(self_test, "_objective", lambda name: 10.0 if name == "HiGHS" else 11.0)
     assert main(["doctor", "-q"]) == 4
     hint = capsys.readouterr().err.splitlines()[1]
@@ -184,17 +170,13 @@ def test_cbc_is_not_needed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
     assert list(map(bool, found["solvers"].values())) == [False, True]
 
 
-def test_a_folder_for_temporary_files_that_cannot_be_written_ends_with_1(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_folder_for_temporary_files_that_cannot_be_written_ends_with_1(monkeypatch: Any, capsys: Any) -> None:
     monkeypatch.setattr(examine.tempfile, "gettempdir", lambda: "/proc/none")
     found = doctor(capsys, code=1)
     assert found["troubles"][-1].startswith("/proc/none: cannot be written")
 
 
-def test_no_user_and_no_machine_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_no_user_and_no_machine_is_named(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     monkeypatch.setattr(socket, "gethostname", lambda: "node17.secret.example")
     monkeypatch.setenv("LOGNAME", "ada")
     monkeypatch.setenv("PLANNER_HISTORY", str(tmp_path / "kept"))
@@ -203,13 +185,6 @@ def test_no_user_and_no_machine_is_named(
     assert found["history"] == "~/kept"
     assert found["temp"] == "/scratch/USER/tmp on HOST"
     assert not [secret for secret in ("node17", "/ada", str(tmp_path)) if secret in json.dumps(found)]
-
-
-def test_a_machine_may_have_any_name(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    lost(monkeypatch, "uvicorn")
-    for name in ("tree", "missing", ""):
-        monkeypatch.setattr(socket, "gethostname", lambda name=name: name)
-        assert doctor(capsys)["kind"] in ("source tree", "editable", "wheel")
 
 
 def test_kept_runs_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -225,9 +200,7 @@ def test_torch_is_not_imported() -> None:
     assert subprocess.run([sys.executable, "-c", code], env=environment, stdout=subprocess.DEVNULL).returncode == 0
 
 
-def test_a_library_that_is_missing_at_the_start_is_named(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_library_that_is_missing_at_the_start_is_named(monkeypatch: Any, capsys: Any) -> None:
     real = builtins.__import__
 
     def missing(name: str, *more: Any) -> Any:

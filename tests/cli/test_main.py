@@ -20,7 +20,7 @@ import pytest
 from planner.answer import Plan
 from planner.cli import main
 from planner.report.terminal import COLUMNS, LINES
-from planner.specs.registry import hardware_names, load_hardware
+from planner.specs.registry import hardware_names
 from planner.validate.rows import PublishedRun, load_rows
 
 SMALL = ["--model", "llama-3.2-1b", "--gpus", "8", "--time-limit", "3600"]
@@ -62,9 +62,7 @@ def test_saved_plans_are_the_same_for_the_same_inputs(small: Path, tmp_path: Pat
 
 
 @pytest.mark.parametrize("words", [SMALL, ["trace", "PLAN"], ["report", "PLAN"]], ids=" ".join)
-def test_a_file_is_not_overwritten_without_force(
-    words: list[str], small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_file_is_not_overwritten_without_force(words: list[str], small: Path, tmp_path: Path, capsys: Any) -> None:
     target = tmp_path / "mine"
     target.write_text("mine")
     command = [*(str(small) if word == "PLAN" else word for word in words), "-o", str(target)]
@@ -99,12 +97,6 @@ def test_evaluate_shows_the_planners_own_choice_beside_it(capsys: pytest.Capture
     assert "%" in own
 
 
-def test_evaluate_takes_an_uneven_split(capsys: pytest.CaptureFixture[str]) -> None:
-    layers = [7, *[8] * 14, 7]
-    assert main([*LAYOUT, "--layers-per-stage", ",".join(map(str, layers)), "--json"]) == 0
-    assert [stage["num_layers"] for stage in json.loads(capsys.readouterr().out)["best"]["stages"]] == layers
-
-
 def test_what_cannot_fit_says_in_json_what_excludes_it(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--model", "405b", "--gpus", "8", "--json"]) == 3
     answer = json.loads(capsys.readouterr().out)
@@ -112,9 +104,7 @@ def test_what_cannot_fit_says_in_json_what_excludes_it(capsys: pytest.CaptureFix
     assert sum(answer["rejections"].values()) > 0
 
 
-def test_a_file_of_runs_that_breaks_off_ends_in_a_line_of_json(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_file_of_runs_that_breaks_off_ends_in_a_line_of_json(tmp_path: Path, capsys: Any) -> None:
     path = tmp_path / "runs.jsonl"
     path.write_bytes(b'{"id": "a", "run": {}}\n\x00')
     assert main(["evaluate", "--runs", str(path), "--json"]) == 2
@@ -209,9 +199,7 @@ def test_models_and_hardware_can_be_listed_and_shown(capsys: pytest.CaptureFixtu
 @pytest.mark.parametrize(
     ("listing", "option", "name"), [("models", "--model", "405b"), ("hardware", "--hardware", "h100")]
 )
-def test_what_is_shown_can_be_read_back(
-    listing: str, option: str, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_shown_can_be_read_back(listing: str, option: str, name: str, tmp_path: Path, capsys: Any) -> None:
     main([listing, name])
     path = tmp_path / "mine.yaml"
     path.write_text(capsys.readouterr().out)
@@ -283,14 +271,6 @@ def test_hardware_is_listed_with_its_like(name: str, heading: str, listed: str) 
     assert heading in block.splitlines()[0]
 
 
-@pytest.mark.parametrize("name", ["4090", "spark", "t4", "3090-nvlink"])
-def test_a_card_is_shown_with_the_sources_of_its_numbers(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["hardware", name]) == 0
-    shown = capsys.readouterr().out
-    assert f"name: {load_hardware(name).name}" in shown
-    assert shown.count("source: ") >= 4 + len(load_hardware(name).tiers)
-
-
 @pytest.mark.thorough(2)
 @pytest.mark.parametrize("name", ["t4", "v100-32gb"])
 def test_a_gpu_without_bf16_says_so_and_what_it_asks_for_works(name: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -303,14 +283,7 @@ def test_a_gpu_without_bf16_says_so_and_what_it_asks_for_works(name: str, capsys
     assert "has no bf16" not in capsys.readouterr().out
 
 
-def test_a_family_is_listed_run_by_run(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["validate", "--family", "bloom"]) == 0
-    assert "bloom-176b-384gpu-main" in capsys.readouterr().out
-
-
-def test_regret_names_what_was_ranked_first_and_what_was_fastest(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_regret_names_what_was_ranked_first_and_what_was_fastest(capsys: Any, monkeypatch: Any) -> None:
     few = [row for row in load_rows() if row.family == "bloom-prequel" and row.run["global_batch_size"] == 1568]
     monkeypatch.setattr("planner.validate.rows.load_rows", lambda: tuple(few))
     assert main(["validate", "--family", "bloom-prequel", "--regret"]) == 0
@@ -337,9 +310,7 @@ def test_a_family_of_one_layout_a_job_has_no_regret(capsys: pytest.CaptureFixtur
     assert json.loads(capsys.readouterr().out) == {"regret": [], "sweeps": []}
 
 
-def test_what_is_not_modelled_is_counted_and_named(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_not_modelled_is_counted_and_named(monkeypatch: Any, capsys: Any) -> None:
     priced = [row for row in load_rows() if row.family == "bloom"]
     fields = priced[0].model_dump()
     offloads = [
@@ -377,9 +348,7 @@ evaluate -m 70b -g 8 --tp 8
 
 @pytest.mark.thorough(4)
 @pytest.mark.parametrize("job", JOBS.strip().splitlines())
-def test_the_answer_is_one_screen(
-    job: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_answer_is_one_screen(job: str, monkeypatch: Any, capsys: Any) -> None:
     monkeypatch.setenv("COLUMNS", str(COLUMNS))
     assert main([*job.split(), "--no-history"]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -397,8 +366,6 @@ def test_the_answer_is_one_screen(
         ("-m 8b -g 8 --hardware mi355x", "--to primus"),
     ],
 )
-def test_the_next_command_exports_only_what_a_target_takes(
-    job: str, command: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_next_command_exports_only_what_a_target_takes(job: str, command: str, capsys: Any) -> None:
     assert main([*job.split(), "--no-history"]) == 0
     assert command in capsys.readouterr().out.splitlines()[-1]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -43,9 +44,7 @@ def test_the_profile_is_one_that_hardware_reads(profile: Path) -> None:
     assert "# stage forward" in profile.read_text()
 
 
-def test_profile_plan_probe_compare_and_plan_again(
-    profile: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_profile_plan_probe_compare_and_plan_again(profile: Path, tmp_path: Path, capsys: Any) -> None:
     model, plan, probe = tmp_path / "tiny.yaml", tmp_path / "plan.json", tmp_path / "probe.json"
     model.write_text(MODEL)
     job = ["--model", str(model), "--gpus", "2", "--hardware", str(profile), "--runtime", "torch-eager"]
@@ -81,9 +80,7 @@ def test_a_gpu_is_measured_on_the_same_path(tmp_path: Path) -> None:
     assert "torch" in hardware.efficiency.source
 
 
-def test_an_existing_profile_is_kept_before_anything_is_measured(
-    profile: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_existing_profile_is_kept_before_anything_is_measured(profile: Path, capsys: Any) -> None:
     before = profile.read_text()
     assert main(["profile", "--device", "cpu", "--quick", "-o", str(profile)]) == 2
     assert "already exists" in capsys.readouterr().err

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from probes import probe_result
@@ -53,9 +54,7 @@ def test_a_probe_says_which_stage_is_slow(plan_file: Path, capsys: pytest.Captur
     assert data["gain_fraction"] == pytest.approx(1 - data["step_after_s"] / data["step_before_s"])
 
 
-def test_a_stage_that_did_not_run_is_said_to_be_like_another(
-    plan_file: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_stage_that_did_not_run_is_said_to_be_like_another(plan_file: Path, capsys: Any) -> None:
     plan = read_plan(str(plan_file))
     probe = plan_file.with_name("some.json")
     probe.write_text(probe_result(plan, lambda j: (1e-2, 2e-2), stages=(0, 1)).model_dump_json())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -33,9 +34,7 @@ def test_a_schedule_is_drawn(capsys: pytest.CaptureFixture[str]) -> None:
         (["1f1b", "--pp", "4", "-m", "16"], 3 / 19, 3 / 16),
     ],
 )
-def test_textbook_bubbles(
-    capsys: pytest.CaptureFixture[str], arguments: list[str], share: float, of_useful: float
-) -> None:
+def test_textbook_bubbles(capsys: Any, arguments: list[str], share: float, of_useful: float) -> None:
     assert main(["schedule", *arguments, "--json"]) == 0
     answer = json.loads(capsys.readouterr().out)
     assert answer["bubble_fraction"] == pytest.approx(share)

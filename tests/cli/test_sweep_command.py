@@ -13,10 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from planner.answer import Plan
 from planner.cli import main
 from planner.plan_file import read_plan
+
+TABLES = yaml.safe_load((Path(__file__).parent / "tables.yaml").read_text())
 
 QUICK = ["sweep", "--model", "8b", "-s", "4096", "-b", "64", "--tp", "1", "--pp", "1", "--micro-batch-size", "1", "-q"]
 
@@ -105,9 +108,7 @@ def run_of(trial: Path, longer: float) -> Path:
     return path
 
 
-def test_the_loop_closes(
-    plan_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_loop_closes(plan_file: Path, tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
     monkeypatch.setenv("PLANNER_HISTORY", str(tmp_path / "history"))
     plan, first, second = str(plan_file), tmp_path / "first.json", tmp_path / "second.json"
     before = answer_of_next(capsys, plan, "--days", "30", "-o", str(first))
@@ -133,9 +134,7 @@ def test_the_loop_closes(
     assert answer_of_next(capsys, plan, "--days", "30", "--skip", str(number))["proposed"] != after["proposed"]
 
 
-def test_it_stops_with_exit_code_0_and_writes_nothing(
-    plan_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_it_stops_with_exit_code_0_and_writes_nothing(plan_file: Path, tmp_path: Path, capsys: Any) -> None:
     path = tmp_path / "none.json"
     assert main(["next", str(plan_file), "--days", "0.01", "-o", str(path)]) == 0
     out, err = capsys.readouterr()
@@ -144,17 +143,7 @@ def test_it_stops_with_exit_code_0_and_writes_nothing(
     assert not path.exists()
 
 
-@pytest.mark.parametrize(
-    ("words", "said", "code"),
-    [
-        (["--measured", "{plan}"], "is no observation", 2),
-        (["--measured", "{other}"], "is a run of another job: the batch: 64 × 8192", 2),
-        (["--skip", "99"], "--skip: 99 is no layout of this plan", 2),
-        (["--days", "0"], "--days: 0 is no time", 2),
-        (["{full}"], "its layout does not fit", 3),
-        (["--history", "nowhere"], "--history: nowhere: is no folder", 2),
-    ],
-)
+@pytest.mark.parametrize(("words", "said", "code"), TABLES["what_is_wrong_is_named"])
 def test_what_is_wrong_is_named(
     words: list[str], said: str, code: int, plan_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -226,12 +215,6 @@ def test_every_plan_is_a_file_that_commands_read(folder: Path, answer_of_phases:
     assert any(exported.iterdir())
 
 
-def test_a_folder_is_not_written_twice_unasked(folder: Path, answer_of_phases: dict[str, Any], capsys: Any) -> None:
-    path = str(folder / "phases.yaml")
-    assert main([*JOB_OF_PHASES, "--runtime", "torchtitan", "--phases", path, "-o", str(folder / "run")]) == 2
-    assert "plan-short.json: already exists" in capsys.readouterr().err
-
-
 def test_the_table_fits_eighty_columns(folder: Path, capsys: Any) -> None:
     (folder / "one.yaml").write_text(
         "phases:\n  - {name: a-name-that-is-longer-than-its-column, tokens: 1T, global_batch_size: 128, "
@@ -248,13 +231,7 @@ ALIKE = ["--gpus", "64", "--pp", "1", "--micro-batch-size", "1", "--switch", "de
 
 
 @pytest.mark.thorough(2)
-@pytest.mark.parametrize(
-    ("recipe", "job", "tokens", "lengths"),
-    [
-        ("llama-3-405b", ["--model", "8b", "--tp", "8"], 15.6e12, [4096, 8192, 8192, 16384, 131072]),
-        ("deepseek-v3", ["--model", "deepseek-v2-lite", "--tp", "1", "--ep", "8"], 14.8e12, [4096, 32768, 131072]),
-    ],
-)
+@pytest.mark.parametrize(("recipe", "job", "tokens", "lengths"), TABLES["published_recipes_plan_and_sum"])
 def test_published_recipes_plan_and_sum(
     recipe: str, job: list[str], tokens: float, lengths: list[int], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -303,9 +280,7 @@ def test_the_json_is_a_plan_with_the_ways_beside_it(saved: Path, capsys: pytest.
     assert plan.command.startswith("plan --gpus 28")
 
 
-def test_what_is_saved_is_a_plan_that_commands_read(
-    saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_saved_is_a_plan_that_commands_read(saved: Path, tmp_path: Path, capsys: Any) -> None:
     new = tmp_path / "new.json"
     assert main(answer_of_replan(saved, "--keep", "tp, pp", "-o", str(new))) == 0
     assert "Ways to go on" in capsys.readouterr().out

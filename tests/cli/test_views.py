@@ -222,9 +222,7 @@ def test_a_plan_is_shown_as_it_was_answered(saved: Path, capsys: pytest.CaptureF
         (["evaluate", *JOB[:5], "--tp", "2", "--json"], "TP 2"),
     ],
 )
-def test_other_answers_are_shown_as_they_were_answered(
-    words: list[str], noun: str, saved: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_other_answers_are_shown_as_they_were_answered(words: list[str], noun: str, saved: Path, capsys: Any) -> None:
     assert main([word.replace("PLAN", str(saved / "plan.json")) for word in words]) == 0
     path = saved / f"{words[0].strip('-')}.json"
     path.write_text(capsys.readouterr().out)
@@ -303,48 +301,12 @@ def test_of_long_steps_windows_are_drawn(plan_file_of_report: Path, target: Path
     assert "Drawn: steady state" in page
 
 
-@pytest.mark.thorough(3)
-@pytest.mark.parametrize("arguments", ["--pp 1", "--pp 4 --vpp 2", "--pp 4 --runtime torch-eager --schedule auto"])
-def test_short_steps_are_drawn_whole(arguments: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "plan.json"
-    assert main([*JOB_OF_REPORT, "-b", "32", *arguments.split(), "--micro-batch-size", "1", "-o", str(path)]) == 0
-    capsys.readouterr()
-    best = json.loads(path.read_text())["best"]
-    assert main(["report", str(path), "-o", "-"]) == 0
-    page = capsys.readouterr().out
-    layout = best["parallelism"]
-    actions = sum(len(rank.split()) for rank in best["actions"])
-    assert drawn_bars(page) == (actions or 2 * layout["pp"] * layout["vpp"] * layout["num_microbatches"])
-    assert "Drawn:" not in page
-
-
-def test_it_reads_a_plan_from_a_pipe(
-    plan_file_of_report: Path, target: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with plan_file_of_report.open() as file:
-        monkeypatch.setattr("sys.stdin", file)
-        assert main(["report", "-", "-o", "-"]) == 0
-    assert capsys.readouterr().out == target.read_text()
-
-
 @pytest.fixture(scope="module")
 def plan_file_of_memory(tmp_path_factory: pytest.TempPathFactory) -> str:
     path = tmp_path_factory.mktemp("memory") / "plan.json"
     options = ["--gpus", "4", "--pp", "2", "--tp", "2", "-s", "1024", "-b", "16", "-o", str(path)]
     assert main(["evaluate", "--model", "8b", *options]) == 0
     return str(path)
-
-
-def test_json_adds_up_to_the_plan(plan_file_of_memory: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["memory", plan_file_of_memory, "--json"]) == 0
-    stages = json.loads(capsys.readouterr().out)["stages"]
-    planned = json.loads(Path(plan_file_of_memory).read_text())["best"]["stages"]
-    assert [stage["stage"] for stage in stages] == [0, 1]
-    for stage, plan in zip(stages, planned, strict=True):
-        assert stage["peak_bytes"] == plan["memory"]["peak_allocated_bytes"] == max(size for _, size in stage["curve"])
-        assert sum(tensor["bytes"] for tensor in stage["tensors"]) == stage["peak_bytes"]
-        keys = {"name", "layer", "microbatch", "shape", "dtype", "bytes", "from", "to"}
-        assert all(keys <= tensor.keys() for tensor in stage["tensors"])
 
 
 def test_the_table_fits_a_terminal(plan_file_of_memory: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -288,9 +288,7 @@ def test_it_stops_where_no_trial_pays(
     assert answer.says.startswith("no trial pays")
 
 
-def test_of_two_that_save_as_much_the_cheap_one_is_run(
-    choice: Callable[..., TrialChoice], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_of_two_that_save_as_much_the_cheap_one_is_run(choice: Callable[..., TrialChoice], monkeypatch: Any) -> None:
     best, *others = (choice(name, 10.0, 0.1, tp=tp) for name, tp in (("best", 8), ("dear", 2), ("cheap", 2)))
     run = NextRun(2048, [best, *others], [measured(best, 10.0)], days=30)
     assert run.saved(1) == pytest.approx(run.saved(2), rel=0.1)  # of two as fast the first is kept

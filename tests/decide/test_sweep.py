@@ -51,15 +51,15 @@ from planner.specs.registry import load_hardware, load_model
 from planner.specs.training import AdapterSpec, Parallelism, SearchLimits, TrainingSpec
 from planner.specs.units import GIB
 
+TABLES = yaml.safe_load((Path(__file__).parent / "tables.yaml").read_text())
+
 
 def trial(num_gpus: int, model: str = "8b", hardware: str = "h100", tokens: float | None = 1e12, **pins: Any) -> Trial:
     case = Case(
-        load_model(model),
-        ClusterSpec(hardware=load_hardware(hardware), num_gpus=num_gpus),
-        TrainingSpec(seq_length=4096, global_batch_size=128, tokens=tokens),
-        runtime_of("megatron"),
+        load_model(model), ClusterSpec(hardware=load_hardware(hardware), num_gpus=num_gpus),
+        TrainingSpec(seq_length=4096, global_batch_size=128, tokens=tokens), runtime_of("megatron"),
         SearchLimits(**pins),
-    )
+    )  # fmt: skip
     return Trial({"gpus": num_gpus, "hardware": hardware}, case)
 
 
@@ -142,11 +142,9 @@ def test_the_probability_of_a_deadline_follows_the_interval() -> None:
 
 
 @given(
-    rates=st.lists(st.floats(0.01, 1.0), min_size=24, max_size=24),
-    late=st.floats(0, 0.01),
-    deadline=st.floats(0.5, 80.0),
-    fits_from=st.integers(1, 20),
-)
+    rates=st.lists(st.floats(0.01, 1.0), min_size=24, max_size=24), late=st.floats(0, 0.01),
+    deadline=st.floats(0.5, 80.0), fits_from=st.integers(1, 20),
+)  # fmt: skip
 def test_the_fewest_are_those_of_a_linear_scan(
     rates: list[float], late: float, deadline: float, fits_from: int
 ) -> None:
@@ -265,15 +263,7 @@ def test_a_probe_without_a_step_of_its_own_is_refused() -> None:
         of_probe(probed(small, step_s=1.0, run=probe_run(small, dtype="float64")), "probe.json")
 
 
-@pytest.mark.parametrize(
-    ("names", "short"),
-    [
-        (["a.json", "b.json"], ["a", "b"]),
-        (["x/plan.json", "y/plan.json"], ["x/plan.json", "y/plan.json"]),
-        (["runs/x/plan.json", "runs/y/plan.json"], ["x/plan.json", "y/plan.json"]),
-        (["a.json", "a.json"], ["a (1)", "a (2)"]),
-    ],
-)
+@pytest.mark.parametrize(("names", "short"), TABLES["columns_are_headed_by_the_part_of_a_name_that_tells_files_apart"])
 def test_columns_are_headed_by_the_part_of_a_name_that_tells_files_apart(names: list[str], short: list[str]) -> None:
     assert short_names(names) == short
 
@@ -430,9 +420,7 @@ def test_a_grid_that_does_not_divide_is_refused_too(tmp_path: Path, capsys: pyte
     assert [result["ruleId"] for result in results] == ["refused", "unreadable"]
 
 
-def test_a_variable_is_given_and_an_old_file_is_read_once(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_variable_is_given_and_an_old_file_is_read_once(tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
     reads: list[str] = []
     monkeypatch.setattr(checking, "read", lambda name, *rest: reads.append(str(name)) or read(name, *rest))
     files = [str(tmp_path / name) for name in ("old.sh", "new.sh", "newer.sh")]

@@ -48,14 +48,12 @@ def _planned(
         batch = layout["dp"] * layout.get("micro_batch_size", 1) * (num_microbatches or 4 * layout.get("pp", 1))
     chosen, _ = load_runtime(runtime).with_features(features or {})
     return evaluate(
-        spec,
-        ClusterSpec(hardware=load_hardware(hardware), num_gpus=gpus),
+        spec, ClusterSpec(hardware=load_hardware(hardware), num_gpus=gpus),
         TrainingSpec.model_validate(
-            {"seq_length": seq_length, "global_batch_size": batch, "dtype": dtype, "tokens": tokens}
+            {"seq_length": seq_length, "global_batch_size": batch, "dtype": dtype, "tokens": tokens},
         ),
-        Parallelism.model_validate(layout),
-        runtime=chosen,
-    )
+        Parallelism.model_validate(layout), runtime=chosen,
+    )  # fmt: skip
 
 
 @pytest.fixture(scope="session")

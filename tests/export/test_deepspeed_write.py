@@ -87,12 +87,10 @@ class Topology:
 def pipeline_of(monkeypatch: pytest.MonkeyPatch) -> Callable[[Plan], dict[str, Any]]:
     """The exported module, with stand-ins for what it takes from DeepSpeed."""
     modules: dict[str, dict[str, Any]] = {
-        "deepspeed": {},
-        "deepspeed.pipe": {"PipelineModule": PipelineModule},
-        "deepspeed.runtime": {},
+        "deepspeed": {}, "deepspeed.pipe": {"PipelineModule": PipelineModule}, "deepspeed.runtime": {},
         "deepspeed.runtime.pipe": {},
         "deepspeed.runtime.pipe.topology": {"PipeModelDataParallelTopology": Topology},
-    }
+    }  # fmt: skip
     for name, content in modules.items():
         module = types.ModuleType(name)
         vars(module).update(content)

@@ -23,7 +23,10 @@ from planner.export.followed.python_values import Unknown
 from planner.export.followed.shell_script import read_shell
 from planner.export.import_run import read, read_configuration
 from planner.export.imported_run import ConfigFile
+from planner.export.megatron.keyed_reading import options_of_keys
 from planner.layout.runs import parse_run
+
+TABLES = yaml.safe_load((Path(__file__).parent / "tables.yaml").read_text())
 
 
 @pytest.mark.parametrize(
@@ -44,6 +47,9 @@ from planner.layout.runs import parse_run
         ("model:\n  a: " + "[" * 5_000 + "\ntrain:\n  global_batch_size: 8\n", "not YAML"),
         ("trainer:\n  devices: " + "[" * 5_000 + "\nmodel:\n  a: 1\n", "not YAML"),
         ('{"zero_optimization": {}, "train_batch_size": "many"}', "'many' is no positive number"),
+        (f"p.py {BASE} --tensor-model-parallel-size ${{TP:?need}}", "$TP is not set"),
+        (f"p.py {BASE} --prompt-file x", "this is an inference server"),
+        ("actor_train:\n  per_device_train_batch_size: 1\n", "a configuration of ROLL"),
     ],
 )
 def test_what_cannot_be_read(text: str, message: str) -> None:
@@ -51,6 +57,21 @@ def test_what_cannot_be_read(text: str, message: str) -> None:
         SpecError, match=message.replace("(", r"\(").replace("$", r"\$").replace("[", r"\[").replace("+", r"\+")
     ):
         read_configuration(text)
+
+
+@pytest.mark.parametrize(("text", "place", "value"), TABLES["what_decides_is_read_or_named"])
+def test_what_decides_is_read_or_named(text: str, place: str, value: Any) -> None:
+    imported = read_configuration(text)
+    found: Any = {"run": imported.run, "unknown": imported.unknown}
+    for name in place.split("/"):
+        found = found.get(name)
+    assert found == value
+
+
+def test_none_is_a_word_of_some_options() -> None:
+    assert options_of_keys({"moe_router_load_balancing_type": "none", "fp8": "none"}) == {
+        "--moe-router-load-balancing-type": ["none"]
+    }
 
 
 def test_a_broken_file_beside_the_configuration_is_an_error(tmp_path: Path) -> None:
@@ -66,9 +87,7 @@ def test_a_recipe_of_a_file_without_functions_is_an_error() -> None:
         read_configuration(SCRIPT, recipe="llama3_405b")
 
 
-def test_the_example_of_the_docstring(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_example_of_the_docstring(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     monkeypatch.chdir(tmp_path)
     Path("pretrain.sh").write_text(SCRIPT)
     names: dict[str, Any] = {}
@@ -125,6 +144,18 @@ def test_the_command_for_eyes(script: str, capsys: pytest.CaptureFixture[str]) -
     assert "TP 4 × PP 4 × DP 8" in out
     assert "Not understood" in out
     assert "--brand-new-switch 7" in out
+
+
+def test_examples_that_are_padded_take_a_shorter_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "run.sh").write_text(
+        "swift sft --model Qwen/Qwen3-0.6B --max_length 4096 --per_device_train_batch_size 2"
+    )
+    asked = ["import", str(tmp_path / "run.sh"), "--gpus", "2", "--no-search", "--json", "-q"]
+    assert main([*asked, "--example-lengths", "300:2048"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    mean_ms = float(re.findall(r"takes ([\d.]+) ms in the mean", " ".join(answer["notes"]))[0])
+    assert (answer["run"]["batching"], answer["run"]["seq_length"]) == ("padded", 2048), "no batch is as long as 4096"
+    assert mean_ms < 700 * answer["evaluated"]["best"]["step"]["step_s"]
 
 
 def test_files_that_are_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -237,14 +268,7 @@ def test_stages_on_ranks_below_0_are_refused() -> None:
         read_configuration(negative)
 
 
-@pytest.mark.parametrize(
-    ("text", "variables", "asked"),
-    [
-        ("--num-layers 4 --seq-length $SEQ_LEN --hidden-size 64 --num-attention-heads 4", {}, "SEQ_LEN"),
-        ("--num-layers 4 --recompute-granularity ${AC} --hidden-size 64 --num-attention-heads 4", {}, "AC"),
-        ("--num-layers 4 --seq-length $SEQ_LEN --hidden-size 64 --num-attention-heads 4", {"SEQ_LEN": "512"}, ""),
-    ],
-)
+@pytest.mark.parametrize(("text", "variables", "asked"), TABLES["a_variable_of_the_surroundings_is_asked_for"])
 def test_a_variable_of_the_surroundings_is_asked_for(
     tmp_path: Path, text: str, variables: dict[str, str], asked: str
 ) -> None:

@@ -220,11 +220,9 @@ def test_files_too_large_for_a_config_map_are_refused(planned: Planned) -> None:
 
 MODULES = {
     "torch": "__version__ = '2.13.0+cu130'\nclass cuda:\n    device_count = staticmethod(lambda: 8)\n",
-    "transformer_engine": "__version__ = '2.14.0'\n",
-    "transformer_engine.pytorch": "",
-    "fused_weight_gradient_mlp_cuda": "",
-    "deep_ep": "class Buffer: pass\nclass HybridEPBuffer: pass\n",
-}
+    "transformer_engine": "__version__ = '2.14.0'\n", "transformer_engine.pytorch": "",
+    "fused_weight_gradient_mlp_cuda": "", "deep_ep": "class Buffer: pass\nclass HybridEPBuffer: pass\n",
+}  # fmt: skip
 
 
 @pytest.fixture

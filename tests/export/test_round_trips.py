@@ -70,11 +70,9 @@ def test_a_launcher_comes_back(planned: Planned, target: str, job: str) -> None:
         assert imported.run["num_gpus"] == plan.parallelism.num_gpus_used, name
         assert imported.run["global_batch_size"] == plan.training.global_batch_size
         layout = imported.run["parallelism"]
-        assert (layout["tp"], layout["pp"], layout["ep"]) == (
-            plan.parallelism.tp,
-            plan.parallelism.pp,
-            plan.parallelism.ep,
-        )
+        assert (
+            layout["tp"], layout["pp"], layout["ep"],
+        ) == (plan.parallelism.tp, plan.parallelism.pp, plan.parallelism.ep)  # fmt: skip
 
 
 SEEDS = (0, 1, 3, 4, 5, 6, 7, 9)

@@ -107,14 +107,12 @@ def test_an_order_made_to_measure_is_run_as_it_is(planned: Planned, tmp_path: Pa
 def test_what_torch_s_pipelining_needs(planned: Planned, tmp_path: Path) -> None:
     plan = eager(planned, pp=4, vpp=2, layers_per_stage=(1, 5, 4, 4, 4, 5, 5, 4))
     written(plan, tmp_path)
-    assert json.loads((tmp_path / PIPELINING_FILE).read_text()) == {
-        "schedule": "Interleaved1F1B",
-        "pp": 4,
-        "n_microbatches": 16,
-        "stage_layers": [1, 5, 4, 4, 4, 5, 5, 4],
-        "stage_to_rank": [0, 1, 2, 3, 0, 1, 2, 3],
-        "csv": ORDER_FILE,
-    }
+    assert json.loads(
+        (tmp_path / PIPELINING_FILE).read_text(),
+    ) == {
+        "schedule": "Interleaved1F1B", "pp": 4, "n_microbatches": 16, "stage_layers": [1, 5, 4, 4, 4, 5, 5, 4],
+        "stage_to_rank": [0, 1, 2, 3, 0, 1, 2, 3], "csv": ORDER_FILE,
+    }  # fmt: skip
 
 
 def test_a_class_that_would_refuse_the_plan_is_not_named(planned: Planned, tmp_path: Path) -> None:
@@ -164,12 +162,10 @@ def trained(plan: Plan, folder: Path, steps: int) -> dict[str, Any]:
     written(plan, folder)
     layout = plan.parallelism
     environment = {
-        **os.environ,
-        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-        "PYTHONPATH": str(Path(__file__).parents[2]),
-        "OMP_NUM_THREADS": "1",
+        **os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1",
         "MASTER_PORT": str(20_000 + os.getpid() % 10_000 + 2 * layout.pp + 4 * layout.cp + layout.tp),
-    }
+    }  # fmt: skip
     done = subprocess.run(
         ["bash", str(folder / "launch.sh"), "--device", "cpu", "--steps", str(steps)],
         env=environment, capture_output=True, text=True, timeout=180,
@@ -204,9 +200,7 @@ def test_the_wrong_number_of_ranks_is_refused(planned: Planned, tmp_path: Path) 
         [sys.executable, "-m", "planner.probe.worker", "--config", str(path), "--device", "cpu"],
         cwd=Path(__file__).parents[2],
         env={key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "SLURM_NTASKS")},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+        capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
     assert done.returncode == 2
     assert "error: 1 ranks were started, the plan has 2" in done.stderr

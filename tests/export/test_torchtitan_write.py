@@ -366,10 +366,8 @@ def test_a_model_of_a_trees_own_registry_is_followed(tmp_path: Path) -> None:
     assert (model.num_hidden_layers, model.hidden_size, model.head_dim, model.num_key_value_heads) == (6, 256, 16, 4)
     assert (model.attention_bias, model.sliding_window, model.layer_types) == ("qkv", 128, ("sliding", "full") * 3)
     assert model.moe is not None
-    assert (model.moe.num_experts_per_tok, model.moe.moe_intermediate_size, model.moe.first_k_dense_replace) == (
-        2,
-        96,
-        2,
-    )
+    assert (
+        model.moe.num_experts_per_tok, model.moe.moe_intermediate_size, model.moe.first_k_dense_replace,
+    ) == (2, 96, 2)  # fmt: skip
     (tmp_path / "__init__.py").write_text(REGISTRY.replace("Attention.Config(", "Attention.Config(\n o_gate=1,"))
     assert read(recipe).run["model"] is None

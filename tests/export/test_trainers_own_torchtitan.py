@@ -38,11 +38,9 @@ DIFFERENCES = differences("torchtitan")
 """Model and field to the reason why its value is not the registry's."""
 ROPE = {"scaling": "none"}
 LLAMA = {
-    "scaling_factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
+    "scaling_factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
-}
+}  # fmt: skip
 YARN = {"beta_fast": 32.0, "beta_slow": 1.0, "original_seq_len": 4096, "truncate": True}
 
 
@@ -75,10 +73,8 @@ def libraries(monkeypatch: pytest.MonkeyPatch) -> None:
         for name in (f"torchtitan.models.{family}", f"torchtitan.models.{family}.model"):
             monkeypatch.setitem(sys.modules, name, Library(name))
     common = (
-        "torchtitan.models.common",
-        "torchtitan.models.common.config_utils",
-        "torchtitan.models.common.param_init",
-    )
+        "torchtitan.models.common", "torchtitan.models.common.config_utils", "torchtitan.models.common.param_init",
+    )  # fmt: skip
     for name in ("torch", "torchtitan", "torchtitan.models", *common):
         monkeypatch.setitem(sys.modules, name, Library(name))
 
@@ -126,12 +122,10 @@ def moe_of(moe: SimpleNamespace) -> dict[str, Any]:
     return {
         **{name: getattr(router, name) for name in names},
         "num_expert_groups": getattr(router, "num_expert_groups", None),
-        "num_limited_groups": getattr(router, "num_limited_groups", None),
-        "bias": getattr(router, "bias", False),
-        "hidden_dim": moe.routed_experts.hidden_dim,
-        "load_balance_coeff": moe.load_balance_coeff,
+        "num_limited_groups": getattr(router, "num_limited_groups", None), "bias": getattr(router, "bias", False),
+        "hidden_dim": moe.routed_experts.hidden_dim, "load_balance_coeff": moe.load_balance_coeff,
         "shared": None if moe.shared_experts is None else moe.shared_experts.hidden_dim,
-    }
+    }  # fmt: skip
 
 
 def flat(facts: dict[str, Any], prefix: str = "") -> dict[str, Any]:

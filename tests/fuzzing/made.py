@@ -47,10 +47,8 @@ def plan_of(runtime: str = "megatron", **sizes: int) -> Plan:
     return evaluate(
         load_model("llama-3.2-1b"),
         ClusterSpec(hardware=load_hardware("mi300x" if runtime.startswith("primus") else "h200"), num_gpus=8),
-        TrainingSpec(seq_length=2048, global_batch_size=16),
-        Parallelism.model_validate(layout),
-        runtime=runtime,
-    )
+        TrainingSpec(seq_length=2048, global_batch_size=16), Parallelism.model_validate(layout), runtime=runtime,
+    )  # fmt: skip
 
 
 def plans() -> Seeds:

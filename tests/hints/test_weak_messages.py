@@ -32,7 +32,7 @@ ROWS = (
     Row("-m 1b -g 8 --fastest" + _QUICK),
     Row("help sweep"),
     Row("-m 14b -g 8", "'14b'", "qwen3-14b", "evaluate -m qwen3-14b -g 8 --tp 8"),
-    Row("-m Qwen/Qwen2.5-VL-7B -g 8", "no such file", "qwen2.5-7b", "evaluate -m qwen2.5-7b -g 8 --tp 2"),
+    Row("-m Qwen/Qwen2.6-VL-7B -g 8", "no such file", "qwen2.5-7b", "evaluate -m qwen2.5-7b -g 8 --tp 2"),
     Row("-m 1b -g 16 --tp 4 --pp 4 --dp 4", "64 ranks, more than 16 GPUs", "--pp 1 works",
         "-m 1b -g 16 --tp 4 --pp 1 --dp 4 --top 1"),
     Row("-m 1b -g 8 --oom-risk 5", "--oom-risk", "0.05", "-m 1b -g 8 --oom-risk 5%" + _QUICK),

@@ -88,12 +88,10 @@ def planned(job: Job) -> Figures:
     totals, memory = candidate.pricing.totals, priced.stages[0].memory
     trained = totals.num_trained_parameters
     return Figures(
-        parameters=totals.num_parameters + (trained if job.rank else 0),
-        trained_parameters=trained,
-        static_bytes=memory.weights_bytes + memory.optimizer_bytes,
-        kept_bytes=memory.activations_bytes,
+        parameters=totals.num_parameters + (trained if job.rank else 0), trained_parameters=trained,
+        static_bytes=memory.weights_bytes + memory.optimizer_bytes, kept_bytes=memory.activations_bytes,
         peak_bytes=memory.peak_allocated_bytes,
-    )
+    )  # fmt: skip
 
 
 def _ways(model: str, num_layers: int = 0, **common: Any) -> tuple[Job, ...]:

@@ -56,11 +56,9 @@ def _plan(adapters: dict[str, Any] | None = None, tokens: float | None = None, *
     training = {"seq_length": 64, "global_batch_size": 4 * gpus, "adapters": adapters, "tokens": tokens}
     return evaluate(
         ModelSpec(name="tiny", source="config.json of hub/tiny-Llama-3", rope_theta=1e4, **SIZES),
-        ClusterSpec(hardware=load_hardware("h100"), num_gpus=gpus),
-        TrainingSpec.model_validate(training),
-        Parallelism.model_validate({"micro_batch_size": 2, "zero_stage": 0, **layout}),
-        runtime="hf",
-    )
+        ClusterSpec(hardware=load_hardware("h100"), num_gpus=gpus), TrainingSpec.model_validate(training),
+        Parallelism.model_validate({"micro_batch_size": 2, "zero_stage": 0, **layout}), runtime="hf",
+    )  # fmt: skip
 
 
 @pytest.fixture(params=JOBS)

@@ -68,12 +68,10 @@ def _muon(parameters: Any) -> Any:
 
 
 MAKERS: dict[str, Callable[[Any], Any]] = {
-    "adamw": lambda parameters: torch.optim.AdamW(parameters, fused=True),
-    "adafactor": _transformers_adafactor,
-    "muon": _muon,
-    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=1e-3),
+    "adamw": lambda parameters: torch.optim.AdamW(parameters, fused=True), "adafactor": _transformers_adafactor,
+    "muon": _muon, "sgd": lambda parameters: torch.optim.SGD(parameters, lr=1e-3),
     "sgd-momentum": lambda parameters: torch.optim.SGD(parameters, lr=1e-3, momentum=0.9),
-}
+}  # fmt: skip
 
 
 def _stepped(make: Callable[[Any], Any], dtype: Any, shape: tuple[int, ...] = (ROWS, COLUMNS)) -> tuple[Any, Any]:

@@ -28,12 +28,11 @@ from planner.layout.price import reprice
 from planner.layout.runs import evaluate_lines, network_gb_per_s, parse_run
 from planner.layout.variation import NUM_LAYOUTS, assumed_steps, other_assumptions, robust_steps, told_assumptions
 from planner.physics.pricing import Pricing
-from planner.report.rows import robust_of
 from planner.search.search import plan
 from planner.specs.cluster import ClusterSpec
 from planner.specs.registry import load_hardware, load_model
 from planner.specs.training import Parallelism, SearchLimits, TrainingSpec
-from planner.trainers.generations import NATURAL_IMBALANCE
+from planner.trainers.generations import NATURAL_IMBALANCE, STRONG_IMBALANCE, UNBALANCED
 from planner.trainers.load import load_runtime
 from planner.trainers.switches import EP_OVERLAP
 
@@ -116,10 +115,6 @@ def test_answers_come_before_the_next_line_is_read() -> None:
     assert next(evaluate_lines(lines())).error is not None
 
 
-def test_blank_lines_are_skipped() -> None:
-    assert list(evaluate_lines(["\n", "  \n"])) == []
-
-
 def test_a_whole_iteration_in_a_graph_overlaps_expert_exchange_unless_said_otherwise() -> None:
     of_mixture = parsed(model="deepseek-v3", features={"cuda_graph": "full_iteration"})
     assert of_mixture.runtime.ep_overlap_fraction == EP_OVERLAP
@@ -199,6 +194,10 @@ def test_natural_routing_fills_one_rank_more_unless_biases_balance_experts() -> 
     assert parse_run({"run": qwen}).training.moe_imbalance == 1.0
     assert parse_run({"run": qwen | natural}).training.moe_imbalance == NATURAL_IMBALANCE > 1.0
     assert parse_run({"run": deepseek | natural}).training.moe_imbalance == 1.0
+    assert parse_run({"run": asked | natural | {"model": "mixtral-8x7b"}}).training.moe_imbalance == STRONG_IMBALANCE
+    unbalanced = load_model("qwen3-30b").model_dump(mode="json", exclude_unset=True)
+    unbalanced["moe"]["router_aux_loss_coef"] = 0
+    assert parse_run({"run": asked | natural | {"model": unbalanced}}).training.moe_spread == UNBALANCED.spread
     forced = {"adapters": {"rank": 8}, "features": {"natural_routing": False}}
     assert parse_run({"run": qwen | forced}).training.moe_spread == 0
 
@@ -254,13 +253,6 @@ def test_each_step_is_that_of_the_layout_priced_with_the_change(name: str, optio
         assert steps[name] == pytest.approx(evaluated(grid, **switch, **option).step.step_s, rel=1e-3)
 
 
-def test_default_switches_are_those_of_the_trainer() -> None:
-    for grid, steps in zip(GRIDS, compared(), strict=True):
-        by_hand = evaluated(grid, switch=PLAIN).step.step_s
-        assert steps["default switches"] == pytest.approx(by_hand, rel=1e-3)
-        assert steps["default switches"] != pytest.approx(steps[AS_PLANNED], rel=0.02)
-
-
 def test_without_overlap_every_collective_is_waited_for() -> None:
     fields = ("gradient", "parameter", "tp", "ep", "cp", "fsdp")
     none = ",".join(f"{field}_overlap_fraction=0" for field in fields) + ",ep_overlap_network_fraction=0"
@@ -310,15 +302,6 @@ def slow() -> Plan:
     )
 
 
-@pytest.mark.thorough(0)
-def test_the_layout_that_loses_least_need_not_be_the_fastest(slow: Plan) -> None:
-    table = robust_of(slow.best)
-    assert table is not None
-    assert table.least > 0
-    assert table.losses[table.least] < 0.5 * table.losses[0]
-    assert f"alternative {table.least} loses at most" in table.remarks[0]
-
-
 def test_the_answer_compares_the_best_with_its_alternatives(slow: Plan) -> None:
     shown = [slow.best, *slow.alternatives][: robust.NUM_LAYOUTS]
     assert list(dict.fromkeys(step.layout for step in slow.best.robust)) == [str(one.parallelism) for one in shown]
@@ -333,13 +316,6 @@ def test_an_answer_of_one_layout_compares_nothing() -> None:
     one = plan(job.model, job.cluster, job.training, limits=SearchLimits(top=1, tp=(8,)), runtime=job.runtime_spec)
     assert one.best.robust == ()
     assert evaluated(GRIDS[0]).best.robust == ()
-
-
-def test_the_same_change_is_priced_once() -> None:
-    candidate = reprice(one := evaluated(GRIDS[0]), one.best)
-    for other in other_assumptions(candidate.pricing):
-        changed = other.of(candidate.pricing)
-        assert candidate.priced_as(replace(changed)) is candidate.priced_as(changed)
 
 
 OPTIONS = LayoutOptions(model="deepseek-v3", gpus=256, hardware="h100", seq_length=4096, global_batch_size=512)
@@ -382,11 +358,6 @@ def test_what_a_trainer_has_no_switch_for_is_assumed_by_its_field(runtime: str) 
     (words,) = (other.options for other in other_assumptions(pricing) if other.name == "host")
     assert words[0] == ("--assume" if runtime == "torch-eager" else "--switch")
     assert read_job(replace(OPTIONS, runtime=runtime, assume="cuda_graphs=true")).runtime_spec.cuda_graphs
-
-
-def test_the_largest_effect_comes_first() -> None:
-    effects = [abs(float(line.split("%")[0])) for line in _evaluated().assumptions]
-    assert effects == sorted(effects, reverse=True)
 
 
 def test_an_assumption_that_does_not_matter_is_not_told() -> None:

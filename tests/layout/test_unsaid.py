@@ -6,7 +6,6 @@ The risk of running out of memory: a normal tail of the logarithm, which falls w
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Collection
 from dataclasses import replace
@@ -36,7 +35,7 @@ from planner.layout.confidence import (
     width_terms,
 )  # fmt: skip
 from planner.layout.evaluate import evaluate, pricing_of
-from planner.layout.runs import evaluate_lines, parse_run
+from planner.layout.runs import parse_run
 from planner.physics.pricing import Pricing
 from planner.search.search import plan
 from planner.shape import Shape
@@ -142,12 +141,6 @@ def test_what_is_named_is_said_and_no_more() -> None:
     assert _ends(few)[1] > 1.3 * _ends(many)[1]
 
 
-def test_lines_of_runs_name_it() -> None:
-    (answer,) = evaluate_lines([json.dumps({"id": "bare", "run": SHARDED})])
-    unsaid = answer.to_json()["unsaid"]
-    assert unsaid[0].keys() == {"switch", "value", "other", "other_fraction", "other_step_s"}
-
-
 @pytest.mark.parametrize(
     "choices",
     [
@@ -206,27 +199,26 @@ def test_small_steps_of_bridge_may_be_packed_texts(more: dict[str, Any], widens:
         (PACKED, "--switch packed_documents=…"),
         (PACKED | {"global_batch_size": 512}, None),
         ({**MIXTURE, "model": "gpt-oss-20b", "dtype": "bf16", "adapters": {"rank": 8}}, "--moe-imbalance"),
+        ({**MIXTURE, "model": "glm-5", "dtype": "bf16", "adapters": {"rank": 8}}, "plan next"),
     ],
 )
-def test_a_wide_interval_names_the_fact_that_narrows_it_most(run: dict[str, Any], option: str | None) -> None:
+def test_a_wide_interval_names_the_fact_that_halves_it(run: dict[str, Any], option: str | None) -> None:
     priced = _priced(run, features={"dispatcher": "deepep"} if "adapters" in run else {"tp_comm_overlap": False})
     low, high = _ends(priced)
     fact = priced.deciding_fact
     assert (fact.option if fact else None) == option
     assert ((high - low) / 2 > WIDE) == (fact is not None)
     if fact is not None:
-        assert fact.known_half_width < 0.75 * fact.half_width == pytest.approx(0.75 * (high - low) / 2)
+        assert 2 * fact.known_half_width <= fact.half_width == pytest.approx((high - low) / 2)
 
 
 @pytest.mark.parametrize("spread", [0.0, 2.0])
 def test_a_fine_tuned_mixture_is_wider_and_its_allocator_loses_more(spread: float) -> None:
     training = {"seq_length": 4096, "global_batch_size": 256, "moe_spread": spread}
     pricing = Pricing(
-        model=load_model("qwen3-30b"),
-        training=TrainingSpec(**training),
-        cluster=ClusterSpec(hardware=load_hardware("h100"), num_gpus=8),
-        runtime=load_runtime("megatron"),
-    )
+        model=load_model("qwen3-30b"), training=TrainingSpec(**training),
+        cluster=ClusterSpec(hardware=load_hardware("h100"), num_gpus=8), runtime=load_runtime("megatron"),
+    )  # fmt: skip
     best = _priced(MIXTURE, hardware="h100", dtype="bf16")
     assert width_terms(pricing, best, 0.0)["routing"] == (TUNED_WIDTH if spread else 0.0)
     assert memory_width(pricing) == pytest.approx(0.287 if spread else 0.085, abs=0.002)
@@ -402,17 +394,6 @@ def test_a_given_layout_fits_by_its_bytes_and_says_its_risk() -> None:
     assert risks == sorted(risks, reverse=True)
     assert risks[0] > 0.5 > risks[1] > 0.1
     assert risks[-1] < 0.01
-
-
-def test_the_worst_stage_decides() -> None:
-    plan = evaluated(25.0, tp=4)
-    width = memory_width(toy_problem(load_model("8b")).pricing)
-    totals = [stage.memory.total_bytes for stage in plan.stages]
-    at_width = [oom_probability(total, plan.cluster.hardware.memory_bytes, width) for total in totals]
-    low, high = plan.best.worst_stage.memory.total_bytes_interval or (0.0, 0.0)
-    own = oom_probability(max(totals), plan.cluster.hardware.memory_bytes, math.log(high / low) / 2)
-    assert plan.best.oom_probability == pytest.approx(own)
-    assert max(at_width) == at_width[totals.index(max(totals))]
 
 
 @pytest.mark.parametrize(("surer", "runtime"), [("megatron", "torchtitan"), ("megatron", "nanotron")])

@@ -92,9 +92,7 @@ def test_nothing_said_about_the_job_asks_by_name(folder: Path, capsys: pytest.Ca
     assert (answer["prediction"], answer["verdict"]) == (None, None)
 
 
-def test_saved_and_from_standard_input(
-    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_saved_and_from_standard_input(folder: Path, capsys: Any, monkeypatch: Any) -> None:
     saved = folder / "observed.json"
     monkeypatch.setattr(
         sys, "stdin", io.TextIOWrapper(io.BufferedReader(io.BytesIO((folder / "bare.log").read_bytes())))

@@ -189,11 +189,9 @@ def test_a_long_log_takes_little_memory(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 SEEDS = (
-    "\n".join([arguments(**LLAMA_8B), *iterations([2.0] * 8), TIMERS]),
-    mlperf([2.0] * 6),
-    torchtitan([2.0] * 6, ranks=2),
-    "step,step_time_ms\n1,900\n2,500\n3,510\n",
-)
+    "\n".join([arguments(**LLAMA_8B), *iterations([2.0] * 8), TIMERS]), mlperf([2.0] * 6),
+    torchtitan([2.0] * 6, ranks=2), "step,step_time_ms\n1,900\n2,500\n3,510\n",
+)  # fmt: skip
 TOKENS = [b"nan", b"-1", b"1e308", b"9" * 25, b"", b"|", b"\n", b"\x1b[", b"\xff", b"\0", b"{", b"None", b": ", b"inf"]
 
 
@@ -309,11 +307,6 @@ def test_more_steps_than_are_kept_are_counted(tmp_path: Path, monkeypatch: pytes
 def test_a_long_series_is_thinned_and_the_statistics_are_not(tmp_path: Path) -> None:
     seen = read(tmp_path, "\n".join(["step_time_s", *["2.0"] * 9001]))
     assert (seen.series.stride, len(seen.series.steps), seen.num_steps) == (3, 3001, 9001)
-
-
-def test_memory_alone_is_an_observation_without_a_step(tmp_path: Path) -> None:
-    seen = read(tmp_path, "[Rank 3] (after 2 iterations) memory (MB) | max allocated: 512.0")
-    assert (seen.step_s, seen.peak_memory_bytes) == (None, 512 * 2**20)
 
 
 SETTINGS = settings(max_examples=50, deadline=None)

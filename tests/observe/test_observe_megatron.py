@@ -6,11 +6,10 @@ NeMo's lines and MLPerf's log, in the forms of 4.1, 5.0 and 5.1. Real values are
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
-from written import BEGIN_S, LLAMA_8B, TIMERS, arguments, clock, iteration, iterations, mllog, mlperf, read
+from written import BEGIN_S, LLAMA_8B, TIMERS, arguments, clock, iterations, mllog, mlperf, read
 
 from planner.errors import SpecError
 from planner.observe.observation import Observation
@@ -27,23 +26,6 @@ MEMORY = (
     "[Rank 0] (after 20 iterations) memory (MB) | allocated: 6245.03 | max allocated: 6245.04 | reserved: 6554.00 | "
     "max reserved: 6554.00"
 )
-
-
-def test_a_line_of_an_iteration(tmp_path: Path) -> None:
-    seen = read(tmp_path, ITERATION)
-    assert seen.sources[0].format == "megatron"
-    assert (seen.step_s, seen.num_steps) == (5.4449, 1)
-    assert (seen.series.steps, seen.printed_tflops_per_gpu) == ((43,), 239.8)
-    assert seen.facts.global_batch_size == 128
-    assert seen.asks == ("--seq-length N",)
-
-
-def test_microseconds_launchers_and_colours(tmp_path: Path) -> None:
-    line = ITERATION.replace("02:59:36]", "02:59:36.250000]")
-    prefixed = f"[default7]:{line}\n12: {line.replace('   43/', '   44/').replace('36.25', '41.70')}\x1b[39m\n"
-    seen = read(tmp_path, prefixed)
-    assert seen.series.steps == (43,), "the other line is another rank's"
-    assert read(tmp_path, prefixed.replace("12: ", "7: ")).series.steps == (43, 44)
 
 
 def test_memory_is_in_mebibytes_for_each_rank(tmp_path: Path) -> None:
@@ -64,11 +46,6 @@ def test_timers_with_least_and_most(tmp_path: Path) -> None:
     assert sum(seen.breakdown.values()) == pytest.approx(seen.step_s)
 
 
-def test_timers_longer_than_the_step_are_no_terms_of_it(tmp_path: Path) -> None:
-    seen = read(tmp_path, f"{ITERATION.replace('5444.9', '5200.0')}\n{TIMERS}")
-    assert seen.breakdown == {"unattributed_s": 5.2}
-
-
 def test_timers_with_the_greatest_alone(tmp_path: Path) -> None:
     text = f"{ITERATION}\nmax time across ranks (ms):\n    optimizer ......................................: 73.13\n"
     timers = read(tmp_path, text).timers
@@ -80,57 +57,6 @@ def test_timers_on_one_line(tmp_path: Path) -> None:
     text = f"{ITERATION}\ntime (ms) | forward-compute: 604.56 | backward-compute: 701.16 | optimizer: 60.00\n"
     timers = {timer.name: timer.max_s for timer in read(tmp_path, text).timers}
     assert timers == pytest.approx({"forward-compute": 0.60456, "backward-compute": 0.70116, "optimizer": 0.06})
-
-
-def test_the_straggler_line_names_ranks(tmp_path: Path) -> None:
-    line = (
-        "timestamp: 2024 | iteration: 1 | throughput: 9 | MnRtt/Rnk: 3453.08ms/8 | MxRtt/Rnk: 3468.20ms/0 | "
-        "MnEtpt/Rnk: 296.02TF/0"
-    )
-    (timer,) = read(tmp_path, f"{ITERATION}\n{line}").timers
-    assert (timer.min_s, timer.max_s) == pytest.approx((3.45308, 3.4682))
-
-
-def test_megatron_deepspeed_counts_in_seconds(tmp_path: Path) -> None:
-    # the fields of BLOOM's line
-    line = (
-        " iteration    42783/  115311 | elapsed time per iteration (s): 105.16 | learning rate: 6.0E-05 | global batch "
-        "size:  2048 | lm loss: 2.0E+00 | samples per second: 19.474 | TFLOPs: 149.10 |"
-    )
-    seen = read(tmp_path, line)
-    assert (seen.step_s, seen.printed_tflops_per_gpu) == (105.16, 149.1)
-    assert seen.facts.trainer == "megatron-deepspeed"
-
-
-def test_primus_prints_now_and_average(tmp_path: Path) -> None:
-    line = (
-        "[20251211 08:38:48][rank-7/8][INFO ] [--------trainer.py:2578] :  iteration     4700/    4768 | elapsed time "
-        "per iteration (ms): 1460.8/1450.4 | hip mem usage/free/total/usage_ratio: 118.00GB/73.00GB/191.00GB/61.48% | "
-        "throughput per GPU (TFLOP/s/GPU): 700.0/600.0 | tokens per GPU (tokens/s/GPU): 13502.9/13402.0 | "
-        "global batch size:   128 |"
-    )
-    seen = read(tmp_path, line)
-    assert (seen.facts.trainer, seen.facts.num_gpus) == ("primus", 8)
-    assert seen.step_s == pytest.approx(1.4608)
-    assert (seen.peak_memory_bytes, seen.peak_memory_kind) == (118 * GIB, "device")
-    assert seen.tokens_per_s == pytest.approx(8 * 13502.9)
-
-
-def test_bridge_prints_the_line_and_its_own(tmp_path: Path) -> None:
-    own = "Step Time : 5.18s GPU utilization: 812.3MODEL_TFLOP/s/GPU"
-    both = read(tmp_path, f"{own}\n{ITERATION}")
-    assert (both.step_s, both.facts.trainer, both.num_steps) == (5.4449, "megatron-bridge", 1)
-    alone = read(tmp_path, f"{own}\n{own}\n")
-    assert (alone.step_s, alone.num_steps, alone.printed_tflops_per_gpu) == (5.18, 2, 812.3)
-    assert any("no step numbers" in note for note in alone.notes)
-
-
-def test_means_over_an_interval_count_as_many_steps(tmp_path: Path) -> None:
-    lines = [iteration(number, 2.0, BEGIN_S + 2 * number) for number in (10, 20, 30)]
-    seen = read(tmp_path, "\n".join(lines))
-    assert seen.num_steps == 30
-    assert (seen.wall.steps_s, seen.wall.wall_s) == (60.0, 60.0)
-    assert any("mean of up to 10 steps" in note for note in seen.notes)
 
 
 def test_gaps_are_what_the_log_says_happened(tmp_path: Path) -> None:
@@ -146,13 +72,6 @@ def test_gaps_are_what_the_log_says_happened(tmp_path: Path) -> None:
             "down_s": 0.0, "idle_s": 0.0, "overlap_s": 0.0,
         }
     )  # fmt: skip
-
-
-def test_a_timer_of_a_checkpoint_leaves_the_rest_of_the_gap_idle(tmp_path: Path) -> None:
-    said = "saving checkpoint at iteration 3\n    save-checkpoint ................................: (12000.0, 12000.0)"
-    text = "\n".join([*iterations([2.0] * 3), said, *iterations([2.0] * 3, 4, BEGIN_S + 36)])
-    wall = read(tmp_path, text).wall
-    assert (wall.checkpoint_s, wall.idle_s) == pytest.approx((12.0, 18.0))
 
 
 def _stated(tmp_path: Path, **changes: object) -> Observation:
@@ -189,11 +108,6 @@ def test_a_dump_that_is_no_job_leaves_the_steps(tmp_path: Path) -> None:
     assert seen.num_steps == 5
 
 
-def test_a_grid_that_is_said_without_a_dump(tmp_path: Path) -> None:
-    line = "using world size: 64, data-parallel size: 4, tensor-model-parallel size: 4, pipeline-model-parallel size: 4"
-    assert read(tmp_path, f"{line}\n{ITERATION}").facts.num_gpus == 64
-
-
 def test_ranks_that_print_at_once_leave_several_on_a_line(tmp_path: Path) -> None:
     others = "".join(MEMORY.replace("Rank 0", f"Rank {rank}") for rank in (1, 2))
     seen = read(tmp_path, f"{ITERATION}\n{MEMORY}{others}\n")
@@ -224,15 +138,6 @@ def test_a_dump_of_2021_has_its_batch_beside_it(tmp_path: Path) -> None:
     facts = read(tmp_path, "\n".join([dump, said, *iterations([9.0] * 9)])).facts
     assert facts.run["parallelism"]["micro_batch_size"] == 4
     assert facts.global_batch_size == 128  # the lines' own, which comes last
-
-
-def test_the_memory_of_ms_swift_is_what_was_reserved(tmp_path: Path) -> None:
-    """The fields of modelscope/ms-swift's lines, as in its issue 7832."""
-    lines = [line.replace("| learning rate", "| memory(GiB): 21.56 | elapsed time: 18m 23s | learning rate")
-             for line in iterations([99.0] * 5)]  # fmt: skip
-    seen = read(tmp_path, "\n".join(lines))
-    assert (seen.step_s, seen.peak_memory_kind) == (99.0, "reserved")
-    assert seen.peak_memory_bytes == round(21.56 * 2**30)
 
 
 LINE = (
@@ -290,16 +195,6 @@ def test_an_evaluation_without_a_start_is_told_by_its_steps(tmp_path: Path) -> N
     assert (wall.evaluation_s, wall.idle_s) == (20.0, 0.0)
 
 
-def test_blocks_stand_in_for_steps_that_are_not_recorded(tmp_path: Path) -> None:
-    def block(key: str, at_s: float) -> str:
-        return mllog(key, None, BEGIN_S + at_s, epoch_count=9 * 1024 * 2048, first_epoch_num=0)
-
-    lines = [mllog("global_batch_size", 1024, BEGIN_S), mllog("max_sequence_length", 2048, BEGIN_S)]
-    lines += [block("block_start", 0), block("block_stop", 18), block("block_start", 20), block("block_stop", 38)]
-    seen = read(tmp_path, "\n".join(lines))
-    assert (seen.step_s, seen.num_steps) == (2.0, 18)
-
-
 def lora(block_start: int | None = None, samples: tuple[int, ...] = (1536, 1920, 2304)) -> str:
     """A log of llama2_70b_lora in the form of 4.0 to 5.1, whose blocks' own counts differ from round to round."""
     lines = [mllog("global_batch_size", 8, BEGIN_S), mllog("lora_rank", 16, BEGIN_S)]
@@ -334,46 +229,3 @@ def test_lines_cut_off_are_left_out_and_said(tmp_path: Path) -> None:
     seen = read(tmp_path, text[:-200] + "\n:::MLLOG {\n:::MLLOG []\n")
     assert seen.num_steps == 5
     assert any("cut off" in note for note in seen.notes)
-
-
-def test_lines_of_progress(tmp_path: Path) -> None:
-    line = (
-        "Training epoch 0, iteration {0}/149 | lr: 3e-05 | consumed_samples: {0} | global_batch_size: 32 | "
-        "global_step: {0} | reduced_train_loss: 1.2 | TFLOPS_per_GPU: 812 | train_step_timing in s: 5.17 | val_loss: 4"
-    )
-    seen = read(tmp_path, "\n".join(line.format(step) for step in range(120, 130)))
-    assert (seen.step_s, seen.series.steps[0], seen.num_steps) == (5.17, 120, 10)
-    assert (seen.facts.global_batch_size, seen.printed_tflops_per_gpu) == (32, 812)
-
-
-PARAMETERS = {
-    # of gpu-recipes' GPT-3 175B
-    "cfg/micro_batch_size": 1, "cfg/global_batch_size": 2048, "cfg/tensor_model_parallel_size": 4,
-    "cfg/pipeline_model_parallel_size": 8, "cfg/virtual_pipeline_model_parallel_size": 2,
-    "cfg/encoder_seq_length": 2048, "cfg/max_position_embeddings": 2048, "cfg/num_layers": 96,
-    "cfg/hidden_size": 12288, "cfg/ffn_hidden_size": 49152, "cfg/num_attention_heads": 96,
-}  # fmt: skip
-
-
-def dllogger(means_s: list[float], times_s: list[float]) -> str:
-    lines = [{"timestamp": str(BEGIN_S), "step": "PARAMETER", "data": PARAMETERS}]
-    for step, (mean_s, at_s) in enumerate(zip(means_s, times_s, strict=True)):
-        data = {"reduced_train_loss": 11.0, "train_step_timing in s": mean_s}
-        lines.append({"timestamp": str(BEGIN_S + at_s), "step": step, "data": data})
-    return "\n".join("DLLL " + json.dumps(line) for line in lines)
-
-
-def test_dllogger_prints_means_of_steps_whose_seconds_the_clock_says(tmp_path: Path) -> None:
-    # the means that the recipe's file has: each is over the steps so far
-    seen = read(tmp_path, dllogger([107.4, 66.4, 52.8, 46.0], [411.0, 436.6, 462.2, 487.9]))
-    assert seen.series.seconds == pytest.approx((107.4, 25.6, 25.6, 25.7))
-    assert seen.step_s == pytest.approx(25.6)
-    assert seen.num_warmup_steps == 1
-
-
-def test_dllogger_carries_its_configuration(tmp_path: Path) -> None:
-    facts = read(tmp_path, dllogger([107.4], [411.0])).facts
-    assert (facts.global_batch_size, facts.seq_length) == (2048, 2048)
-    layout = facts.run["parallelism"]
-    assert (layout["tp"], layout["pp"], layout["vpp"]) == (4, 8, 2)
-    assert facts.run["model"]["num_hidden_layers"] == 96

@@ -14,22 +14,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from written import iterations, read, torchtitan
 
 from planner.errors import SpecError
 from planner.observe.log_reader import TableColumns
 from planner.specs.units import GIB
 
+TABLES = yaml.safe_load((Path(__file__).parent / "tables.yaml").read_text())
 
-@pytest.mark.parametrize(
-    ("name", "unit"),
-    [
-        ("step_time_ms", 1e-3), ("step_time_s", 1.0), ("step time (ms)", 1e-3), ("iteration_time [s]", 1.0),
-        ("iteration-time", 1.0), ("time_per_iteration_ms", 1e-3), ("elapsed_ms", 1e-3), ("seconds", 1.0),
-        ("llama-run - train_step_timing in s", 1.0), ("Iteration Time", 1.0), ("train_step_time", 1.0),
-        ("step_duration_us", 1e-6),
-    ],
-)  # fmt: skip
+
+@pytest.mark.parametrize(("name", "unit"), TABLES["columns_of_time"])
 def test_columns_of_time(name: str, unit: float) -> None:
     columns = TableColumns(["loss", name, "lr"])
     assert columns.found["seconds"][0] == name
@@ -41,40 +36,10 @@ def test_columns_of_no_time(name: str) -> None:
     assert "seconds" not in TableColumns([name]).found
 
 
-def test_csv(tmp_path: Path) -> None:
-    seen = read(tmp_path, "global_step,step_time_ms,loss\n10,900,3\n11,500,2\n12,510,2\n13,,2\n14,495,1\n15,500,1\n")
-    assert (seen.step_s, seen.series.steps) == (0.5, (10, 11, 12, 14, 15))
-    assert any("1 rows without a time" in note for note in seen.notes)
-
-
-def test_a_time_column_is_the_wall_time(tmp_path: Path) -> None:
-    rows = "".join(f"{step}\t2.0\t{1_700_000_000 + 3 * step}\n" for step in range(1, 5))
-    wall = read(tmp_path, f"step\tstep_time_s\t_timestamp\n{rows}").wall
-    assert (wall.steps_s, wall.idle_s, wall.wall_s) == (8.0, 3.0, 11.0)
-
-
-def test_json_lines_with_tokens(tmp_path: Path) -> None:
-    rows = "".join(f'{{"step": {step}, "iteration-time": 0.5, "tokens_per_second": 1000}}\n' for step in range(4))
-    seen = read(tmp_path, rows)
-    assert (seen.step_s, seen.tokens_per_s) == (0.5, 1000)
-    assert any("states no unit" in note for note in seen.notes)
-
-
-def test_numbers_alone_are_seconds(tmp_path: Path) -> None:
-    seen = read(tmp_path, "2.0\n2.1\n1.9\n")
-    assert (seen.step_s, seen.series.steps) == (2.0, (1, 2, 3))
-
-
 @pytest.mark.parametrize("text", ["a,b\n1,2\n", '{"loss": 3}\n', "step,step_time_s\n1,nan\n2,-5\n3,1e999\n"])
 def test_tables_without_times(tmp_path: Path, text: str) -> None:
     with pytest.raises(SpecError, match="no lines of steps that are known"):
         read(tmp_path, text)
-
-
-def test_seconds_since_the_begin_are_no_steps(tmp_path: Path) -> None:
-    seen = read(tmp_path, "step,elapsed\n" + "".join(f"{step},{2 * step}\n" for step in range(1, 40)))
-    assert seen.step_s is None
-    assert "count from a begin" in seen.notes[0]
 
 
 @pytest.fixture
@@ -187,30 +152,12 @@ LINE = (
 )
 
 
-def test_two_lines_have_the_steps_between_them(tmp_path: Path) -> None:
-    later = LINE.replace("step: 200", "step: 210").replace("22:30:50,322", "22:31:04,322")
-    seen = read(tmp_path, f"{LINE}\n{later}")
-    assert (seen.series.steps, seen.num_steps) == ((210,), 10)
-    assert seen.step_s == pytest.approx(1.4)
-    assert seen.printed_mfu == pytest.approx(0.3429)
-    assert (seen.peak_memory_bytes, seen.peak_memory_kind) == (round(49.66 * GIB), "reserved")
-    assert seen.asks == ("--gpus N",)
-
-
 def test_colours_and_all_ranks(tmp_path: Path) -> None:
     seen = read(tmp_path, torchtitan([9.0, 1.4, 1.4, 1.4, 1.4], ranks=4))
     assert (seen.series.steps, seen.num_warmup_steps) == ((1, 2, 3, 4, 5), 1)
     assert seen.step_s == pytest.approx(1.4, rel=1e-3)
     assert (seen.facts.global_batch_size, seen.facts.seq_length) == (8, 8192)
     assert any("15 lines" in note for note in seen.notes)
-
-
-def test_words_of_older_lines_and_quantised_runs(tmp_path: Path) -> None:
-    old = LINE.replace("tps:", "wps:").replace("mfu: 34.29%", "mfu: N/A")
-    later = old.replace("step: 200", "step: 201").replace("50,322", "51,722").replace("loss:", "grad_norm: 1  loss:")
-    seen = read(tmp_path, f"{old}\n{later.replace('grad_norm: 1  loss:  6.1384', 'loss:  6.1384  grad_norm:  1.0')}")
-    assert seen.step_s == pytest.approx(1.4)
-    assert seen.printed_mfu is None
 
 
 def test_what_happens_between_steps_is_named(tmp_path: Path) -> None:
@@ -234,22 +181,12 @@ def test_the_grid_counts_the_gpus(tmp_path: Path) -> None:
         )
 
 
-def test_an_evaluation_is_no_step(tmp_path: Path) -> None:
-    lines = torchtitan([1.0] * 6).splitlines()
-    stamp = lines[-1].partition(" - root")[0]
-    evaluated = f"{stamp[:-7]}:30,000 - root - INFO - validate step:  6  loss: 5.0  memory: 40.00GiB(50.0%)  tps: 99"
-    seen = read(tmp_path, "\n".join([*lines, evaluated]))
-    assert seen.series.steps == (1, 2, 3, 4, 5, 6)
-    assert seen.wall.evaluation_s == pytest.approx(4.0)
-
-
 # DeepSpeed issue 2629
 OLD = (
     "[2022-12-20 02:07:14,130] [INFO] [timer.py:197:stop] 0/{}, RunningAvgSamplesPerSec=158.31, "
     "CurrSamplesPerSec=160.0, MemAllocated=1.75GB, MaxMemAllocated=2.6GB"
 )
 NEW = OLD.replace("0/{},", "epoch=0/micro_step={0}/global_step={0},").replace("timer.py:197", "timer.py:260")
-OLDEST = "[2022-03-11 02:07:{:02},130] [INFO] [timer.py:189:stop] 0/{}, SamplesPerSec=83.7, MaxMemAllocated=9.02GB"
 BATCH = "[2022-12-20 02:07:00,130] [INFO] [config.py:1014:print]   train_batch_size ............. 320"
 # accelerate issue 1589
 BREAKDOWN = (
@@ -265,12 +202,6 @@ def test_samples_per_second_of_a_batch_are_a_step(tmp_path: Path, line: str) -> 
     assert (seen.step_s, seen.series.steps) == (2.0, (10, 20, 30))
     assert seen.facts.global_batch_size == 320
     assert (seen.peak_memory_bytes, seen.peak_memory_kind) == (round(2.6 * GIB), "allocated")
-
-
-def test_a_running_average_is_no_step_but_the_clock_says_them(tmp_path: Path) -> None:
-    seen = read(tmp_path, "\n".join(OLDEST.format(10 + 5 * step, 10 * step) for step in range(1, 5)))
-    assert (seen.step_s, seen.series.steps) == (0.5, (20, 30, 40))
-    assert any("batch is not stated" in note for note in seen.notes)
 
 
 def test_the_breakdown_is_timers(tmp_path: Path) -> None:
@@ -310,12 +241,6 @@ def test_a_line_of_a_step_is_read_as_its_trainer_means_it(
     assert (seen.facts.trainer, seen.step_s) == (trainer, pytest.approx(step_s))
 
 
-def test_micro_batches_of_an_older_deepspeed_are_no_steps(tmp_path: Path) -> None:
-    said = BATCH.replace("train_batch_size", "gradient_accumulation_steps").replace("320", "4")
-    text = "\n".join([said, *(OLDEST.format(10 + 5 * step, 20 * step) for step in range(1, 5))])
-    assert read(tmp_path, text).step_s == 1.0
-
-
 LINES = list(iterations([1.0] * 9))
 
 
@@ -344,3 +269,23 @@ def test_what_happens_before_the_first_step_is_no_timer_of_a_step(tmp_path: Path
     setup = "time (ms) | model-and-optimizer-setup: 330.10 | train/valid/test-data-iterators-setup: 513.20"
     seen = read(tmp_path, "\n".join([setup, *LINES, "time (ms) | forward-compute: 300.00 | backward-compute: 600.00"]))
     assert [timer.name for timer in seen.timers] == ["forward-compute", "backward-compute"]
+
+
+LOGS = yaml.safe_load((Path(__file__).parent / "logs.yaml").read_text())
+
+
+def found(seen: Any, path: str) -> Any:
+    """A field of an observation by its path, as plain data."""
+    for part in path.split("."):
+        seen = seen[part] if isinstance(seen, dict) else seen[int(part)] if part.isdigit() else getattr(seen, part)
+    return [found(seen, str(place)) for place in range(len(seen))] if isinstance(seen, tuple) else seen
+
+
+@pytest.mark.parametrize("name", LOGS)
+def test_a_log_shows_what_its_lines_say(tmp_path: Path, name: str) -> None:
+    row = LOGS[name]
+    seen = read(tmp_path, row["text"])
+    for path, value in row.get("shows", {}).items():
+        assert found(seen, path) in (value, pytest.approx(value) if type(value) in (float, list) else value), path
+    assert all(said in found(seen, path) for path, said in row.get("holds", {}).items())
+    assert all(any(words in note for note in seen.notes) for words in row.get("says", ()))

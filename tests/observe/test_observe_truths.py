@@ -9,6 +9,7 @@ import json
 from pathlib import Path
 
 import pytest
+import yaml
 from test_observe_table import BATCH, LINE, OLD
 from written import BEGIN_S, LLAMA_8B, arguments, clock, iteration, iterations, mllog, read
 
@@ -18,6 +19,8 @@ from planner.observe.judge import shown_rows
 from planner.observe.observation import MemorySeries, Observation
 from planner.observe.record import MOST_VALUES, RunRecord
 from planner.specs.units import GB, GIB, MIB
+
+TABLES = yaml.safe_load((Path(__file__).parent / "tables.yaml").read_text())
 
 
 def gpt3(step_s: float, evaluations: int, counted: bool = True) -> str:
@@ -40,27 +43,6 @@ def test_a_block_is_cut_at_the_evaluations_inside_of_it(tmp_path: Path, counted:
     assert (seen.step_s, seen.num_steps) == (pytest.approx(40.0, rel=1e-4), 24 * 12)
     assert seen.tokens_per_s == pytest.approx(2048 * 2048 / 40.0, rel=1e-4)
     assert seen.wall.evaluation_s == pytest.approx(24 * 66.0)
-
-
-def test_recorded_means_are_steps_where_there_are_no_others(tmp_path: Path) -> None:
-    lines = [mllog("global_batch_size", 1536, BEGIN_S), mllog("max_sequence_length", 2048, BEGIN_S)]
-    for number in range(1, 9):
-        value = {"throughput": 2.9, "train_step_timing": 11.6 + 0.01 * (number % 3)}
-        lines.append(mllog("tracked_stats", value, BEGIN_S + number * 186, step=number * 16 * 1536 * 2048))
-    seen = read(tmp_path, "\n".join(lines))
-    assert (seen.step_s, seen.num_steps) == (pytest.approx(11.61), 128)
-
-
-def test_the_first_iteration_alone_is_no_step(tmp_path: Path) -> None:
-    alone = read(tmp_path, iteration(1, 271.6))
-    assert (alone.step_s, alone.num_steps) == (None, 1)
-    assert "271.6 s" in alone.notes[0]
-    assert read(tmp_path, iteration(182, 127.8)).step_s == 127.8
-
-
-def test_of_a_short_log_half_may_be_warm_up(tmp_path: Path) -> None:
-    seen = read(tmp_path, "\n".join(iterations([40.0, 14.0, 9.1, 9.0, 9.0])))
-    assert (seen.step_s, seen.num_warmup_steps) == (9.0, 2)
 
 
 @pytest.mark.parametrize("factor", [3.0, 0.5])
@@ -122,15 +104,7 @@ def test_a_slow_first_line_of_few_is_a_warm_up(tmp_path: Path, steps: list[float
     assert read(tmp_path, "\n".join(iterations(steps))).step_s == step_s
 
 
-@pytest.mark.parametrize(
-    ("line", "what", "hint"),
-    [
-        ("{'loss': 1.2, 'grad_norm': 0.5, 'learning_rate': 2e-05, 'epoch': 0.1}", "Trainer", "train_runtime"),
-        ("Epoch 0:  10%|#   | 9/2000 [00:18<1:00:00, 0.50it/s, v_num=0, train_loss=1.0]", "Lightning", "step_time_s"),
-        ("torchrun --nnodes 8 pretrain_gpt.py", "script", "plan import"),
-        ("INFO: Avg generation throughput: 61.1 tokens/s", "server", "trainer"),
-    ],
-)
+@pytest.mark.parametrize(("line", "what", "hint"), TABLES["a_file_that_is_not_read_says_what_it_looks_like"])
 def test_a_file_that_is_not_read_says_what_it_looks_like(tmp_path: Path, line: str, what: str, hint: str) -> None:
     with pytest.raises(SpecError, match=what) as refused:
         read(tmp_path, f"{line}\n" * 5)
@@ -230,11 +204,9 @@ def test_progress_bars_of_trainers(tmp_path: Path) -> None:
     ]
     loads = ["Loading checkpoint shards: 100%|##########| 4/4 [05:10<00:00,  2.59s/it]"]
     seen = read(tmp_path, "\r".join(["\n".join([*head, *loads]), *bars(1200, 3, 1.68, 40.0), *bars(50, 1, 0.2)]))
-    assert (seen.sources[0].format, seen.facts.global_batch_size, seen.facts.num_steps_asked) == (
-        "progress bar",
-        128,
-        1200,
-    )
+    assert (
+        seen.sources[0].format, seen.facts.global_batch_size, seen.facts.num_steps_asked,
+    ) == ("progress bar", 128, 1200)  # fmt: skip
     assert seen.step_s == pytest.approx(1.68, rel=0.02)
     tune = [f"1|{n}|Loss: 0.91: {bar}" for n, bar in enumerate(bars(400, 1, 2.5))]
     told = read(tmp_path, "\n".join(tune))
@@ -441,31 +413,6 @@ def test_the_straggler_line_has_clocks_power_and_the_ranks(tmp_path: Path) -> No
     assert (trip.high_share, trip.low_rank) == (0.5, 8)
     assert (found["utilization_fraction"].low, found["temperature_c"].high) == (0.97, 65)
     assert seen.data_s == pytest.approx(0.03465)
-
-
-def test_the_newer_straggler_line_counts_batches_in_microseconds(tmp_path: Path) -> None:
-    line = STRAGGLER.replace("34.65ms/3", "34650.00us/3").replace("14.27ms/23", "14270.00us/23")
-    assert read(tmp_path, f"{iteration(1, 5.0)}\n{line}").data_s == pytest.approx(0.03465)
-
-
-def test_retries_and_out_of_memory(tmp_path: Path) -> None:
-    # torchtitan pull request 2389, PyTorch issue 193195
-    titan = "[titan] 2026-02-24 19:41:0{0},031 - root - WARNING - {1} CUDA memory allocation retries."
-    later = LINE.replace("step: 200", "step: 210").replace("22:30:50,322", "22:31:04,322")
-    seen = read(tmp_path, "\n".join([LINE, titan.format(1, 9), titan.format(1, 4), later, titan.format(2, 12)]))
-    assert (seen.num_alloc_retries, seen.num_ooms) == (12, None)
-    torch = (
-        "[rank1]:[W812 16:00:28.643448608 CUDACachingAllocator.cpp:3933] memory allocation failed with OOM on device 1 "
-        "while trying to allocate 20971520 bytes (free: 15794176, total: 150111977472)."
-    )
-    oom = "[rank1]: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 1024.00 MiB. GPU 0 has a total …"
-    seen = read(tmp_path, "\n".join([iteration(1, 2.0), torch, torch, iteration(2, 2.0), oom]))
-    assert (seen.num_alloc_retries, seen.num_ooms) == (2, 1)
-
-
-def test_a_log_without_them_leaves_them_open(tmp_path: Path) -> None:
-    seen = read(tmp_path, iteration(1, 2.0))
-    assert (seen.memory_series, seen.rank_spreads, seen.data_s, seen.num_alloc_retries) == ((), (), None, None)
 
 
 def test_the_parts_of_a_run_have_one_series(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from planner.physics.layers import decoder_layer, head
 from planner.physics.memory import (
     gradients_bytes,
     optimizer_bytes,
-    sharded_parameters,
+    sharded,
     transient_bytes,
     weights_bytes,
     working_set,
@@ -168,14 +168,14 @@ def test_experts_are_sharded_over_their_replicas_and_no_further_than_the_rest(
     shape = Shape.of(dp=64, ep=ep, shard_size=shard_size)
     megatron = load_runtime("megatron")
     assert optimizer_bytes(0.0, 1e9, shape, megatron) == pytest.approx(12e9 / ranks)
-    assert sharded_parameters(1e9, 1e9, shape, megatron) == pytest.approx(1e9 / shard_size + 1e9 / ranks)
+    assert sharded(1e9, 1e9, shape, megatron) == pytest.approx(1e9 / shard_size + 1e9 / ranks)
 
 
 def test_our_runner_shards_experts_over_tensor_parallel_ranks_too() -> None:
     """Sixteen ranks share the experts of four at a time: each expert is on four of them, the rest on two."""
     shape = Shape.of(tp=8, dp=2, ep=4)
-    assert sharded_parameters(0.0, 8.0, shape, load_runtime("torch-eager")) == 2.0
-    assert sharded_parameters(8.0, 0.0, shape, load_runtime("torch-eager")) == 4.0
+    assert sharded(0.0, 8.0, shape, load_runtime("torch-eager")) == 2.0
+    assert sharded(8.0, 0.0, shape, load_runtime("torch-eager")) == 4.0
 
 
 @pytest.mark.parametrize(

@@ -391,11 +391,9 @@ def test_a_straggler_slows_compute_and_no_exchange() -> None:
     shape = Shape(tp=8, pp=4, dp=4, seq_length=4096, sequence_parallel=1)
     pricing = pricing_of("llama-3.1-70b")
     slow = Pricing(
-        model=pricing.model,
-        training=pricing.training.model_copy(update={"straggler_fraction": 0.25}),
-        cluster=pricing.cluster,
-        runtime=pricing.runtime,
-    )
+        model=pricing.model, training=pricing.training.model_copy(update={"straggler_fraction": 0.25}),
+        cluster=pricing.cluster, runtime=pricing.runtime,
+    )  # fmt: skip
     usual, slower = (p.table(shape).layers[pricing.model.kinds[0], "none"] for p in (pricing, slow))
     assert slower.forward_s == pytest.approx(1.25 * usual.forward_s)
     assert slower.weight_grad_s == pytest.approx(1.25 * usual.weight_grad_s)

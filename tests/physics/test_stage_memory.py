@@ -379,12 +379,10 @@ def test_arrays_of_shapes_are_priced_as_each_shape_by_itself() -> None:
 
 def _evaluated(optimizer: str) -> Plan:
     return evaluate(
-        load_model("8b"),
-        ClusterSpec(hardware=load_hardware("h200"), num_gpus=1),
-        TrainingSpec(seq_length=1024, global_batch_size=1),
-        Parallelism(recompute="full"),
+        load_model("8b"), ClusterSpec(hardware=load_hardware("h200"), num_gpus=1),
+        TrainingSpec(seq_length=1024, global_batch_size=1), Parallelism(recompute="full"),
         runtime=_runtime("hf", optimizer),
-    )
+    )  # fmt: skip
 
 
 def test_adafactor_makes_copies_of_the_largest_weight() -> None:

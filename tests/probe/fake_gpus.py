@@ -51,8 +51,7 @@ H200 = FakeGPU("NVIDIA H200", "NVIDIA H200", 9, 0, round(139.8 * GIB), 132, 32, 
 
 ROCM_LACKS = {
     "nn.attention.SDPBackend.CUDNN_ATTENTION": "no cuDNN (aten/native/transformers/cuda/sdp_utils.cpp)",
-    "backends.cuda.enable_cudnn_sdp": "no cuDNN (same)",
-    "backends.cuda.cudnn_sdp_enabled": "no cuDNN (same)",
+    "backends.cuda.enable_cudnn_sdp": "no cuDNN (same)", "backends.cuda.cudnn_sdp_enabled": "no cuDNN (same)",
     "backends.cudnn": "stands for MIOpen there, with versions of its own (torch/backends/cudnn)",
     "cuda.get_device_capability": "9.4 of gfx942 is no compute capability (docs/source/notes/hip.rst)",
     "cuda.utilization": "needs pynvml, or AMD's amdsmi (torch/cuda/__init__.py)",
@@ -62,11 +61,10 @@ ROCM_LACKS = {
     "cuda.device_memory_used": "needs pynvml, or AMD's amdsmi (same)",
     "cuda.list_gpu_processes": "needs pynvml, or AMD's amdsmi (torch/cuda/memory.py)",
     "cuda.green_contexts": "CUDA's own (torch/cuda/green_contexts.py)",
-    "cuda.gds": "cuFile, CUDA's own (torch/cuda/gds.py)",
-    "version.cuda": "None there (docs/source/notes/hip.rst)",
+    "cuda.gds": "cuFile, CUDA's own (torch/cuda/gds.py)", "version.cuda": "None there (docs/source/notes/hip.rst)",
     "float8_e4m3fn": "gfx942 has float8_e4m3fnuz (aten/native/cuda/GroupedBlas.cpp)",
     "float8_e5m2": "gfx942 multiplies float8_e5m2fnuz (same)",
-}
+}  # fmt: skip
 """Names below torch that ROCm builds lack or give another meaning, why, and where it is written (pytorch/pytorch)."""
 
 

@@ -208,12 +208,10 @@ def _stopping_in(module: Any, name: str) -> Callable[[], None]:
 
 
 STOPS = {
-    "build": _stopping_in(Worker, "build"),
-    "reference": _stopping_in(worker, "compute_reference"),
-    "rehearsal": _stopping_in(RankTrainer, "rehearse"),
-    "step": lambda: at("1F1", stop),
+    "build": _stopping_in(Worker, "build"), "reference": _stopping_in(worker, "compute_reference"),
+    "rehearsal": _stopping_in(RankTrainer, "rehearse"), "step": lambda: at("1F1", stop),
     "exchanges": _stopping_in(worker, "measure_exchanges"),
-}
+}  # fmt: skip
 """Faults that stop a rank's process (SIGSTOP), by the phase in which they do."""
 
 

@@ -58,11 +58,9 @@ def _attempt(random: Random, layers_per_chunk: int, most_stages: int) -> Plan | 
 def _plan(random: Random, layers_per_chunk: int, most_stages: int) -> Plan:
     pick: Any = random.choice
     sizes = {
-        "tp": pick((1, 1, 2, 4, 8)),
-        "cp": pick((1, 1, 1, 2, 4)),
-        "pp": min(pick((1, 2, 2, 4)), most_stages),
+        "tp": pick((1, 1, 2, 4, 8)), "cp": pick((1, 1, 1, 2, 4)), "pp": min(pick((1, 2, 2, 4)), most_stages),
         "dp": pick((1, 2, 4)),
-    }
+    }  # fmt: skip
     schedule = pick(SCHEDULES) if sizes["pp"] > 1 else "none"
     vpp = {"interleaved-1f1b": 2, "breadth-first": 2, "zb-v": 2, "dualpipe-v": 2}.get(schedule, 1)
     micro_batch_size, num_microbatches = pick((1, 1, 2, 4)), sizes["pp"] * pick((1, 2, 4)) * 2

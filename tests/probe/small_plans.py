@@ -22,6 +22,30 @@ SMALL = {
     "num_key_value_heads": 2, "vocab_size": 256,
 }  # fmt: skip
 
+TRACED: dict[str, Any] = {
+    "position_embedding": "none", "layer_types": ["traced0", "traced1"], "mlp_layer_types": ["none"],
+    "traced": {
+        "source": "module:nowhere.py:make", "other_parameters": 100,
+        "layers": [
+            [
+                {"name": "norm", "kind": "elementwise", "bytes": (0, 256, 0), "kernels": 1, "parameters": 64,
+                 "kept": [{"num_bytes": (0, 132, 0)}]},
+                {"name": "qkv", "kind": "gemm", "m": (0, 1, 0), "n": (192, 0, 0), "k": (64, 0, 0), "weight": True,
+                 "parameters": weights, "kept": [{"num_bytes": (0, 128, 0)}]},
+                {"name": "attention", "kind": "attention", "heads": 4, "kv_heads": 4, "q_len": (0, 1, 0),
+                 "kv_len": (0, 1, 0), "qk_dim": 16, "v_dim": 16, "kept": [{"num_bytes": (0, 528, 0)}]},
+                {"name": "loop", "kind": "gemm", "count": (0, 0.125, 0), "m": (32, 0, 0), "n": (16, 0, 0),
+                 "k": (16, 0, 0), "kept": [{"num_bytes": (0, 200, 0)}]},
+                {"name": "out", "kind": "gemm", "m": (0, 1, 0), "n": (64, 0, 0), "k": (64, 0, 0), "weight": True,
+                 "parameters": weights // 3, "kept": [{"num_bytes": (0, 128, 0)}]},
+                {"name": "add", "kind": "elementwise", "bytes": (0, 384, 0), "kernels": 2},
+            ]
+            for weights in (192 * 65, 0)
+        ],
+    },
+}  # fmt: skip
+"""A traced model: its second kind of layer has the weights of the first."""
+
 
 def plan_of(
     model: ModelSpec, num_gpus: int, seq_length: int, batch: int, runtime: str = "torch-eager", **layout: Any

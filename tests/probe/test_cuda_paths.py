@@ -87,9 +87,7 @@ def write_run(folder: Path, run: Any) -> Path:
     return folder
 
 
-def test_a_stage_alone_on_a_gpu(
-    make_run: Any, tmp_path: Path, called: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stage_alone_on_a_gpu(make_run: Any, tmp_path: Path, called: list[str], monkeypatch: Any) -> None:
     run = make_run(("1f1b", 2, 1, 3), check=False, warm_up_steps=2, num_steps=1, dtype="bfloat16")
     worker = StageWorker(write_run(tmp_path, run), 1, 0)
 
@@ -113,9 +111,7 @@ def test_a_stage_alone_on_a_gpu(
     assert order.count("reset_peak_memory_stats") == 3
 
 
-def test_a_gpu_is_waited_for_behind_the_whole_step(
-    make_run: Any, called: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_gpu_is_waited_for_behind_the_whole_step(make_run: Any, called: list[str], monkeypatch: Any) -> None:
     monkeypatch.setattr(Event, "synchronize", lambda event: called.append("synchronize event"))
     monkeypatch.setattr(FlatParameters, "step", lambda flat, scale: called.append("optimizer"))
     monkeypatch.setattr("planner.probe.rank.training.RankClock", lambda device: RankClock("cuda:0"))
@@ -124,9 +120,7 @@ def test_a_gpu_is_waited_for_behind_the_whole_step(
     assert called.index("optimizer") < called.index("synchronize event")
 
 
-def test_where_a_gpu_hangs_is_the_first_mark_that_it_does_not_get_to(
-    called: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_where_a_gpu_hangs_is_the_first_mark_that_it_does_not_get_to(called: list[str], monkeypatch: Any) -> None:
     def synchronize(event: Event) -> None:
         if event is hung:
             raise TimeoutError
@@ -201,9 +195,7 @@ def test_silicon_is_told_by_capability(capability: tuple[int, int], name: str) -
 
 
 @pytest.mark.parametrize(("value", "is_refused"), [("1", True), ("0", False), ("", False)])
-def test_launches_that_block_are_refused(
-    value: str, is_refused: bool, called: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_launches_that_block_are_refused(value: str, is_refused: bool, called: list[str], monkeypatch: Any) -> None:
     monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", value)
     with pytest.raises(ProbeError, match="CUDA_LAUNCH_BLOCKING") if is_refused else nullcontext():
         require_gpu("cuda")
@@ -300,9 +292,7 @@ def test_kernels_are_timed_between_events(called: list[str], monkeypatch: pytest
 
 
 @pytest.mark.parametrize(("visible", "device"), [(2, 1), (1, 0)])
-def test_links_are_timed_over_nccl(
-    visible: int, device: int, called: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_links_are_timed_over_nccl(visible: int, device: int, called: list[str], monkeypatch: Any) -> None:
     exchanged, limits = list[str](), list[float]()
     monkeypatch.setattr(torch.cuda, "device_count", lambda: visible)
 

@@ -97,9 +97,7 @@ def test_a_container_whose_numbers_are_the_hosts_names_nobody_while_it_computes(
     assert state_of(fields, "within").other_processes == ()
 
 
-def test_a_job_of_the_same_shell_is_another_and_a_rank_of_the_same_torchrun_is_not(
-    smi: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_job_of_the_same_shell_is_another_and_a_rank_of_the_same_torchrun_is_not(smi: Any, monkeypatch: Any) -> None:
     with subprocess.Popen(["sleep", "60"]) as other:
         smi(apps=f"{other.pid}, sleep, [N/A]\n")
         monkeypatch.setattr("planner.probe.torch_build.os.getppid", os.getpid)  # the other one's parent is this process

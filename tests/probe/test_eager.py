@@ -173,9 +173,7 @@ def test_only_a_stage_alone_copies_what_ranks_exchange(tp: int, dearer: float) -
     assert alone.memory == ranks.memory
 
 
-def test_no_stage_is_slow_that_takes_what_eager_torch_takes(
-    probe_it: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_no_stage_is_slow_that_takes_what_eager_torch_takes(probe_it: Any, tmp_path: Path, capsys: Any) -> None:
     plan = make_plan()
     for factor in (1.0, 1.2):
         probe_it(plan, factor)
@@ -200,9 +198,7 @@ def test_memory_that_eager_torch_was_to_lack_contradicts_no_plan() -> None:
 
 
 @pytest.mark.parametrize(("hardware", "is_doubted"), [("h200", False), ("h100", True)])
-def test_another_gpu_than_the_plans_is_doubted(
-    hardware: str, is_doubted: bool, probe_it: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_another_gpu_than_the_plans_is_doubted(hardware: str, is_doubted: bool, probe_it: Any, capsys: Any) -> None:
     plan = make_plan(hardware=hardware)
     probe_it(plan, 1.0)
     doubt = f"the probe: ran on NVIDIA H200; is that {plan.cluster.hardware.name}?"

@@ -27,16 +27,14 @@ pytestmark = [
 ]
 EXPERTS = MOE | {"num_experts": 8}
 KINDS: dict[str, dict[str, Any]] = {
-    "dense": {},
-    "tied": {"tie_word_embeddings": True},
-    "gpt": GPT | {"max_position_embeddings": 16},
+    "dense": {}, "tied": {"tie_word_embeddings": True}, "gpt": GPT | {"max_position_embeddings": 16},
     "gemma": {"qk_norm": True, "post_norms": True, "sliding_window": 4, "sliding_window_pattern": 2},
     "sinks": {"attention_sinks": True, "sliding_window": 4, "sliding_window_pattern": 2, "bias": True},
     "chunks": {"attention_chunk_size": 4, "sliding_window_pattern": 2},
     "alibi": {"position_embedding": "alibi", "embedding_norm": True},
     "mixture": {"moe": {**EXPERTS, "shared_expert_intermediate_size": 16}},
     "latent": {"mla": MLA, "moe": EXPERTS, "num_nextn_predict_layers": 1},
-}
+}  # fmt: skip
 GRIDS: dict[str, dict[str, Any]] = {
     "one": {}, "tp2": {"tp": 2, "sequence_parallel": True}, "tp2-whole": {"tp": 2}, "dp2": {"dp": 2},
     "dp2-zero0": {"dp": 2, "zero": False, "dp_outermost": True}, "dp2-stands-for-4": {"dp": 2, "dp_stands_for": 4},

@@ -16,12 +16,20 @@ from planner.specs.registry import load_model
 pytest.importorskip("torch", reason="needs the probe extra (torch)")
 
 import torch.distributed.fsdp
-from small_plans import SMALL, plan_of, run, small_plan
+from small_plans import SMALL, TRACED, plan_of, run, small_plan
+from torch.utils.flop_counter import FlopCounterMode
 
+from planner.physics.layers import decoder_layer
+from planner.physics.operators import operators_of
+from planner.probe.model.chunk import Chunk, initialise
+from planner.probe.model.peers import Surroundings
 from planner.probe.plan_runs import ranks_run, require_split
 from planner.probe.probe import ProbeOptions, probe, trace_events
 from planner.probe.rank.gradients import FlatParameters, Sharding
 from planner.probe.result import MeasuredRun
+from planner.probe.run import ChunkSpec
+from planner.probe.run_price import EAGER
+from planner.shape import Shape
 
 TABLES = yaml.safe_load((Path(__file__).parent / "tables.yaml").read_text())
 
@@ -40,6 +48,28 @@ def test_a_slice_of_a_large_plan_runs_and_agrees() -> None:
     assert result.run.model.mla is not None
     assert {kind.mlp for kind in result.run.model.layers} == {"dense", "moe"}
     assert [stage.stage for stage in result.activity] == [0, 1, 2]
+
+
+def test_a_traced_model_runs_by_its_operators() -> None:
+    model = ModelSpec(**SMALL | TRACED)
+    result = run(plan_of(model, 2, 32, 8, tp=1, pp=2, dp=1, cp=1))
+    assert result.agrees
+    assert {"loss", "gradients", "gradient norm"} <= {check.name for check in result.checks}
+    assert any("module's own code" in what for what in result.slice.extrapolated)
+
+
+def test_a_traced_layer_takes_the_flops_of_its_operators() -> None:
+    model = ModelSpec(**SMALL | TRACED)
+    chunk = Chunk(model, ChunkSpec(first_layer=0, last_layer=2), Surroundings())
+    initialise(chunk, 0)
+    shape, x = Shape(micro_batch_size=2, seq_length=32), torch.randn(32, 2, 64, requires_grad=True)
+    with FlopCounterMode(display=False) as counted:
+        chunk(x, x, x, None).square().sum().backward()
+    operators = [op for kind in model.layers[:2] for op in operators_of(decoder_layer(model, kind, shape, EAGER))]
+    products = sum(op.forward_flops for op in operators if op.kind == "gemm")
+    assert counted.get_total_flops() == 3 * products, "torch counts no attention of a CPU"
+    assert len(list(chunk.parameters())) == 4, "two norms: the second layer shares the first one's matrices"
+    assert all(weight.grad is not None and weight.grad.abs().max() > 0 for weight in chunk.parameters())
 
 
 def test_what_a_small_slice_does_not_exchange_is_named() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -39,9 +40,7 @@ def test_command_prints_json_and_traces(plan_file: str, tmp_path: Path, capsys: 
 
 
 @pytest.mark.parametrize("options", [[], ["--stage", "1"], ["--sleep"]])
-def test_a_tolerance_that_judges_nothing_is_told(
-    options: list[str], plan_file: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_tolerance_that_judges_nothing_is_told(options: list[str], plan_file: str, capsys: Any) -> None:
     code = main(["probe", plan_file, "--device", "cpu", "--steps", "1", "--tolerance", "1e-9", *options])
     assert code == 0 or options == ["--sleep"]
     assert "--tolerance 1e-09: nothing that this run measured is judged by it" in capsys.readouterr().err
@@ -60,9 +59,7 @@ def test_command_splits_sequences(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "not measured: GPU seconds" in printed
 
 
-def test_a_mismatch_is_exit_code_6(
-    plan_file: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_mismatch_is_exit_code_6(plan_file: str, monkeypatch: Any, capsys: Any) -> None:
     import faulty
 
     monkeypatch.setattr("planner.probe.probe.stage_process", faulty.stage_out_of_memory)
@@ -91,9 +88,7 @@ def test_a_report_is_printed_before_a_file_that_cannot_be_written(
     assert "probe.json: cannot be written: No space left on device" in captured.err
 
 
-def test_a_trace_without_a_step_is_not_written(
-    plan_file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_trace_without_a_step_is_not_written(plan_file: str, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     probed = run(small_plan(), stages=0)
     monkeypatch.setattr("planner.probe.probe.probe", lambda plan, options: probed)
     trace = tmp_path / "trace.json"

@@ -62,9 +62,7 @@ def written(run: ProbeRun, folder: Path) -> Path:
 @pytest.mark.thorough(3)
 @pytest.mark.parametrize("gpu", [MI300X, H200], ids=["rocm", "cuda"])
 @pytest.mark.parametrize("model", MODELS)
-def test_a_stage_alone(
-    model: str, gpu: FakeGPU, make_run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stage_alone(model: str, gpu: FakeGPU, make_run: Any, tmp_path: Path, monkeypatch: Any) -> None:
     run = make_run(("1f1b", 2, 1, 3), 4, check=False, num_steps=1, model=MODELS[model])
     with fake_gpu(gpu, monkeypatch) as cuda:
         rank = rehearsed(StageWorker(written(run, tmp_path), 1, 0), tmp_path)

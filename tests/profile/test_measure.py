@@ -12,7 +12,7 @@ import pytest
 
 from planner.physics.communication import collective_s
 from planner.probe.run_price import chunk_costs
-from planner.profile.fitting import STREAMS, MeasuredTable
+from planner.profile.fitting import STREAMS, MeasuredTable, fitted_tier
 from planner.profile.measurements import (
     CPU,
     GPU,
@@ -20,7 +20,6 @@ from planner.profile.measurements import (
     Machine,
     MeasuredRow,
     MeasurementRecord,
-    fitted_tier,
     known_profile,
     profile_of,
     sidecar,
@@ -285,9 +284,7 @@ def test_what_the_device_cannot_do_is_left_out_and_not_tried_again() -> None:
     assert len(seen) == 2
 
 
-def test_a_profile_says_how_sure_it_is_and_how_the_gpu_was(
-    h200: MeasurementRecord, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_profile_says_how_sure_it_is_and_how_the_gpu_was(h200: MeasurementRecord, monkeypatch: Any) -> None:
     record, asked = no_record(), list[str]()
     states = {"before": {"clock_mhz": 345.0}, "within": {"clock_mhz": 1455.0, "max_clock_mhz": 1980.0}, "after": {}}
     monitor = Monitor(lambda: {**states[asked[-1]], "power_limit_w": 500.0, "default_power_limit_w": 700.0})

@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from pages import DRAWN, Page
 
 from planner.answer import Plan
-from planner.report.page import chunks, render_html
+from planner.report.page import render_html
 from planner.report.pictures import ACTION_COLOURS, MEMORY_COLOURS, envelope, front, stacks, stage_seconds
-from planner.report.rows import Entry, entry_of
+from planner.report.rows import Entry, chunks, entry_of
 from planner.specs.units import GIB
 
 MakePlan = Callable[..., Plan]

@@ -31,7 +31,7 @@ from planner.report.schedules import (
     render_timeline,
     shown_step,
 )
-from planner.report.trace import COMPUTE, InnerSlice, TraceCounter, TraceSlice, trace_events
+from planner.report.trace import COMPUTE, InnerSlice, trace_events
 from planner.schedule.compare import RankSeconds, compare, find_order, straggler_cost
 from planner.schedule.orders import build_schedule
 from planner.schedule.replay import Durations, Timeline, replay
@@ -136,11 +136,9 @@ def test_a_drawing_is_to_scale() -> None:
     timeline = RankSeconds(FOUR, FOUR, FOUR).replayed(build_schedule("1f1b", 4, 1, 8))
     rows = [row.plain for row in drawing(timeline, 2 + 33)]
     assert rows == [
-        "0 FFFF······B0FB1FB2FB3FB4·B5·B6·B7",
-        "1 ·FFF····B0FB1FB2FB3FB4FB5·B6·B7··",
-        "2 ··FF··B0FB1FB2FB3FB4FB5FB6·B7····",
-        "3 ···FB0FB1FB2FB3FB4FB5FB6FB7······",
-    ]
+        "0 FFFF······B0FB1FB2FB3FB4·B5·B6·B7", "1 ·FFF····B0FB1FB2FB3FB4FB5·B6·B7··",
+        "2 ··FF··B0FB1FB2FB3FB4FB5FB6·B7····", "3 ···FB0FB1FB2FB3FB4FB5FB6FB7······",
+    ]  # fmt: skip
 
 
 def test_every_second_chunk_is_small_and_long_actions_are_filled() -> None:
@@ -236,23 +234,6 @@ def test_transfers_are_drawn_on_the_receiver() -> None:
     assert not [event for event in events_of("1f1b", 2, 1, 2) if event["ph"] == "X" and event["tid"] in (2, 3)]
 
 
-def test_memory_is_a_counter() -> None:
-    events = events_of("1f1b", 4, 1, 8)
-    held = [event["args"]["bytes"] for event in events if event["ph"] == "C" and event["pid"] == 0]
-    assert max(held) == 40
-    assert held[-1] == 0
-
-
-def test_the_caller_adds_what_surrounds_the_pipeline() -> None:
-    ones = [1.0, 1.0]
-    timeline = replay(build_schedule("1f1b", 2, 1, 2), Durations(ones, ones, ones))
-    extra = [TraceSlice(0, "data parallel", "reduce gradients", 9.0, 9.5)]
-    events = trace_events(timeline, extra, rank_names=["stage 0", "stage 1"])["traceEvents"]
-    (thread,) = {e["tid"] for e in events if e["name"] == "thread_name" and e["args"]["name"] == "data parallel"}
-    assert {"ph": "X", "pid": 0, "tid": thread, "name": "reduce gradients", "ts": 9e6, "dur": 0.5e6} in events
-    assert events[0]["args"]["name"] == "stage 0"
-
-
 @pytest.mark.parametrize("name", ["1f1b", "zb-v", "dualpipe"])
 def test_arrows_lead_from_each_result_to_what_consumes_it(name: str) -> None:
     vpp = 2 if name == "zb-v" else 1
@@ -290,16 +271,3 @@ def test_what_is_inside_a_pass_lies_in_every_such_pass_and_arrows_keep_clear_of_
     assert [one.seconds for one in slices[0, "tensor-parallel"]] == [0.5, 0.5]
     starts = [event["ts"] for event in trace["traceEvents"] if event["ph"] == "s" and event["pid"] == 0]
     assert starts == [0.5e6, 1.5e6]
-
-
-def test_counters_are_what_the_caller_gives() -> None:
-    timeline = replay(build_schedule("gpipe", 1, 1, 1), Durations([1.0], [1.0], [1.0]))
-    counter = TraceCounter(0, "memory", [0.0, 1.0], {"allocated": [1.0, 2.0], "reserved": [3.0, 3.0]})
-    trace = trace_events(timeline, counters=[counter], about={"model": "toy"})
-    judge(trace)
-    counted = [event for event in trace["traceEvents"] if event["name"] == "memory"]
-    assert [(event["ts"], event["args"]) for event in counted] == [
-        (0, {"allocated": 1.0, "reserved": 3.0}),
-        (1e6, {"allocated": 2.0, "reserved": 3.0}),
-    ]
-    assert trace["otherData"] == {"model": "toy"}

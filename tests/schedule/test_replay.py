@@ -116,11 +116,9 @@ def naive_ends(schedule: Schedule, durations: Durations) -> dict[Action, float]:
     """The definition, iterated until nothing changes."""
     n = schedule.num_model_stages
     seconds = {
-        "F": durations.forward_s,
-        "I": durations.input_grad_s,
-        "W": durations.weight_grad_s,
+        "F": durations.forward_s, "I": durations.input_grad_s, "W": durations.weight_grad_s,
         "B": np.add(durations.input_grad_s, durations.weight_grad_s),
-    }
+    }  # fmt: skip
     gradient = {action[1:]: action for actions in schedule.ranks for action in actions if action.kind in "BI"}
 
     def consumed(action: Action) -> tuple[Action | None, float]:
@@ -190,11 +188,9 @@ def test_busy_and_idle_time_add_up_on_every_rank(random_shape: RandomShape, name
         schedule = build_schedule(name, *random_shape(name, rng))
         stages = [[rng.uniform(0.5, 1.5) for _ in range(schedule.num_model_stages)] for _ in range(3)]
         durations = Durations(
-            *stages,
-            p2p_s=rng.choice([0.0, 0.3]),
-            blocking_p2p=rng.random() < 0.5,
+            *stages, p2p_s=rng.choice([0.0, 0.3]), blocking_p2p=rng.random() < 0.5,
             pair_overlap_fraction=rng.choice([0.0, 0.5]),
-        )
+        )  # fmt: skip
         timeline = replay(schedule, durations)
         assert set(timeline.idle_s) == set(IDLE_CAUSES)
         assert all((idle_s >= -1e-9).all() for idle_s in timeline.idle_s.values())

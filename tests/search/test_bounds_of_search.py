@@ -50,14 +50,12 @@ from planner.specs.training import SearchLimits, TrainingSpec
 from planner.trainers.load import RUNTIMES, has_dtype, load_runtime
 
 MODELS: dict[str, dict[str, Any]] = {
-    "dense": {},
-    "large vocabulary": {"vocab_size": 160_000},
-    "tied": {"tie_word_embeddings": True, "vocab_size": 64_000},
-    "experts": {"moe": MOE},
+    "dense": {}, "large vocabulary": {"vocab_size": 160_000},
+    "tied": {"tie_word_embeddings": True, "vocab_size": 64_000}, "experts": {"moe": MOE},
     "prediction": {"num_nextn_predict_layers": 1},
     "every second slides": {"sliding_window": 256, "sliding_window_pattern": 2},
     "three of four slide": {"sliding_window": 256, "sliding_window_pattern": 4},
-}
+}  # fmt: skip
 MIXED: dict[str, Any] = {
     "moe": MOE | {"first_k_dense_replace": 0, "moe_layer_freq": 2},
     "attention_chunk_size": 256,
@@ -95,11 +93,9 @@ def random_problem(seed: int, design: dict[str, Any] | None = None, trainer: str
     if seed % 7 == 5:
         limits["zero_stage"] = runtime.zero_stages
     cluster = toy_cluster(
-        rng.choice([4, 8, 12, 16]),
-        memory_gib=rng.choice([80.0, rng.uniform(1.0, 8.0)]),
-        nvlink_gb_per_s=rng.choice([60.0, 450.0]),
-        network_gb_per_s=rng.choice([0.5, 5.0, 50.0]),
-    )
+        rng.choice([4, 8, 12, 16]), memory_gib=rng.choice([80.0, rng.uniform(1.0, 8.0)]),
+        nvlink_gb_per_s=rng.choice([60.0, 450.0]), network_gb_per_s=rng.choice([0.5, 5.0, 50.0]),
+    )  # fmt: skip
     if "cdna3" in runtime.architectures:
         cluster = with_links_of_amd(cluster)
     if seed % 3 == 1:

@@ -317,10 +317,8 @@ def test_the_search_is_as_fast_as_all_layouts_under_both_orders(seed: int) -> No
     rng = random.Random(f"orders {seed}")
     cluster = three_tiers(16, 8, rng.choice([5.0, 50.0]), rng.choice([0.05, 0.5, 5.0]))
     options = SMALL | {
-        "cluster": cluster,
-        "training": toy_training(rng.choice([16, 32])),
-        "tp": (rng.choice([1, 2, 4]),),
-    }
+        "cluster": cluster, "training": toy_training(rng.choice([16, 32])), "tp": (rng.choice([1, 2, 4]),),
+    }  # fmt: skip
     best_s = {order: toy_problem(**options, rank_order=(order,)).best_step_s() for order in RANK_ORDERS}
     answer = solved(toy_problem(**options))
     assert answer.search.lower_bound_s <= min(best_s.values()) * (1 + 1e-6)

@@ -293,14 +293,12 @@ def searched() -> Plan:
     """A job whose answer rests on the solver alone."""
     with nothing_but_programs():
         return plan(
-            toy_model(10, vocab_size=96_000),
-            toy_cluster(8, memory_gib=8.0),
-            toy_training(48),
+            toy_model(10, vocab_size=96_000), toy_cluster(8, memory_gib=8.0), toy_training(48),
             runtime="torch-eager",
             limits=SearchLimits(
-                pp=(4,), tp=(1,), schedule=("1f1b",), time_limit_s=NO_LIMIT_S, top=1, gap_fraction=0.02
+                pp=(4,), tp=(1,), schedule=("1f1b",), time_limit_s=NO_LIMIT_S, top=1, gap_fraction=0.02,
             ),
-        )
+        )  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -349,9 +347,7 @@ FAILING = [
 ]  # fmt: skip
 
 
-def test_a_solver_that_always_fails_is_not_asked_for_ever(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_solver_that_always_fails_is_not_asked_for_ever(monkeypatch: Any, capsys: Any) -> None:
     calls = lie_with(monkeypatch, killed, to_the_end=True)
     with nothing_but_programs():
         code = main(FAILING)

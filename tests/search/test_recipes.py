@@ -88,12 +88,10 @@ def test_a_mixture_on_slow_links_overlaps_its_exchanges_and_interleaves_for_it()
 
 @settings(max_examples=8, deadline=None, derandomize=True)
 @given(
-    trainer=st.sampled_from(["megatron", "torchtitan", "torch-eager", "nanotron"]),
-    moe=st.booleans(),
-    network=st.sampled_from([2.0, 50.0]),
-    memory=st.sampled_from([2.0, 8.0, 80.0]),
+    trainer=st.sampled_from(["megatron", "torchtitan", "torch-eager", "nanotron"]), moe=st.booleans(),
+    network=st.sampled_from([2.0, 50.0]), memory=st.sampled_from([2.0, 8.0, 80.0]),
     allowed=st.sets(st.sampled_from(["bf16_gradients", "bf16_moments", "nan_checks", "token_drop"])),
-)
+)  # fmt: skip
 def test_what_is_chosen_is_legal_and_takes_nothing_without_consent(
     trainer: str, moe: bool, network: float, memory: float, allowed: set[str]
 ) -> None:

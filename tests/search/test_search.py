@@ -281,12 +281,10 @@ def test_every_layout_of_a_plan_evaluates_to_itself(design: dict[str, Any]) -> N
         virtual = sorted(chunk for stage in layout.stages for chunk in stage.chunks)
         wanted = Parallelism(
             **{axis: getattr(p, axis) for axis in ("tp", "cp", "pp", "vpp", "dp", "ep", "etp", "micro_batch_size")},
-            schedule=p.schedule,
-            rank_order=p.rank_order,
-            zero_stage=p.zero_stage,
+            schedule=p.schedule, rank_order=p.rank_order, zero_stage=p.zero_stage,
             fsdp=p.shard_size if p.zero_stage else None,
             layers_per_stage=tuple(last - first for first, last in virtual),
-        )
+        )  # fmt: skip
         again = evaluate(problem.model, problem.cluster, problem.training, wanted, runtime=problem.runtime)
         assert again.step.step_s == pytest.approx(layout.step.step_s, rel=2e-3)
         assert [s.memory for s in again.stages] == [s.memory for s in layout.stages]

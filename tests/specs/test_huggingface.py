@@ -22,6 +22,7 @@ from planner.trainers.load import load_runtime
 
 CONFIGS = Path(__file__).parent / "configs"
 TABLES = yaml.safe_load((Path(__file__).parent / "counts.yaml").read_text())
+OF_FOLDER = yaml.safe_load((Path(__file__).parent / "tables.yaml").read_text())
 REFUSED = yaml.safe_load((Path(__file__).parent / "refused_configs.yaml").read_text())
 COUNTS: dict[str, int] = TABLES["configs"]
 VARIED: dict[str, dict[str, Any]] = TABLES["varied"]
@@ -285,20 +286,7 @@ def test_the_models_people_ask_for_are_there() -> None:
     assert set(model_names()) >= ASKED_FOR
 
 
-@pytest.mark.parametrize(
-    ("name", "seq_length", "sequences"),
-    [
-        ("llama-3.1-405b", 8192, 2048),
-        ("llama-2-70b", 4096, 1024),
-        ("deepseek-v3", 4096, 15_360),
-        ("kimi-k2", 4096, 16_384),
-        ("bloom-176b", 2048, 2048),
-        ("gpt-neox-20b", 2048, 1538),
-        ("nemotron-4-340b", 4096, 2304),
-        ("megatron-1008b", 2048, 3072),
-        ("megatron-1t", 2048, 512),
-    ],
-)
+@pytest.mark.parametrize(("name", "seq_length", "sequences"), OF_FOLDER["the_published_batch"])
 def test_the_published_batch(name: str, seq_length: int, sequences: int) -> None:
     training = load_model(name).training
     assert training is not None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import yaml
 from planner.physics.layers import model_totals
 from planner.specs.architectures import from_config
 from planner.specs.registry import load_model, model_names
+from planner.specs.shipped import find, lines
 from planner.trainers.load import load_runtime
 
 TABLES = yaml.safe_load((Path(__file__).parent / "counts.yaml").read_text())
@@ -21,6 +23,8 @@ PUBLISHED_CONFIGS: dict[str, dict[str, Any]] = {
 }
 UNCOMMON = set(model_names()) & set(PUBLISHED_CONFIGS) - set(PUBLISHED)
 """Models that are held against their published config, and against the count of transformers."""
+LINES: dict[str, int] = TABLES["lines"]
+OF_ANOTHER_SIZE = set(TABLES["of_another_size"])
 ROUNDED: dict[str, tuple[float, int]] = TABLES["rounded"]
 ACTIVE: dict[str, tuple[float, int, int]] = TABLES["active"]
 
@@ -69,3 +73,15 @@ def test_active_parameters_round_to_the_published_ones(name: str) -> None:
     model = load_model(name)
     active = totals_of(name).num_active_parameters - left_out * model.vocab_size * model.hidden_size
     assert round(active / 1e9, decimals) == billions
+
+
+@pytest.mark.parametrize("name", lines())
+def test_a_model_of_a_line_has_the_size_in_its_name_and_the_count_of_its_config(name: str) -> None:
+    total = totals_of(name).num_parameters
+    assert total == PUBLISHED_CONFIGS.get(name, {"parameters": LINES.get(name, total)})["parameters"]
+    stated = re.search(r"(?<![a-z\d.])(\d+(?:\.\d+)?)([bmt])(?=\d?(?:-|$))", name)
+    if stated is not None and name not in OF_ANOTHER_SIZE:
+        assert total == pytest.approx(float(stated[1]) * {"m": 1e6, "b": 1e9, "t": 1e12}[stated[2]], rel=0.26)
+    found = find("model", load_model(name).source.removeprefix("config.json of "))
+    assert found is not None
+    assert found.name == name

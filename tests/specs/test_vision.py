@@ -150,10 +150,8 @@ def test_a_tower_is_read_beside_the_language_model(caplog: pytest.LogCaptureFixt
 @pytest.mark.parametrize("value", ["16", 0, -1, 1.5, [], {}, 2**70])
 def test_a_size_that_is_none_is_named(key: str, value: Any) -> None:
     given = {
-        "model_type": "qwen3_vl",
-        "text_config": {"model_type": "qwen3"},
-        "vision_config": {key: value, "depth": 2},
-    }
+        "model_type": "qwen3_vl", "text_config": {"model_type": "qwen3"}, "vision_config": {key: value, "depth": 2},
+    }  # fmt: skip
     given["vision_config"][key] = value
     with pytest.raises(SpecError, match=key):
         from_config(given, "config.json")

@@ -228,15 +228,13 @@ def test_a_text_has_as_many_ranks_as_hold_it(packs: bool) -> None:
 
 
 MEASURED = Calibration(
-    source="NVIDIA H200, torch 2.11",
-    gemm_factor=Factor(value=1.1, source="stages"),
+    source="NVIDIA H200, torch 2.11", gemm_factor=Factor(value=1.1, source="stages"),
     attention_factor={"flash": Factor(value=0.9, source="stages")},
     stream_factor=Factor(value=1.2, source="stages"),
     efficiency_fraction={"nvlink": Share(value=0.7, source="an all-gather")},
-    context_gib=Quantity(value=1.5, source="a rank"),
-    fragmentation_fraction=Share(value=0.05, source="a rank"),
+    context_gib=Quantity(value=1.5, source="a rank"), fragmentation_fraction=Share(value=0.05, source="a rank"),
     microbatch_overhead_s=Quantity(value=2e-4, source="a rank"),
-)
+)  # fmt: skip
 
 
 def _cluster(**changes: object) -> ClusterSpec:
@@ -330,11 +328,9 @@ def test_what_is_refused_or_confirmed_stays_and_is_said_with_the_reason() -> Non
 def test_a_profile_that_was_confirmed_is_probed_and_stays() -> None:
     same = Factor(value=1.004, source="stages", verdict="confirmed", reason="as near as seconds repeat")
     after = Calibration(source="x", gemm_factor=same, step_width=0.08).of_hardware(load_hardware("h200"))
-    assert (after.efficiency.gemm_factor, after.efficiency.evidence, after.efficiency.step_width) == (
-        1.0,
-        "probed",
-        0.08,
-    )
+    assert (
+        after.efficiency.gemm_factor, after.efficiency.evidence, after.efficiency.step_width,
+    ) == (1.0, "probed", 0.08)  # fmt: skip
 
 
 def test_the_network_that_a_user_states_is_corrected_too() -> None:

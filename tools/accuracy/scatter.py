@@ -9,10 +9,11 @@ from html import escape
 from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from markupsafe import Markup
 from matplotlib.ticker import LogLocator, NullFormatter, NullLocator
 
 from planner.report.format import percent, seconds
-from planner.report.html import Html, folded, page, picture, table, tag
+from planner.report.html import draw, tag
 from planner.report.pictures import PALETTE
 from planner.report.plots import ALARM, INK, LINE, PAPER, SOFT, drawing, figure, image
 from planner.validate.score import Scored
@@ -73,10 +74,13 @@ def scatter_page(points: Sequence[Point]) -> str:
         said += " Hollow ones are not scored: fields are assumed, or the source is to be used with care."
     heading = tag("header", tag("h1", f"Predicted and measured seconds of a step, {len(points)} runs"), tag("p", said))
     rows = [(p.name, p.family, seconds(p.measured_s), seconds(p.predicted_s), f"{100 * p.error:+.1f}%") for p in points]
-    every = folded("Every run", table(("run", "family", "measured", "predicted", "error"), rows, "llrrr"))
+    every = draw(
+        "folded", "Every run", draw("table", ("run", "family", "measured", "predicted", "error"), rows, "llrrr")
+    )
     charts = [draw_scatter(points), draw_families(points)] if points else []
     drawn = [tag("div", chart, class_="scroll") for chart in charts]
-    return page("Predicted and measured seconds of a step", heading, *map(picture, drawn), every)
+    body = Markup("\n").join([heading, *(draw("picture", one) for one in drawn), every])
+    return draw("page", "Predicted and measured seconds of a step", body)
 
 
 def looks(families: Sequence[str]) -> dict[str, tuple[str, str]]:
@@ -87,7 +91,7 @@ def looks(families: Sequence[str]) -> dict[str, tuple[str, str]]:
     }
 
 
-def draw_scatter(points: Sequence[Point]) -> Html:
+def draw_scatter(points: Sequence[Point]) -> Markup:
     """Every run as a mark, by the look of its family, on two logarithmic axes of the same length."""
     drawn, families = figure(9.6, 7.2), looks(list(dict.fromkeys(point.family for point in points)))
     with drawing():
@@ -109,7 +113,7 @@ def draw_scatter(points: Sequence[Point]) -> Html:
     return svg(drawn, label, [point.title for point in points])
 
 
-def draw_families(points: Sequence[Point]) -> Html:
+def draw_families(points: Sequence[Point]) -> Markup:
     """A row per family: the error of each of its runs, and their median."""
     families = list(dict.fromkeys(point.family for point in points))
     drawn, hints = figure(10.5, 0.8 + 0.2 * len(families)), list[str]()
@@ -151,7 +155,7 @@ def hint(number: int) -> str:
     return f"{_HINT}{number}"
 
 
-def svg(drawn: Figure, label: str, hints: Sequence[str] = ()) -> Html:
+def svg(drawn: Figure, label: str, hints: Sequence[str] = ()) -> Markup:
     """The figure as part of a page: as wide as there is room, in the page's own colours, `label` read aloud.
 
     An artist whose gid is `hint(n)` shows `hints[n]` when the pointer rests on it. Several figures may share a page: a
@@ -172,7 +176,7 @@ def svg(drawn: Figure, label: str, hints: Sequence[str] = ()) -> Html:
     text = re.sub(r'(url\(|href=")#', rf"\g<1>#{mark}-", text)
     head, body = text.split(">", 1)
     head = re.sub(r' (width|height)="[^"]*"', "", head)
-    return Html(f'{head} class="chart" role="img" aria-label="{escape(label)}">{_packed(body)}')
+    return Markup(f'{head} class="chart" role="img" aria-label="{escape(label)}">{_packed(body)}')
 
 
 def _packed(text: str) -> str:

@@ -290,7 +290,7 @@ class Evaluator:
         except _ReturnError as returned:
             return returned.value
         except _StopError:
-            pass
+            return Unknown(f"{function.kind}, which raises")
         finally:
             self.depth -= 1
         return None

@@ -245,8 +245,8 @@ def as_key(value: Any) -> Any:
 
 
 _FLAT: Mapping[str, Callable[..., Any]] = {
-    "len": len, "list": list, "dict": dict, "tuple": tuple, "set": list, "bool": bool,
-    "range": lambda *bounds: list(range(*bounds)[:MAX_ITEMS]), "isinstance": lambda *_: Unknown("isinstance"),
+    "len": len, "list": list, "dict": dict, "tuple": tuple, "set": list, "bool": bool, "divmod": divmod,
+    "range": lambda *bounds: list(range(*bounds)[:MAX_ITEMS]), "isinstance": lambda value, kinds: is_of(value, kinds),
     "hasattr": lambda owner, name: has_field(owner, name), "cast": lambda _, value: value,
     "getattr": lambda *arguments: field_value("getattr", [*arguments]),
     "setattr": lambda *arguments: field_value("setattr", [*arguments]),
@@ -271,6 +271,15 @@ def truth(value: Any) -> bool | None:
     return bool(value)
 
 
+def is_of(value: Any, kinds: Any) -> bool | Unknown:
+    """A value is of one of the classes; Unknown for a record of a class that is not among them by its name."""
+    names = {str(getattr(kind, "kind", kind)) for kind in (kinds if isinstance(kinds, list) else [kinds])}
+    if isinstance(value, (Unknown, CallRecord)):
+        is_named = isinstance(value, CallRecord) and value.kind.rpartition(".")[2] in names
+        return True if is_named else Unknown("isinstance")
+    return not names.isdisjoint(kind.__name__ for kind in type(value).__mro__)
+
+
 def has_field(owner: Any, name: str) -> bool:
     """True unless the class is known and has no such field."""
     return not (isinstance(owner, CallRecord) and owner.defaults) or name in owner.defaults or name in owner.fields
@@ -289,7 +298,7 @@ def field_value(name: str, arguments: list[Any]) -> Any:
 _METHODS: Mapping[type, frozenset[str]] = {
     dict: frozenset({"update", "get", "pop", "setdefault", "items", "keys", "values", "copy"}),
     list: frozenset({"append", "extend"}),
-    str: frozenset({"lower", "upper", "strip", "replace", "split", "startswith", "endswith"}),
+    str: frozenset({"lower", "upper", "strip", "replace", "split", "startswith", "endswith", "join"}),
 }
 
 
@@ -299,13 +308,17 @@ def method_value(owner: Any, name: str, arguments: list[Any], keywords: Fields) 
         # a method of what a call returned is about the same thing, such as AutoBridge's provider of a model
         return True, CallRecord(f"{owner.kind}.{name}", [*owner.arguments, *arguments], dict(keywords))
     if name not in _METHODS.get(type(owner), ()):
-        return False, None
+        return type(owner) in _METHODS, Unknown(name)
     grows = len(owner) * len(str(arguments[-1:])) if name == "replace" else 0
-    grows = len(owner) + len(arguments[0]) if name == "extend" else grows
+    if name in ("extend", "join") and isinstance(arguments[0], list):
+        times = len(arguments[0]) if name == "join" else 1
+        grows = len(owner) * times + sum(len(item) if isinstance(item, str) else 1 for item in arguments[0])
     if grows > MAX_CHARACTERS:
         return True, Unknown(name)
     if name == "pop":
         arguments = [*arguments, None][:2]
+    if name == "extend" and isinstance(arguments[0], Unknown):
+        arguments = [arguments]
     value = getattr(owner, name)(*arguments, **keywords)
     return True, [list(item) if name == "items" else item for item in value] if name in (
         "items",

@@ -79,7 +79,7 @@ def read_shell(text: str, files: Files = lambda name: None) -> Script:
 
 _BEHIND_OPTION = re.compile(
     r"(?:(--[A-Za-z][\w-]*)[ =]+|(?<![\w.])([A-Za-z_]\w*(?:\.\w+)+)=|^[ \t]+)"
-    r"[\"']?\$\{?([A-Za-z_]\w*)(?:\[[@*]\])?\}?[\"']?(?=\s|$)",
+    r"[\"']?\$\{?([A-Za-z_]\w*)(?:\[[@*]\]|:?\?[^}]*)?\}?[\"']?(?=\s|$)",
     re.MULTILINE,
 )
 AROUND = re.compile(

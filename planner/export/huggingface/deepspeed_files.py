@@ -9,7 +9,7 @@ from itertools import pairwise
 from planner.answer import Plan
 from planner.errors import SpecError
 from planner.export.imported_run import ConfigFile, ImportedRun, json_of, new_run, positive_number
-from planner.export.keyed_settings import beginnings, dialect, flat, refused_settings
+from planner.export.keyed_settings import beginnings, dialect, flat, is_off, refused_settings
 from planner.export.launchers import node_environment
 from planner.export.named_models import exported_model
 from planner.export.refusal import broken_rules, hint_for, notes_on_price, refuse
@@ -190,7 +190,7 @@ def apply_deepspeed(imported: ImportedRun, config: Fields) -> None:
     if micro_batch:
         layout.setdefault("micro_batch_size", micro_batch)
     imported.microbatches_per_rank = imported.microbatches_per_rank or steps
-    _sort(config, zero, imported)
+    _sort(config, imported)
 
 
 def section(config: Fields, name: str) -> Fields:
@@ -239,8 +239,9 @@ def _offloaded(zero: Fields) -> float:
     return float(ratio) if offload.get("device") == "cpu" or zero.get("cpu_offload") is True else 0.0
 
 
-def _sort(config: Fields, zero: Fields, imported: ImportedRun) -> None:
-    """Note every key that is not read as ignored where it is known to be harmless, else as unknown."""
+def name_sections(imported: ImportedRun, config: Fields) -> None:
+    """Note what the sections of a configuration hold and is not read."""
+    zero = section(config, "zero_optimization")
     for key, read in (("offload_optimizer", ("none", "cpu")), ("offload_param", ("none", "cpu"))):
         if section(zero, key).get("device", "none") not in (*read, None):
             imported.unknown[f"zero_optimization.{key}"] = json.dumps(zero[key])
@@ -253,6 +254,15 @@ def _sort(config: Fields, zero: Fields, imported: ImportedRun) -> None:
     if zero.get("stage") == 3 and zero.get("zero_hpz_partition_size", 1) not in (1, "auto"):
         told = f"{zero['zero_hpz_partition_size']}, whose second copy of the weights in 16 bits is not priced"
         imported.unknown["zero_optimization.zero_hpz_partition_size"] = told
+    for name, words in dialect("deepspeed").renamed.items():
+        for path, value in flat(section(config, name)).items():
+            if not is_off(value) and beginnings(words).match(path) is None:
+                imported.unknown[f"{name}.{path}"] = str(value)
+
+
+def _sort(config: Fields, imported: ImportedRun) -> None:
+    """Note every key that is not read as ignored where it is known to be harmless, else as unknown."""
+    name_sections(imported, config)
     kind = section(config, "optimizer").get("type")
     if str(kind or "").lower() not in _ADAMS:
         imported.unknown["optimizer.type"] = str(kind)

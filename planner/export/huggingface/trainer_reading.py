@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import replace
+from math import prod
 
 from planner.errors import SpecError
 from planner.export.followed.shell_script import read_script
@@ -20,6 +21,7 @@ from planner.export.huggingface.tuning_settings import (
     dtype_of,
     fsdp_layout,
     note_sections,
+    policy_length,
     read_fine_tuning,
     set_model,
 )
@@ -29,6 +31,7 @@ from planner.export.keyed_settings import (
     KeyedSettings,
     Settings,
     dialect,
+    first,
     flat,
     is_any_on,
     is_empty,
@@ -55,7 +58,7 @@ _VARIABLE = re.compile(r"\$\{?([A-Za-z_]\w*)")
 """A YAML's name with variables of the shell in it, and each of them."""
 _CALLS = re.compile(
     r"(TrainingArguments|\w*(SFT|DPO|CPO|GRPO|Reward|Trainer|Sft|KTO|ORPO|Lora|LoRA)(Config|Arguments)"
-    r"|BitsAndBytesConfig|get_peft_model|(^|\.)\w*Trainer)$"
+    r"|BitsAndBytesConfig|ParallelismConfig|DistributedConfig|get_peft_model|(^|\.)\w*Trainer)$"
 )
 _SPELLED = {what: tuple(names.split()) for what, names in table()["huggingface"]["spelled"].items()}
 _SEQUENCE, _BATCH, _MODEL, _NARROWER, _OTHERS, _PACKING, _CHECKPOINTING = (
@@ -103,8 +106,8 @@ def read_openrlhf(config: ConfigFile) -> ImportedRun:
         length = number(keyed.settings, "max_length") or 2048
         packed = max(1, tokens // length) if is_on(given.get("train.dynamic_batch_enable")) else 1
         keyed.settings.setdefault("per_device_train_batch_size", packed)
-    gpus = [number(given, f"actor{sign}{name}") or 1 for sign in "_." for name in ("num_nodes", "num_gpus_per_node")]
-    keyed.num_gpus = keyed.num_gpus or (gpus[0] * gpus[1] * gpus[2] * gpus[3] if max(gpus) > 1 else None)
+    gpus = [number(given, f"actor{sign}{name}") for sign in "_." for name in ("num_nodes", "num_gpus_per_node")]
+    keyed.num_gpus = keyed.num_gpus or (prod(each or 1 for each in gpus) if any(gpus) else None)
     if (other := re.search(r"train_(dpo|rm|kto|kd|prm)\b", config.text)) is not None:
         keyed.settings["stage"] = other[1]
     tool = replace(row, unasked={row.renamed.get(key, key): value for key, value in row.unasked.items()})
@@ -113,29 +116,36 @@ def read_openrlhf(config: ConfigFile) -> ImportedRun:
     imported.source = "openrlhf"
     if is_rl:
         critics, frozen = _models_beside(given, config.text)
+        is_beside = is_any_on(given, *_COLOCATED)
+        share = float(first(given, "vllm_gpu_memory_utilization", "vllm.gpu_memory_utilization", default=0.95))
         imported.reinforce(
-            tokens=_scored_tokens(given, imported.run["seq_length"] or 0, tokens), critics=critics, frozen=frozen
-        )
+            scored_tokens=_scored_tokens(given, imported.run["seq_length"] or 0, tokens), critics=critics,
+            frozen_copies=frozen, rollout_fraction=is_beside * share,
+            rollout_stays=is_beside and not is_any_on(given, "vllm_enable_sleep", "vllm.enable_sleep"),
+            scored_alone=is_any_on(given, "deepspeed_enable_sleep", "ds.enable_sleep"),
+        )  # fmt: skip
         imported.notes.append("one update of the actor is priced; rollouts are not, nor models on other GPUs")
     return imported
+
+
+_COLOCATED = ("colocate_all_models", "train.colocate_all")
 
 
 def _scored_tokens(given: Settings, length: int, tokens: int) -> int:
     """Tokens of OpenRLHF's micro-batch of log-probabilities, padded unless it is packed."""
     if is_on(given.get("train.dynamic_batch_enable")):
         return max(tokens, number(given, "rollout.max_tokens_per_gpu") or 0)
-    is_packed = any(is_on(given.get(name)) for name in ("packing_samples", "ds.packing_samples"))
+    is_packed = is_any_on(given, "packing_samples", "ds.packing_samples")
     return 0 if is_packed else length * (number(given, "rollout.micro_batch_size", "micro_rollout_batch_size") or 1)
 
 
 def _models_beside(given: Settings, text: str) -> tuple[int, int]:
     """Critics and frozen models on the actor's GPUs: all of them without Ray, or as the run places them."""
-    shares = "train_ppo_ray" not in text or any(
-        is_on(given.get(n)) for n in ("colocate_all_models", "train.colocate_all")
-    )
-    refers = shares or any(is_on(given.get(n)) for n in ("colocate_actor_ref", "train.colocate_actor_ref"))
+    shares = "train_ppo_ray" not in text or is_any_on(given, *_COLOCATED)
+    refers = shares or is_any_on(given, "colocate_actor_ref", "train.colocate_actor_ref")
     has_critic = str(given.get("advantage_estimator", given.get("algo.advantage.estimator", "gae"))) == "gae"
-    scores = not any(given.get(name) for name in ("remote_rm_url", "reward.remote_url", "agent_func_path"))
+    elsewhere = ("remote_rm_url", "reward.remote_url", "agent_func_path", "train.agent_func_path")
+    scores = not any(given.get(name) for name in elsewhere)
     kept = not is_on(given.get("ref_reward_offload"))
     return int(shares and has_critic), kept * (int(refers) + int(shares and scores))
 
@@ -145,7 +155,7 @@ def run_of_arguments(keyed: KeyedSettings, config: ConfigFile, tool: Dialect | N
     keyed.settings = _in_one(keyed.settings)
     said = {**_model_options(keyed.settings), **keyed.settings, **beside_adapters(keyed.settings, config)}
     _refuse_others(said, keyed, config)
-    tool = tool or tool_of(said, config.text)
+    tool = tool or tool_of(said, config.text + keyed.program)
     unread = keyed.unread
     unasked = {
         name: value
@@ -157,14 +167,18 @@ def run_of_arguments(keyed: KeyedSettings, config: ConfigFile, tool: Dialect | N
     imported.predicts_further = False
     tool.assume(imported, unasked | (dialect("peft").left_out(said) if said.get("peft_type") else {}))
     run, layout = imported.run, imported.run["parallelism"]
-    if (answer := number(settings, "max_completion_length")) is not None and number(said, *_SEQUENCE) is None:
-        settings["max_length"] = (number(settings, "max_prompt_length") or 512) + answer
+    if (length := policy_length(settings, said)) is not None:
+        settings["max_length"] = length
     run["seq_length"], run["global_batch_size"] = number(settings, *_SEQUENCE), number(settings, "global_batch_size")
-    is_asked = any(is_on(settings.get(n)) or settings.get(n) in ("offload", "unsloth") for n in _CHECKPOINTING)
+    asked = {name: settings[name] for name in _CHECKPOINTING if str(settings.get(name, 0)) != "0"}
+    is_asked = any(not is_off(value) for value in asked.values())
+    imported.unknown |= {
+        name: f"{value}, priced as kept on the GPU" for name, value in asked.items() if "offload" in str(value)
+    }
     if is_asked or ("disable_gradient_checkpointing" in settings and "gradient_checkpointing" in tool.unasked):
         layout["recompute"] = "none" if is_on(settings.get("disable_gradient_checkpointing")) else "full"
     run["num_gpus"] = keyed.num_gpus or number(settings, "num_processes") or exported_gpus(config.text)
-    _read_launch(imported, settings, config, not keyed.script.words and tool.name in _BY_ACCELERATE)
+    _read_launch(imported, settings, config, tool, not keyed.script.words and tool.name in _BY_ACCELERATE)
     set_model(imported, next((settings[name] for name in _MODEL if settings.get(name)), None))
     run["model"] = run["model"] or exported_model(config.text)
     # what a file of DeepSpeed's or the arguments say comes before what the tool has unasked
@@ -178,6 +192,8 @@ def run_of_arguments(keyed: KeyedSettings, config: ConfigFile, tool: Dialect | N
     imported.refused = refused_settings(known, "huggingface", "accelerate", tool.name)
     read_fine_tuning(imported, settings)
     _list_unread(imported, settings)
+    if is_on(settings.get("use_asft_loss")):
+        imported.reinforce(frozen_copies=1)
     _ROW.sort(imported, said, _READ, lambda name, v: is_off(v) or is_empty(v) or tool.is_harmless(name))
     imported.unknown |= {name: value for name, value in unread.items() if not _ROW.is_harmless(name)}
     layout.setdefault("micro_batch_size", 1)
@@ -199,7 +215,9 @@ def _refuse_others(settings: Settings, keyed: KeyedSettings, config: ConfigFile)
                 refuse_other(what, key)
 
 
-def _read_launch(imported: ImportedRun, settings: Settings, config: ConfigFile, is_program: bool) -> None:
+def _read_launch(
+    imported: ImportedRun, settings: Settings, config: ConfigFile, tool: Dialect, is_program: bool
+) -> None:
     """The dtype, the sharding and the grid, which Accelerate's file beside the settings may say.
 
     `is_program` is true of a program that Accelerate launches, without the words of a launch.
@@ -222,7 +240,8 @@ def _read_launch(imported: ImportedRun, settings: Settings, config: ConfigFile, 
         imported.notes.append(
             f"nothing here says how it is sharded: priced as DDP; put Accelerate's file beside it as {ACCELERATE_FILE}"
         )
-    grid = {ours: settings[name] for name, ours in _GRID.items() if settings.get(name) not in (None, "", 1, "1")}
+    own = (name for name in _GRID if settings.get(name) not in (None, "", 1, "1") and not tool.is_harmless(name))
+    grid = {_GRID[name]: settings[name] for name in own}
     if isinstance(section := settings.get("parallelism_config"), Mapping):
         grid |= section
     if grid:
@@ -246,6 +265,8 @@ def _in_one(settings: Settings) -> Settings:
         names = {name for name in map(str, settings) if name.startswith(start)} - {"fsdp_config", "fsdp_version"}
         if names and not isinstance(inner, str):
             found[section] = {**(inner or {}), **{name: found.pop(name) for name in settings if name in names}}
+    if is_on(found.pop("pure_bf16", False)):
+        found |= {"bf16": True, "torch_dtype": "bfloat16"}
     if is_on(found.pop("use_fsdp", False)):
         found.setdefault("fsdp_version", 1)
     if (name := found.pop("deepspeed_config_file", None)) is not None:
@@ -423,14 +444,12 @@ def _read_adapters(imported: ImportedRun, settings: Fields, kind: str) -> None:
         imported.unknown["model.lora_attn_modules"] = ", ".join(unknown)
     if not targets:
         raise SpecError("model: lora_attn_modules: names no module", f"of {', '.join(ours)}")
+    told = {name: settings.get(f"model.lora_{name}") for name in ("rank", "dropout")}
     is_packed = kind.startswith("q") or settings.get("model.quantize_base") is True
-    dropout = settings.get("model.lora_dropout", 0.0)
     imported.run["adapters"] = {
-        "rank": _number(settings, "model.lora_rank") or 8,
-        "targets": targets,
-        "base_bits": 4 if is_packed else 16,
-        "dropout": dropout if isinstance(dropout, (int, float)) else 0.0,
-    }
+        "rank": 8, **{name: value for name, value in told.items() if value is not None},
+        "targets": targets, "base_bits": 4 if is_packed else 16,
+    }  # fmt: skip
 
 
 def _number(settings: Fields, name: str) -> int | None:

@@ -26,7 +26,8 @@ from planner.export.keyed_settings import (
 from planner.export.named_models import has_towers, model_called, num_layers_of
 from planner.specs.base import Fields, Named, Said
 from planner.specs.model import ModelSpec
-from planner.specs.training import ATTENTION, GROUPS, LATENT, TARGETS, AdapterSpec
+from planner.specs.registry import load_model
+from planner.specs.training import ATTENTION, GROUPS, LATENT, OBJECTIVES, TARGETS, AdapterSpec
 from planner.trainers.load import load_runtime, switches_of
 
 FSDP_RUNTIME, HF_RUNTIME = "torch-fsdp", "hf"
@@ -46,28 +47,22 @@ def dtype_of(settings: Said) -> str | None:
 
 
 def fsdp_layout(settings: Said, options: Said) -> Fields:
-    """The layout that FSDP's options mean; `settings` are those of the trainer around it."""
-    words = word(settings, "fsdp").split()
-    strategy = str(_either(options, "fsdp_sharding_strategy", "sharding_strategy", "full_shard")).upper()
-    if words:
-        strategy = next((word.upper() for word in words if word.upper() in _SHARDING), strategy)
-    stage = _SHARDING.get(strategy, 3)
-    reshards = _either(options, "fsdp_reshard_after_forward", "reshard_after_forward")
+    """The layout that FSDP's options mean, by their own names or Accelerate's; `settings` are the trainer's."""
+    said = {str(name).removeprefix("fsdp_"): value for name, value in options.items()}
+    named = (name.upper() for name in (*word(settings, "fsdp").split(), str(said.get("sharding_strategy"))))
+    strategy, reshards = (
+        next((name for name in named if name in _SHARDING), "FULL_SHARD"),
+        said.get("reshard_after_forward"),
+    )
     if isinstance(reshards, str) and reshards.upper() in _SHARDING:
-        stage, strategy = _SHARDING[reshards.upper()], reshards.upper()
-    elif reshards is not None and not is_on(reshards):
-        stage = 2
-    layout: Fields = {"zero_stage": stage}
+        strategy = reshards.upper()
+    is_kept = reshards is not None and strategy != str(reshards).upper() and not is_on(reshards)
+    layout: Fields = {"zero_stage": 2 if is_kept else _SHARDING[strategy]}
     if "HYBRID" in strategy or strategy in ("4", "5"):
         layout["fsdp"] = 8
-    if is_on(_either(options, "fsdp_activation_checkpointing", "activation_checkpointing")):
+    if is_on(said.get("activation_checkpointing")):
         layout["recompute"] = "full"
     return layout
-
-
-def _either(options: Said, name: str, short: str, default: Any = None) -> Any:
-    """An option of FSDP by its name, or by the one that trainers' own sections give it."""
-    return options.get(name, options.get(short, default))
 
 
 def deepspeed_beside(config: ConfigFile, name: Any) -> Fields | None:
@@ -82,9 +77,14 @@ def set_model(imported: ImportedRun, name: Any) -> None:
     """The model that a setting names; a note where the planner does not know it."""
     if not isinstance(name, str) or not name:
         return
-    imported.run["model"] = model_called(name)
-    if imported.run["model"] is None:
+    imported.run["model"] = found = model_called(name)
+    if found is None:
         imported.model_name = name
+    elif (tower := load_model(found).vision) is not None:
+        tokens = f"{tower.image_tokens:,} tokens"
+        imported.notes.append(
+            f"{name[:80]}: planned with a frozen tower and an image of {tokens} a sequence (--images)"
+        )
     elif has_towers(name):
         imported.notes.append(f"{name[:80]}: the language model alone is planned")
 
@@ -114,7 +114,9 @@ def says_adapters(settings: Said) -> bool:
     """The settings of a trainer train adapters, by any of their words."""
     named = word(settings, "adapter", *_KINDS)
     given = word(settings, "lora_r", "lora_rank", "lora_dim") not in ("", "0")
-    is_off = named == "full" or any(name in settings and not is_on(settings[name]) for name in ("use_peft", "use_lora"))
+    is_off = named in ("full", "freeze") or any(
+        name in settings and not is_on(settings[name]) for name in ("use_peft", "use_lora")
+    )
     is_asked = is_any_on(settings, "use_peft", "use_lora", "use_qlora", "peft", "q_lora")
     return named in _WORDS or is_asked or (given and not is_off)
 
@@ -130,25 +132,72 @@ def read_fine_tuning(imported: ImportedRun, settings: Fields) -> None:
         imported.unknown["quantization"] = f"weights of {bits_of(settings)} bits that are trained whole"
     for kind in _KINDS:
         if str(settings.get(kind)).lower() not in ("none", "full", *_WORDS):
-            imported.unknown[kind] = f"{settings[kind]}, priced as all weights"
+            imported.unknown[kind] = f"{settings[kind]}, priced as {'lora' if run.get('adapters') else 'all weights'}"
     _read_objective(imported, settings)
     _read_sharding(imported, settings)
     _read_optimizer(imported, settings)
     _read_kernels(imported, settings)
 
 
+_LENGTHS = tuple(table()["huggingface"]["spelled"]["sequence"].split())
+_OBJECTIVES: Mapping[str, str | None] = table()["huggingface"]["objectives"]
+"""Trainers' words for what they learn, and our objective; none for what is not priced."""
+
+
+def stage_of(settings: Said) -> str:
+    """The trainer's own word for the objective; an empty one for the next token."""
+    named = word(settings, "rl", "rlhf_type", "stage")
+    preferred = word(settings, "pref_loss", "loss_type")
+    if named == "dpo" and preferred in ("orpo", "simpo"):
+        return preferred
+    told = {"num_generations": "grpo", "precompute_ref_log_probs": "dpo"}
+    return named or next((stage for name, stage in told.items() if name in settings), "")
+
+
+def policy_length(settings: Said, said: Said) -> int | None:
+    """Tokens of a prompt and its answer in a policy's update; None for what is none, or says its length itself."""
+    if _OBJECTIVES.get(stage_of(settings)) != "policy":
+        return None
+    answer, is_swift = number(settings, "max_completion_length"), "rlhf_type" in settings
+    if is_swift:
+        return (number(said, "max_length") or 1024) + (answer or 512)
+    return None if number(said, *_LENGTHS) else (number(settings, "max_prompt_length") or 512) + (answer or 256)
+
+
 def _read_objective(imported: ImportedRun, settings: Said) -> None:
-    """Pairs of answers, which DPO counts its batch in; other objectives than these are not understood."""
-    stage = word(settings, "rl", "stage", "rlhf_type") or ("grpo" if "num_generations" in settings else "")
-    if "precompute_ref_log_probs" not in settings and stage != "dpo":
-        if stage in ("kto", "orpo", "ppo", "rm", "grpo", "simpo", "ipo"):
-            imported.unknown["stage"] = f"{stage}, priced as learning the next token"
-        return
-    reference = "adapters" if imported.run.get("adapters") else "model"
-    is_before = is_on(settings.get("precompute_ref_log_probs"))
-    imported.run["objective"] = {"name": "dpo", "reference": "precomputed" if is_before else reference}
-    layout = imported.run["parallelism"]
-    layout["micro_batch_size"] = 2 * layout.get("micro_batch_size", 1)
+    """Pairs of answers, a policy's update, or what else is not the next token; what has no price is not understood."""
+    stage = stage_of(settings)
+    name = _OBJECTIVES.get(stage, "lm")
+    if name is None:
+        imported.unknown["stage"] = f"{stage}, priced as learning the next token"
+    elif name == "policy":
+        _read_policy(imported, settings)
+    elif name != "lm":
+        reference = "adapters" if imported.run.get("adapters") else "model"
+        is_before = is_on(settings.get("precompute_ref_log_probs"))
+        imported.run["objective"] = {"name": name, "reference": "precomputed" if is_before else reference}
+        if OBJECTIVES[name].num_sequences > 1:
+            layout = imported.run["parallelism"]
+            layout["micro_batch_size"] = 2 * layout.get("micro_batch_size", 1)
+
+
+def _read_policy(imported: ImportedRun, settings: Said) -> None:
+    """Price a policy's update, with its reference and an engine that generates answers beside it.
+
+    TRL keeps no reference where beta is 0, as it has been since 0.18 unless told; ms-swift's beta is 0.04.
+    """
+    is_swift = "rlhf_type" in settings
+    beta = settings.get("beta", 0.04 if is_swift else 0.0)
+    is_kept = beta not in (0, 0.0, "0", "0.0", None) and not imported.run.get("adapters")
+    is_beside = is_on(settings.get("use_vllm")) and word(settings, "vllm_mode") in ("", "colocate")
+    share = float(settings.get("vllm_gpu_memory_utilization") or (0.9 if is_swift else 0.3))
+    sleeps = is_on(settings.get("vllm_enable_sleep_mode")) or number(settings, "sleep_level") is not None
+    is_alone = is_any_on(settings, "offload_optimizer", "offload_model")
+    imported.reinforce(
+        rollout_fraction=share * is_beside, rollout_stays=is_beside and not sleeps, scored_alone=is_alone,
+        frozen_copies=int(is_kept),
+    )  # fmt: skip
+    imported.notes.append("one update of the policy is priced; answers and rewards are not")
 
 
 def _read_sharding(imported: ImportedRun, settings: Said) -> None:
@@ -193,10 +242,8 @@ def _read_kernels(imported: ImportedRun, settings: Said) -> None:
     attention = word(settings, "attn_implementation", "attn_impl")
     if attention == "eager":
         features["flash_attention"] = False
-    elif is_on(settings.get("flash_attention")) or "fa2" in str(settings.get("flash_attn")) or "2" in attention:
-        features["attention_kernel"] = "flash"
-    elif "flash" in attention:
-        features["attention_kernel"] = "fastest"
+    elif is_on(settings.get("flash_attention")) or "fa2" in str(settings.get("flash_attn")) or "flash" in attention:
+        features["attention_kernel"] = "fastest" if re.search("[34]", attention) else "flash"
     if is_on(settings.get("torch_compile")):
         features["compile"] = True
     is_older = bool(settings.keys() & {*table()["trl"]["older"].split()})
@@ -206,7 +253,7 @@ def _read_kernels(imported: ImportedRun, settings: Said) -> None:
         features["liger"] = True
     elif settings.get("loss_type") == "chunked_nll" and not is_older and "objective" not in imported.run:
         features["liger"] = "loss"
-    if is_on(settings.get("activation_offloading")):
+    if is_on(settings.get("activation_offloading")) or _offloads_inputs(settings):
         layers = num_layers_of(imported.run["model"])
         if layers is None:
             imported.unknown["activation_offloading"] = "true"
@@ -214,10 +261,19 @@ def _read_kernels(imported: ImportedRun, settings: Said) -> None:
             features["cpu_offloading_num_layers"] = layers
 
 
+def _offloads_inputs(settings: Said) -> bool:
+    """Checkpointing keeps its layers' inputs on the host, as transformers, axolotl and Unsloth ask for it."""
+    kwargs = settings.get("gradient_checkpointing_kwargs")
+    named = (settings.get(name) for name in ("gradient_checkpointing", "use_gradient_checkpointing"))
+    return (isinstance(kwargs, Mapping) and is_on(kwargs.get("offload"))) or any(
+        v in ("offload", "unsloth") for v in named
+    )
+
+
 _READ_OF_SECTIONS = re.compile(
     r"(fsdp_)?(sharding_strategy|reshard_after_forward|activation_checkpointing|version|offload_params)|zero_stage"
     r"|gradient_accumulation_steps|offload_(optimizer|param)_device|deepspeed_config_file"
-    r"|parallelism_config_(tp|cp|sp|dp_replicate|dp_shard)_size"
+    r"|parallelism_config_((tp|cp|sp|dp_replicate|dp_shard)_size|cp_comm_strategy)"
     r"|megatron_lm_(tp_degree|pp_degree|sequence_parallelism|use_distributed_optimizer|recompute_activations?"
     r"|num_micro_batches)"
 )
@@ -291,31 +347,29 @@ def apply_parallelism(imported: ImportedRun, options: Fields) -> None:
         layout["fsdp"] = shard * layout["cp"]
     if layout["tp"] > 1 or layout["cp"] > 1:
         imported.run["runtime"] = "torchtitan"
+        # of a year in which transformers splits models: torch deals parts of sequences evenly, and chooses their kernel
+        imported.run["features"] |= {"flex_attention": True} | (
+            {"attention_kernel": "fastest"} if layout["cp"] > 1 else {}
+        )
         imported.notes.append(
             "FSDP2 beside tensor or context parallelism is priced as torchtitan, which is the same torch"
         )
 
 
 def _apply_deepspeed(imported: ImportedRun, options: Fields, config: ConfigFile) -> None:
-    imported.run["runtime"] = DEEPSPEED_RUNTIME
+    devices = {name: options.get(f"{name}_device") for name in ("offload_optimizer", "offload_param")}
+    found: Fields | None = {
+        "zero_optimization": {"stage": number(options, "zero_stage") or 0}
+        | {name: {"device": device} for name, device in devices.items()},
+        "gradient_accumulation_steps": number(options, "gradient_accumulation_steps"),
+    }
     if name := options.get("deepspeed_config_file"):
         found = deepspeed_beside(config, name)
-        if found is None:
-            raise SpecError(
-                f"deepspeed_config_file: {name!r:.80} is not beside the file", "put it there, or import it itself"
-            )
-        apply_deepspeed(imported, found)
-        return
-    layout = imported.run["parallelism"]
-    layout["zero_stage"] = number(options, "zero_stage") or 0
-    imported.microbatches_per_rank = number(options, "gradient_accumulation_steps")
-    imported.run["features"]["optimizer_offload"] = float(options.get("offload_optimizer_device") == "cpu")
-    if options.get("offload_optimizer_device") == "nvme":
-        imported.unknown["deepspeed_config.offload_optimizer_device"] = "nvme"
-    if options.get("offload_param_device") == "cpu" and layout["zero_stage"] == 3:
-        imported.run["features"]["parameter_offload"] = True
-    elif options.get("offload_param_device") in ("cpu", "nvme"):
-        imported.unknown["deepspeed_config.offload_param_device"] = str(options["offload_param_device"])
+    if found is None:
+        raise SpecError(
+            f"deepspeed_config_file: {name!r:.80} is not beside the file", "put it there, or import it itself"
+        )
+    apply_deepspeed(imported, found)
 
 
 def _apply_megatron(imported: ImportedRun, options: Fields) -> None:
@@ -425,8 +479,9 @@ def _targets(settings: Said) -> tuple[list[str], list[str]]:
     if "all" in short or EVERY_LINEAR in short or settings.get("lora_target_linear") in (True, "true"):
         return [EVERY_LINEAR, *(name for name in short if name in TARGETS and name not in GROUPS[EVERY_LINEAR])], []
     known = [name for name in dict.fromkeys(short) if name in TARGETS]
-    # peft adapts the projections of queries and values where nothing is named
-    return known or (["q_proj", "v_proj"] if not named else [EVERY_LINEAR]), [n for n in short if n not in TARGETS]
+    # peft adapts the projections of queries and values where nothing is named, and Unsloth all
+    unnamed = [EVERY_LINEAR] if named or is_on(settings.get("use_unsloth")) else ["q_proj", "v_proj"]
+    return known or unnamed, [n for n in short if n not in TARGETS]
 
 
 def _listed(given: Any) -> list[Any]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 from planner.errors import SpecError
@@ -11,7 +13,7 @@ from planner.export.followed.python_recipe import Evaluator, chosen_recipe
 from planner.export.followed.python_values import CallRecord, Unknown
 from planner.export.followed.shell_script import Script, launched_on, read_script
 from planner.export.imported_run import ConfigFile, ImportedRun, json_of, yaml_of
-from planner.export.keyed_settings import refused_settings, table
+from planner.export.keyed_settings import flat, refused_settings, table
 from planner.export.megatron.keyed_reading import add_lora
 from planner.export.megatron.model_options import PATTERNS
 from planner.export.megatron.option_rows import (
@@ -30,6 +32,7 @@ from planner.export.named_models import Model, model_called
 from planner.specs.base import Fields, Named, Said
 from planner.specs.reading import kind_of
 from planner.specs.registry import load_model
+from planner.specs.units import is_count
 
 _CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
 
@@ -255,10 +258,20 @@ def read_bridge(config: ConfigFile) -> ImportedRun:
     if is_python and not re.search(r"^#!(?!.*python)|^apiVersion:", config.text, re.MULTILINE):
         return _read_recipe(config)
     words, script, recipe = _words(config)
-    fields = dict(_field(word) for word in words)
+    said, others = _arguments(script.words)
+    fields = dict(_field(word) for word in (*said, *words))
+    recipe, gpus = recipe or others.pop("recipe", ""), others.pop("gpus", "")
     if not fields:
         raise SpecError("the text overrides no field of a recipe", "give bridge.json, or the script that sets fields")
-    imported = _run(fields, script, recipe)
+    mode = others.pop("mode", "")
+    task = "peft" if mode in ("lora", "dora") else mode or "".join(re.findall("_(pretrain|sft|peft)_", recipe)[:1])
+    unasked = {path: value for path, value in BASES.get(f"_{task}_common", {}).items() if path not in fields}
+    imported = _run({**unasked, **fields}, script, recipe)
+    imported.assumed |= {path: str(value) for path, value in unasked.items()}
+    imported.run["num_gpus"] = imported.run["num_gpus"] or (int(gpus) if is_count(gpus) else None)
+    if task == "peft":
+        read_peft(imported, mode or "lora")
+    imported.unknown |= others
     imported.notes.append("what the recipe sets beside these overrides is not read")
     return imported
 
@@ -341,7 +354,8 @@ def _hub_name(record: CallRecord) -> str:
 def _run(fields: Said, script: Script, recipe: str, hub_name: str = "") -> ImportedRun:
     launched = {name: words for name, words in options_of(script.words).items() if name in _RANKS}
     options = {**launched, **options_of_fields(fields)}
-    named = None if "--hidden-size" in options else model_called(hub_name) or model_of_recipe(recipe)
+    is_described = {"--num-layers", "--hidden-size", "--num-attention-heads"} <= options.keys()
+    named = None if is_described else model_called(hub_name) or model_of_recipe(recipe)
     if named is not None:
         # providers of mixtures have it unasked, unlike Megatron-LM
         options.setdefault("--moe-token-dispatcher-type", ["alltoall"])
@@ -354,11 +368,9 @@ def _run(fields: Said, script: Script, recipe: str, hub_name: str = "") -> Impor
     _sort_fields(fields, imported)
     if named is not None:
         # a model by name has these layers
-        for path in [path for path in imported.unknown if _OF_HYBRIDS.match(path)]:
-            imported.ignored[path] = imported.unknown.pop(path)
+        imported.ignore(_OF_HYBRIDS.match)
     if imported.run["model"] is None and (hub_name or recipe):
         imported.model_name = hub_name or recipe
-    imported.notes = [note for note in imported.notes if not note.startswith("neither --bf16")]
     if isinstance(fields.get("model.pipeline_model_parallel_layout"), Unread):
         # nobody can tell what a layout that is not read refuses
         imported.refused = []
@@ -389,18 +401,29 @@ def _words(config: ConfigFile) -> tuple[list[str], Script, str]:
         return [str(word) for word in overrides], launched_on(data.get("world_size")), str(data.get("recipe", ""))
     if re.match(r"(#.*\n|\s|---)*(model|train|ddp|optimizer):\s*(#.*)?\n", text):
         data = yaml_of(text, "give the file of overrides")
-        rows = _flat(data) if isinstance(data, dict) else []
-        return [f"{path}={json.dumps(value)}" for path, value in rows], Script(), ""
+        rows = flat(data) if isinstance(data, dict) else {}
+        return [f"{path}={json.dumps(value)}" for path, value in rows.items()], Script(), ""
     script = read_script(text, config.beside)
-    recipes = [script.words[i + 1] for i, word in enumerate(script.words[:-1]) if word == "--recipe"]
-    return [word for word in script.words if re.match(r"[+a-z_]+(\.\w+)+=", word)], script, next(iter(recipes), "")
+    return [word for word in script.words if re.match(r"[+a-z_]+(\.\w+)+=", word)], script, ""
 
 
-def _flat(data: Said, prefix: str = "") -> list[tuple[str, Any]]:
-    rows: list[tuple[str, Any]] = []
-    for name, value in data.items():
-        rows += _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else [(f"{prefix}{name}", value)]
-    return rows
+def _arguments(words: Sequence[str]) -> tuple[list[str], Named]:
+    """Overrides that options of a launch stand for, and what else it is given: a recipe, a mode, what nobody knows."""
+    start = next((index for index, word in enumerate(words) if word.endswith(".py")), len(words))
+    said, others = list[str](), Named()
+    for word, after in pairwise([*words[start:], ""]):
+        if (option := re.match(r"--?([A-Za-z][\w.-]*)(=|$)", word)) is None:
+            continue
+        value = word[option.end() :] if option[2] else "" if re.match(r"-|\w+\.", after) else after
+        name = option[1].replace("-", "_")
+        place = next((path for path, names in _ROW["arguments"].items() if name in names.split()), None)
+        if place is None:
+            others[word[: option.end(1)]] = value
+        elif "." in place:
+            said.append(f"{place}={value}")
+        elif place != "harmless":
+            others[place] = value
+    return said, others
 
 
 def _field(word: str) -> tuple[str, Any]:

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
 from planner.errors import SpecError
+from planner.export.huggingface.deepspeed_files import name_sections
 from planner.export.imported_run import ImportedRun
 from planner.export.keyed_settings import table
 from planner.export.megatron.model_options import PATTERNS
@@ -106,6 +107,7 @@ def read_zero(options: Options, config: Fields, imported: ImportedRun) -> None:
         run["features"]["optimizer_offload"] = 1.0
     if isinstance(zero, dict) and (zero.get("offload_param") or {}).get("device") in ("cpu", "nvme"):
         imported.unknown["zero_optimization.offload_param"] = json.dumps(zero["offload_param"])
+    name_sections(imported, config)
     if run["global_batch_size"] is None and isinstance(config.get("train_batch_size"), int):
         run["global_batch_size"] = config["train_batch_size"]
 

@@ -10,7 +10,17 @@ from planner.errors import SpecError
 from planner.export.followed.shell_script import Script, launched_on, read_script
 from planner.export.huggingface.tuning_settings import read_adapters
 from planner.export.imported_run import ConfigFile, ImportedRun, yaml_of
-from planner.export.keyed_settings import KeyedSettings, Settings, dialect, is_empty, is_off, is_on, settings_of, table
+from planner.export.keyed_settings import (
+    KeyedSettings,
+    Settings,
+    dialect,
+    is_empty,
+    is_off,
+    is_on,
+    number,
+    settings_of,
+    table,
+)
 from planner.export.megatron.deepspeed_options import as_megatron, read_zero
 from planner.export.megatron.option_rows import Options, OptionWords, all_rows, options_of
 from planner.export.megatron.script_reading import READ_OPTIONS, run_of
@@ -58,7 +68,7 @@ def options_of_keys(values: Settings, renamed: Mapping[str, str] = {}) -> Option
             options[option] = []
         elif isinstance(value, (list, tuple)) and any(isinstance(item, str) for item in value):
             options[option] = [str(item) for item in value]
-        elif not is_off(value) or key == "position_embedding_type":
+        elif not is_off(value) or key in ("position_embedding_type", "moe_router_load_balancing_type"):
             text = str(value)
             # a list of names as one text, `["moe_act", "layernorm"]`; one of numbers is a pattern of layers
             is_list = text.startswith("[") and re.search("[A-Za-z]", text)
@@ -159,6 +169,10 @@ def read_swift(config: ConfigFile) -> ImportedRun:
     """The run of `megatron sft`, `pt` or `rlhf`: its command line, YAML or Python."""
     keyed = settings_of(config, _SWIFT_CALLS)
     settings = keyed.settings
+    if isinstance(group := settings.get("train"), Mapping):
+        # of Ray's groups of GPUs the one that trains
+        keyed.settings = settings = {**settings, "train": None, "gpus": None, **group}
+        keyed.num_gpus = number(group, "gpus")
     if any(str(key).startswith("per_device_train") for key in settings):
         return read_adapter(keyed)
     named, name = _named(settings)
@@ -200,12 +214,16 @@ def read_slime(config: ConfigFile) -> ImportedRun:
     script = read_script(config.text, config.beside)
     options = options_of(script.words)
     settings: Settings = {name.removeprefix("--").replace("-", "_"): " ".join(w) or True for name, w in options.items()}
-    gpus = _whole(settings, "actor_num_nodes", 1) * _whole(settings, "actor_num_gpus_per_node", 0)
+    if steps := number(settings, "num_steps_per_rollout"):
+        samples = (number(settings, "rollout_batch_size") or 0) * (number(settings, "n_samples_per_prompt") or 1)
+        settings.setdefault("global_batch_size", samples // steps)
+    gpus = (number(settings, "actor_num_nodes") or 1) * (number(settings, "actor_num_gpus_per_node") or 0)
     named, name = (None, "") if "num_layers" in settings else _named(settings)
     imported = read_keys("slime", settings, gpus or None, script, named)
     imported.predicts_further = "mtp_num_layers" in settings
+    imported.ignore(lambda key: (key, settings.get(key)) == ("train_backend", "megatron"))
     if imported.run["seq_length"] is None or "seq_length" not in settings:
-        tokens = _whole(settings, "max_tokens_per_gpu", 0) * _whole(settings, "context_parallel_size", 1)
+        tokens = (number(settings, "max_tokens_per_gpu") or 0) * (number(settings, "context_parallel_size") or 1)
         imported.run["seq_length"] = tokens or imported.run["seq_length"]
         if tokens:
             imported.notes.append(
@@ -216,14 +234,6 @@ def read_slime(config: ConfigFile) -> ImportedRun:
         imported.notes.append("the training of a step is priced; its rollouts are not")
     _note_model(imported, name)
     return imported
-
-
-def _whole(settings: Settings, key: str, default: int) -> int:
-    value = settings.get(key, default)
-    try:
-        return int(str(value))
-    except ValueError:
-        raise SpecError(f"{key}: {str(value)[:60]!r} is no whole number", "write a number") from None
 
 
 _ROW = dialect("neox")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from copy import deepcopy
 from itertools import pairwise
 
 from planner.errors import SpecError
@@ -19,13 +20,14 @@ from planner.export.megatron.option_rows import (
     size,
     text,
 )
-from planner.export.named_models import vocabulary_of
+from planner.export.named_models import Model, vocabulary_of
 from planner.export.run_settings import ROTARY_BASE, listed, stated
 from planner.export.trainer_files import Arguments
 from planner.specs.architectures.derivations import InexpressibleError
 from planner.specs.architectures.layer_lists import block_pattern, shortest
 from planner.specs.base import Fields
 from planner.specs.model import ModelSpec
+from planner.specs.registry import load_model
 from planner.specs.units import is_count
 from planner.trainers.rules.facts import HYBRID_LETTERS, every_nth, is_hybrid, rotary_method
 
@@ -268,6 +270,32 @@ def _has(model: ModelSpec, section: str) -> bool:
         "scan": is_hybrid(model),
     }  # fmt: skip
     return parts.get(section, True)
+
+
+_SIZES = {row.name: row.count for section in _SECTIONS.values() for row in section.rows if row.count} | {
+    "--ffn-hidden-size": "intermediate_size",
+    "--num-query-groups": "num_key_value_heads",
+}
+
+
+def resized(named: Model, options: Options) -> Model:
+    """A model by name, or its fields where options give it other sizes."""
+    if not isinstance(named, str) or _SIZES.keys().isdisjoint(options):
+        return named
+    fields: Fields = load_model(named).model_dump(mode="json")
+    own = deepcopy(fields)
+    if fields["layer_sizes"]:
+        return named
+    for option, path in _SIZES.items():
+        part, _, name = path.rpartition(".")
+        owner = fields[part] if part else fields
+        # heads of latent attention have sizes of their own
+        is_own = owner and owner[name] is not None and not (name == "head_dim" and fields["mla"])
+        if is_own and is_count(number := text(options, option)):
+            owner[name] = int(number)
+    for name in ("layer_types", "mlp_layer_types"):
+        fields[name] = fields[name] and fields[name][: fields["num_hidden_layers"]]
+    return named if fields == own else {**fields, "name": f"{named}-resized"}
 
 
 PATTERNS = ("--hybrid-layer-pattern", "--hybrid-override-pattern")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from planner.errors import SpecError
@@ -11,8 +11,10 @@ from planner.export.followed.python_recipe import Evaluator, chosen_recipe
 from planner.export.followed.python_values import CallRecord
 from planner.export.followed.shell_script import read_script
 from planner.export.imported_run import ConfigFile, ImportedRun, yaml_of
-from planner.export.keyed_settings import dialect, flat, is_empty, resolved, table
+from planner.export.keyed_settings import beginnings, dialect, flat, is_empty, num_gpus, resolved, table, value_of
 from planner.export.megatron.bridge_reading import fields_of, plain, precision_named, read_peft, run_of_fields
+from planner.export.megatron.keyed_reading import add_lora
+from planner.export.megatron.option_rows import options_of
 from planner.export.named_models import model_called, vocabulary_of
 from planner.specs.base import Fields, Named, Said
 
@@ -52,10 +54,11 @@ def as_fields(given: Said) -> Fields:
     return fields
 
 
+_LAUNCHER = beginnings(table()["megatron"]["launchers"])
 _HELPERS: Named = table()["nemo"]["keywords"]
 """Keywords of the functions that NeMo's recipes make a trainer with, where these are in no file beside the recipe."""
 _MAX_DEPTH = 60
-_BESIDE = re.compile(r"trainer\.|model\.optim\.(?!(name|overlap_(grad|param)_sync|grad_sync_dtype)$)")
+_BESIDE = re.compile(r"trainer\.|model\.(?!(optim\.(overlap_(grad|param)_sync|grad_sync_dtype)|tokenizer\.\w+)$)\w+\.")
 """Settings beside the model's own, but for those that are read."""
 _OTHERS = re.compile(
     r"bert|\bt[05]|_t[05]|retro|mamba|griffin|hyena|bart|ul2|inference|\bexport|quantization|prune", re.IGNORECASE
@@ -73,7 +76,10 @@ def read_nemo(config: ConfigFile) -> ImportedRun:
             )
         return _second_version(record)
     if re.search(r"(trainer|model)\.(strategy|config|devices|num_nodes)", config.text):
-        imported = _second_version(_record_of_overrides(config))
+        script = read_script(config.text, config.beside)
+        imported = _second_version(_record_of_overrides(script.words))
+        imported.ignore(_LAUNCHER.match)
+        imported.run["num_gpus"] = imported.run["num_gpus"] or num_gpus(options_of(script.words), script)
         factory = re.search(r"--factory[ =]['\"]?(\w+)", config.text)
         if factory is not None and imported.run["model"] is None:
             imported.run["model"], imported.model_name = model_called(factory[1]), factory[1]
@@ -111,13 +117,20 @@ def _second_version(record: CallRecord) -> ImportedRun:
         )
     )
     kind = model.kind.rpartition(".")[2] if isinstance(model, CallRecord) else ""
-    named = model_called(kind)
-    if named is None and isinstance(model, CallRecord):
-        fields = {f"model.{name}": plain(value) for name, value in model.defaults.items()} | fields
-    imported = run_of_fields("nemo", fields, _world(nodes or 1, devices), named, fields if named else {})
+    # a recipe of NeMo's own that lies in no file here
+    own = re.search(r"(\w+)\.(?:pretrain|finetune)_recipe$", record.kind)
+    named = model_called(kind) or (model_called(own[1]) if own else None)
+    defaults = model.defaults if isinstance(model, CallRecord) else {}
+    # models drop nothing unless their class says so; sequences are those of the data
+    unsaid = {f"model.{name}": plain(value) for name, value in ({"hidden_dropout": 0.0} | defaults).items()}
+    if named is None and "hidden_dropout" not in defaults:
+        del unsaid["model.hidden_dropout"]
+    if "dataset.seq_length" in fields:
+        unsaid.pop("model.seq_length", None)
+    imported = run_of_fields("nemo", unsaid | fields, _world(nodes or 1, devices), named, fields)
+    imported.ignore(_ROW.is_harmless)
     if imported.run["model"] is None and kind:
         imported.model_name = kind
-    imported.notes = [note for note in imported.notes if not note.startswith("neither --bf16")]
     read_peft(imported, record.fields.get("peft"))
     _ROW.sort(imported, unread, (), lambda path, value: path.startswith("peft") or is_empty(value) or value == "")
     return imported
@@ -158,9 +171,8 @@ def _callbacks(record: CallRecord) -> Fields:
     }
 
 
-def _record_of_overrides(config: ConfigFile) -> CallRecord:
+def _record_of_overrides(words: Sequence[str]) -> CallRecord:
     """Overrides of a command line, or of MODEL_ARGS, as the record that they change."""
-    words = read_script(config.text, config.beside).words
     pairs = [word.lstrip("-").split("=", 1) for word in words if "=" in word]
     pairs += [
         [word.lstrip("-"), words[i + 1]]
@@ -174,15 +186,8 @@ def _record_of_overrides(config: ConfigFile) -> CallRecord:
         for parent in parents:
             inner = owner.fields.setdefault(parent, CallRecord(""))
             owner = inner if isinstance(inner, CallRecord) else CallRecord("")
-        owner.fields[name] = _scalar(text)
+        owner.fields[name] = value_of(text)
     return record
-
-
-def _scalar(text: str) -> Any:
-    try:
-        return yaml_of(text, "")
-    except SpecError:
-        return text
 
 
 def _first_version(text: str) -> ImportedRun:
@@ -206,7 +211,13 @@ def _first_version(text: str) -> ImportedRun:
         "nemo", as_fields(given), _world(given.get("trainer.num_nodes", 1), given.get("trainer.devices"))
     )
     imported.assumed |= {path: str(value) for path, value in _ROW.left_out(given).items()}
+    scheme = str(given.get("model.peft.peft_scheme") or "none").lower()
+    if scheme not in ("none", "null"):
+        start = f"model.peft.{scheme}_tuning."
+        fields = {"dim": given.get(f"{start}adapter_dim", 32), "target_modules": given.get(f"{start}target_modules")}
+        add_lora(imported, fields, scheme)
     imported.unknown |= {path: str(value) for path, value in given.items() if _BESIDE.match(path)}
-    for path in [path for path in imported.unknown if _ROW.is_harmless(path)]:
-        imported.ignored[path] = imported.unknown.pop(path)
+    if "adam" in str(given.get("model.optim.name", "adam")):
+        imported.unknown.pop("model.optim.name", None)
+    imported.ignore(_ROW.is_harmless)
     return imported

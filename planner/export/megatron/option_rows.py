@@ -42,7 +42,7 @@ def options_of(words: Sequence[str]) -> Options:
     options: OptionWords = {}
     name = ""
     for word in words:
-        if re.match(r"--[A-Za-z]", word):
+        if re.match(r"--[A-Za-z]|-[a-z][a-z_-]{3}", word):
             name, equals, value = word.partition("=")
             if name.startswith(_TORCHRUN):
                 name = name.replace("_", "-")

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator, Sequence
 
 from planner.errors import SpecError
 from planner.export.followed.shell_script import AROUND, Script, read_script
-from planner.export.imported_run import ConfigFile, ImportedRun, json_of, new_run
+from planner.export.imported_run import ConfigFile, ImportedRun, json_of, new_run, published_name
 from planner.export.keyed_settings import beginnings, count, num_gpus, table
 from planner.export.megatron.deepspeed_options import (
     DEEPSPEED_OPTIONS,
@@ -16,7 +16,7 @@ from planner.export.megatron.deepspeed_options import (
     is_megatron_deepspeed,
     read_zero,
 )
-from planner.export.megatron.model_options import MODEL_OPTIONS, PATTERNS, read_model, with_pattern
+from planner.export.megatron.model_options import MODEL_OPTIONS, PATTERNS, read_model, resized, with_pattern
 from planner.export.megatron.option_rows import Options, broken_rows, number, options_of, read_fields, text
 from planner.export.megatron.option_rows import table as option_table
 from planner.export.megatron.plan_options import (
@@ -192,8 +192,17 @@ def _run_of(
     options: Options, script: Script, source: str, also_read: Collection[str], named: Model | None
 ) -> ImportedRun:
     options = with_pattern(options)
-    model = read_model(options) if "--num-layers" in options and named is None else named
-    described = {**options, **_options_of_model(named)} if named is not None else options
+    if named is None and "--num-layers" in options and _ROW["plugin"] in text(options, "--spec"):
+        # what its layers are stands in Python, and the model of these sizes has them
+        named = published_name(read_model(options))
+        also_read = {*also_read, *_ROW["of_plugin"].split()} if named else also_read
+    model: Model | None = None
+    described = options
+    if named is not None:
+        model = found = resized(named, options)
+        described = {**options, **_options_of_model(found)}
+    elif "--num-layers" in options:
+        model = read_model(options)
     imported = new_run(
         source,
         "megatron",
@@ -214,7 +223,7 @@ def _run_of(
         imported.again = lambda model: run_of(options, script, source, also_read, model)
     imported.optimizer_instances = number(options, "--num-distributed-optimizer-instances", 1) or 1
     imported.microbatches_per_rank = 1
-    imported.notes += _assumptions(options)
+    imported.notes += _assumptions(options, source)
     imported.assumed = unsaid_options(described)
     imported.documented = _ROW["documented"]
     # DeepSpeed's pipelines take other splits and other words
@@ -247,7 +256,7 @@ def unsaid_options(options: Options) -> Named:
     }
 
 
-def _assumptions(options: Options) -> Iterator[str]:
+def _assumptions(options: Options, source: str) -> Iterator[str]:
     """Notes on options that mean something else in another version, or that no plan has a word for."""
     if "--use-megatron-fsdp" in options and "--data-parallel-sharding-strategy" not in options:
         yield (
@@ -258,7 +267,7 @@ def _assumptions(options: Options) -> Iterator[str]:
     if scales is not None and not SWITCHES["precision_recipe"].fields_of(scales):
         recipe = scales.removeprefix("fp8-")
         yield f"--fp8-recipe {recipe}: its scales are not modelled, and priced as one for a tensor (tensorwise)"
-    if "--bf16" not in options and "--fp16" not in options:
+    if source not in ("bridge", "nemo") and "--bf16" not in options and "--fp16" not in options:
         yield "neither --bf16 nor --fp16 is given, so that it trains in fp32: priced as bf16"
     if "--seq-length" not in options and "--max-position-embeddings" in options:
         yield "--seq-length is missing: as long as --max-position-embeddings"

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain, pairwise
@@ -20,7 +20,7 @@ from planner.errors import SpecError
 from planner.observe.observation import SavedPart
 from planner.observe.traces.events import TABLES, ranks_of
 from planner.observe.traces.source import Progress, load_plain, trace_file
-from planner.specs.base import Fields, Ints, Texts
+from planner.specs.base import Fields, Ints, Said, Texts
 from planner.specs.reading import DUMP, label, parse_json, printable
 
 UNATTRIBUTED = "unattributed"
@@ -118,7 +118,7 @@ class SnapshotReport(SavedPart):
 class MemoryReplay:
     """One device's events, from the baseline on."""
 
-    def __init__(self, where: str, events: Sequence[Any], blocks: Sequence[Mapping[str, Any]]) -> None:
+    def __init__(self, where: str, events: Sequence[Any], blocks: Sequence[Said]) -> None:
         self._where = where
         self.allocations: list[LiveAllocation] = []
         self._live: dict[int, LiveAllocation] = {}
@@ -210,7 +210,7 @@ def read_snapshot(path: str | Path, progress: Progress | None = None) -> tuple[S
     )
 
 
-def _report(where: str, device: int, blocks: Sequence[Mapping[str, Any]], events: list[Any]) -> SnapshotReport:
+def _report(where: str, device: int, blocks: Sequence[Said], events: list[Any]) -> SnapshotReport:
     replay = MemoryReplay(where, events, blocks)
     free = [block["size"] for block in blocks if block["state"] == "inactive"]
     inactive = sum(free)
@@ -257,7 +257,7 @@ def _blocks(segments: Sequence[Any], where: str, size_bytes: int) -> Iterator[Fi
             address += size
 
 
-def whole(entry: Mapping[str, Any], key: str, where: str, place: str, default: int | None = None) -> int:
+def whole(entry: Said, key: str, where: str, place: str, default: int | None = None) -> int:
     """A whole number of an entry; SpecError names the place of anything else."""
     value = entry.get(key, default)
     most = 2**64 if key.startswith("addr") else 2**48

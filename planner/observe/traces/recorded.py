@@ -39,7 +39,7 @@ from planner.observe.traces.events import (
     axis_of_description,
 )
 from planner.observe.traces.source import Progress, read_kineto, trace_file
-from planner.specs.base import Texts
+from planner.specs.base import Named, Texts
 from planner.specs.reading import STDIN
 
 _COLLECTIVE_PATTERNS = [(kind, re.compile(text, re.IGNORECASE)) for kind, text in TABLES["collectives"].items()]
@@ -340,7 +340,7 @@ class Recorded(SavedPart):
     traces: TraceReport | None = None
     snapshots: tuple[SnapshotReport, ...] = ()
     flight_recorder: FlightReport | None = None
-    kinds: dict[str, str] = Field(default_factory=dict)
+    kinds: Named = Field(default_factory=dict)
     """The kind of each file."""
 
 

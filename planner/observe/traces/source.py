@@ -20,7 +20,7 @@ import pickle
 import re
 import zlib
 from array import array
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,7 +43,7 @@ from planner.observe.traces.events import (
     ranks_by_stride,
     ranks_of,
 )
-from planner.specs.base import Fields
+from planner.specs.base import Fields, Said
 from planner.specs.reading import label, printable
 
 Progress = Callable[[], None]
@@ -445,7 +445,7 @@ def _with_calls(gpu: Events, launches: Events, comms: Events) -> Events:
     return gpu
 
 
-def _configured(header: Mapping[str, Any]) -> dict[str, ProcessGroup]:
+def _configured(header: Said) -> dict[str, ProcessGroup]:
     """The groups of `distributedInfo.pg_config`, which lists every rank."""
     info = header.get("distributedInfo")
     entries = info.get("pg_config") if isinstance(info, dict) else None
@@ -460,7 +460,7 @@ def _configured(header: Mapping[str, Any]) -> dict[str, ProcessGroup]:
     return groups
 
 
-def _rank(header: Mapping[str, Any], where: str) -> tuple[int | None, int | None]:
+def _rank(header: Said, where: str) -> tuple[int | None, int | None]:
     info = header.get("distributedInfo")
     said = info if isinstance(info, dict) else {}
     rank = said.get("rank")
@@ -470,7 +470,7 @@ def _rank(header: Mapping[str, Any], where: str) -> tuple[int | None, int | None
     return rank, world_size if isinstance(world_size, int) and world_size > 0 else None
 
 
-def _device_name(header: Mapping[str, Any], device: int | str) -> str:
+def _device_name(header: Said, device: int | str) -> str:
     properties = header.get("deviceProperties")
     for entry in properties if isinstance(properties, list) else ():
         if isinstance(entry, dict) and entry.get("id") == device:

@@ -51,8 +51,8 @@ def latent_qkv(model: ModelSpec, mla: MLASpec, shape: Shape, runtime: RuntimeSpe
         # its input is a view of the down-projection's output, whose rotary part is kept along
         others = [one for one in latent_norm.saved if (one.name, one.dtype) != ("input", "bf16")]
         is_view = len(others) < len(latent_norm.saved)
-        kept = Saved("kv down", (shard, down)) if is_view else Saved("rotary part", (shard, mla.qk_rope_head_dim))
-        latent_norm = replace(latent_norm, saved=(*others, kept))
+        own = Saved("kv down", (shard, down)) if is_view else Saved("rotary part", (shard, mla.qk_rope_head_dim))
+        latent_norm = replace(latent_norm, saved=(*others, own))
     yield latent_norm
     kv_width = heads * (mla.qk_nope_head_dim + mla.v_head_dim)
     keys = Operator(name="kv up", kind="gemm", modules=up, m=tokens, n=kv_width, k=rank, parameters=kv_width * rank)
@@ -62,19 +62,13 @@ def latent_qkv(model: ModelSpec, mla: MLASpec, shape: Shape, runtime: RuntimeSpe
     rope = rotary(heads * mla.qk_rope_head_dim + mla.qk_rope_head_dim, tokens, runtime, up)
     # rotation writes q anew and assembles k from its two parts: nope and the rope part shared by all heads
     assembled = BF16 * tokens * 2 * heads * qk_dim
+    kept = (("q", qk_dim), ("k", qk_dim), ("v", v_width))
     yield Operator(
-        name="assemble q, k",
-        kind="elementwise",
-        family="rotary",
-        modules=up,
-        forward_bytes=rope.forward_bytes + 2 * assembled,
-        backward_bytes=rope.backward_bytes + 2 * assembled,
-        forward_kernels=rope.forward_kernels + 1,
-        backward_kernels=rope.backward_kernels + 1,
-        saved=tuple(
-            Saved(name, (tokens, heads, width), up) for name, width in (("q", qk_dim), ("k", qk_dim), ("v", v_width))
-        ),
-    )
+        name="assemble q, k", kind="elementwise", family="rotary", modules=up,
+        forward_bytes=rope.forward_bytes + 2 * assembled, backward_bytes=rope.backward_bytes + 2 * assembled,
+        forward_kernels=rope.forward_kernels + 1, backward_kernels=rope.backward_kernels + 1,
+        saved=tuple(Saved(name, (tokens, heads, width), up) for name, width in kept),
+    )  # fmt: skip
 
 
 def attention(model: ModelSpec, kind: LayerKind, shape: Shape, runtime: RuntimeSpec) -> Iterator[Item]:
@@ -172,15 +166,10 @@ def _qkv(model: ModelSpec, shape: Shape, runtime: RuntimeSpec) -> Iterator[Item]
         modules = ("op",) if again else ()
         columns = cut if name == "qkv" else kept
         product = Operator(
-            name=name,
-            kind="gemm",
-            modules=modules,
-            m=shape.tokens,
-            n=columns,
-            k=model.hidden_size,
+            name=name, kind="gemm", modules=modules, m=shape.tokens, n=columns, k=model.hidden_size,
             parameters=columns * model.hidden_size + (columns if model.qkv_bias else 0),
             saved=() if name in copied else (Saved(name, (shape.tokens, kept), modules),),
-        )
+        )  # fmt: skip
         products.append(product)
     yield from enter_tp("qkv", products, model.hidden_size, shape, runtime)
     if model.query_rank is not None:
@@ -189,15 +178,9 @@ def _qkv(model: ModelSpec, shape: Shape, runtime: RuntimeSpec) -> Iterator[Item]
         rows, row = shape.tokens * (heads + own_keys), model.head_dim
         # eager: its input is a view of the buffer, and rotation, which reads its output, keeps nothing
         normed = norm(
-            "qk norm",
-            row,
-            rows,
-            model,
-            runtime,
-            saves_output=False,
-            saves_input=not keeps_buffer,
+            "qk norm", row, rows, model, runtime, saves_output=False, saves_input=not keeps_buffer,
             input_modules=("op",),
-        )
+        )  # fmt: skip
         over = {"head_dim": 2 - model.shares_keys, "plain": 0}
         weights = over.get(model.qk_norm_over, heads + own_keys)
         if model.qk_norm_over == "hidden":

@@ -142,8 +142,8 @@ def norm(
     """
     modules = (module, "op") if module else ("op",)
     num_bytes = BF16 * tokens * width
-    # unfused: cast to fp32, square, mean, scale, cast back, weight
-    passes, kernels = (1, 1) if runtime.fused_norm else (9, 6)
+    # unfused: cast to fp32, square, mean, scale, cast back, weight; torch itself has one kernel for a LayerNorm
+    passes, kernels = (1, 1) if runtime.fused_norm or model.norm == "layernorm" else (9, 6)
     saved = [Saved("statistics", (2 if model.norm == "layernorm" else 1, tokens), dtype="fp32")]
     if runtime.copies_norm_input and not runtime.fused_norm and model.norm == "rmsnorm":
         # the input in fp32, and the normalized rows before their weight

@@ -92,6 +92,14 @@ def around_flash(
         yield _sinks(shape, heads, v_dim)
 
 
+def _copies(name: str, forward_bytes: Number, backward_bytes: Number, kernels: tuple[int, int]) -> Operator:
+    """Copies and sums beside the kernel, which recomputing core attention repeats; kernels of forward and backward."""
+    return Operator(
+        name=name, kind="elementwise", family="copy", modules=("core_attn",), forward_bytes=forward_bytes,
+        backward_bytes=backward_bytes, forward_kernels=kernels[0], backward_kernels=kernels[1], working_bytes=0.0,
+    )  # fmt: skip
+
+
 def _rows_of_keys(shape: Shape) -> Number:
     """Rows of keys that a rank's kernels take: chunks r and 2·cp − 1 − r see (2·cp + 1) / (2·cp) sequences together."""
     whole = shape.tokens * shape.cp
@@ -110,53 +118,27 @@ def _gathered(shape: Shape, heads: Number, kv_heads: Number, qk_dim: int, v_dim:
     ordered = 2 * whole + 2 * value
     per_head = where(heads > kv_heads, used * (heads / kv_heads + 1), 0.0)
     is_split = shape.cp > 1
-    return Operator(
-        name="gathered keys and values",
-        kind="elementwise",
-        family="copy",
-        modules=("core_attn",),
-        forward_bytes=is_split * (ordered + 2 * output),
-        # gathered again; gradients zeroed, added for both chunks and put in the order of ranks; those of queries joined
-        backward_bytes=is_split * (ordered + whole + 3 * used + 2 * whole + 2 * query + per_head),
-        forward_kernels=4,
-        backward_kernels=16,
-        working_bytes=0.0,
-    )
+    forward_bytes = is_split * (ordered + 2 * output)
+    # gathered again; gradients zeroed, added for both chunks and put in the order of ranks; those of queries joined
+    backward_bytes = is_split * (ordered + whole + 3 * used + 2 * whole + 2 * query + per_head)
+    return _copies("gathered keys and values", forward_bytes, backward_bytes, (4, 16))
 
 
 def _padded(shape: Shape, flash: Number, heads: Number, kv_heads: Number, qk_dim: int, v_dim: int) -> Operator:
     """Widens values to keys with zeros, and the output and its gradient in the backward; a pad writes all, then v."""
     values = BF16 * _rows_of_keys(shape) * kv_heads * (qk_dim + 2 * v_dim)
     outputs = BF16 * shape.tokens * heads * (qk_dim + 2 * v_dim)
-    return Operator(
-        name="padded values",
-        kind="elementwise",
-        family="copy",
-        modules=("core_attn",),
-        forward_bytes=flash * (values + BF16 * shape.tokens * heads * 2 * v_dim),
-        backward_bytes=flash * (values + 2 * outputs),
-        forward_kernels=3,
-        backward_kernels=6,
-        working_bytes=0.0,
-    )
+    forward_bytes = flash * (values + BF16 * shape.tokens * heads * 2 * v_dim)
+    return _copies("padded values", forward_bytes, flash * (values + 2 * outputs), (3, 6))
 
 
 def _sinks(shape: Shape, heads: Number, v_dim: int) -> Operator:
     """Scales the output by the share that sinks leave, and computes the gradient of their logits from grad ∘ output."""
     output, statistics = BF16 * shape.tokens * heads * v_dim, FP32 * shape.tokens * heads
-    return Operator(
-        name="sinks",
-        kind="elementwise",
-        family="copy",
-        modules=("core_attn",),
-        # logaddexp, difference, exponential and cast of the log-sum-exp; the product reads and writes the output
-        forward_bytes=2 * output + 9 * statistics,
-        # grad ∘ output in bf16 (3), in fp32 (3), its row sums (2)
-        backward_bytes=8 * output + 9 * statistics,
-        forward_kernels=6,
-        backward_kernels=9,
-        working_bytes=0.0,
-    )
+    # logaddexp, difference, exponential and cast of the log-sum-exp; the product reads and writes the output
+    forward_bytes = 2 * output + 9 * statistics
+    # grad ∘ output in bf16 (3), in fp32 (3), its row sums (2)
+    return _copies("sinks", forward_bytes, 8 * output + 9 * statistics, (6, 9))
 
 
 def kv_heads_per_rank(model: ModelSpec, shape: Shape) -> Number:
@@ -182,9 +164,8 @@ def core_attention(model: ModelSpec, kind: LayerKind, shape: Shape, runtime: Run
     output = Saved("output", (copies, shape.tokens, heads, v_dim))
     masks_scores = kind.attention in ("indexed", "sparse") and not runtime.fuses_sparse_attention
     if masks_scores or not runtime.flash_attention:
-        yield from _unfused_core(
-            shape, runtime, heads, qk_dim, v_dim, sinks, output, "fp32" if masks_scores else "bf16"
-        )
+        dtype = "fp32" if masks_scores else "bf16"
+        yield from _unfused_core(shape, runtime, heads, qk_dim, v_dim, sinks, output, dtype)
         return
     core, span = ("core_attn",), shape.seq_length
     gathered = shape.tokens * (shape.cp - 1), kv_heads, qk_dim + v_dim
@@ -198,30 +179,17 @@ def core_attention(model: ModelSpec, kind: LayerKind, shape: Shape, runtime: Run
     if runtime.takes_torch_attention:
         num_kernels, flash = chunks_of(shape), calls_flash(window_of(model, kind), model.attention_sinks, shape.cp)
         yield from around_flash(shape, flash, heads, kv_heads, qk_dim, v_dim, model.attention_sinks)
+    kept = [output, Saved("log-sum-exp", (shape.tokens, heads), core, dtype="fp32")]
+    if runtime.keeps_gathered_keys:
+        kept.append(Saved("gathered k, v", gathered, (*core, "op")))
     yield Operator(
-        name="attention",
-        kind="attention",
-        modules=core,
-        batch=shape.micro_batch_size * (shape.seq_length / span),
-        heads=heads,
-        kv_heads=kv_heads,
-        count=num_kernels,
-        q_len=span / shape.cp / num_kernels,
-        kv_len=span,
-        window=_window(model, kind),
-        causal=model.causal,
+        name="attention", kind="attention", modules=core, batch=shape.micro_batch_size * (shape.seq_length / span),
+        heads=heads, kv_heads=kv_heads, count=num_kernels, q_len=span / shape.cp / num_kernels, kv_len=span,
+        window=_window(model, kind), causal=model.causal,
         imbalance=1.0 if runtime.balances_context or kind.attention != "full" else 2 - 1 / shape.cp,
-        qk_dim=qk_dim,
-        v_dim=v_dim,
-        has_sinks=model.attention_sinks,
-        calls_flash=flash,
-        parameters=sinks,
-        saved=(
-            output,
-            Saved("log-sum-exp", (shape.tokens, heads), core, dtype="fp32"),
-            *((Saved("gathered k, v", gathered, (*core, "op")),) if runtime.keeps_gathered_keys else ()),
-        ),
-    )
+        qk_dim=qk_dim, v_dim=v_dim, has_sinks=model.attention_sinks, calls_flash=flash, parameters=sinks,
+        saved=tuple(kept),
+    )  # fmt: skip
 
 
 def _window(model: ModelSpec, kind: LayerKind) -> int:
@@ -235,15 +203,9 @@ def _repeated(shape: Shape, head_dim: int, heads: Number, kv_heads: Number) -> O
     """Copies keys and values for every query head of their group, and sums the gradients of the copies."""
     moved = 2 * BF16 * shape.tokens * head_dim * (heads + kv_heads)
     return Operator(
-        name="repeat k, v",
-        kind="elementwise",
-        family="copy",
-        modules=("op",),
-        forward_bytes=moved,
-        backward_bytes=moved,
-        forward_kernels=2,
-        backward_kernels=2,
-    )
+        name="repeat k, v", kind="elementwise", family="copy", modules=("op",), forward_bytes=moved,
+        backward_bytes=moved, forward_kernels=2, backward_kernels=2,
+    )  # fmt: skip
 
 
 def _merged(shape: Shape, head_bytes: Number, kv_bytes: Number, qk_dim: int, v_dim: int) -> Operator:
@@ -255,85 +217,45 @@ def _merged(shape: Shape, head_bytes: Number, kv_bytes: Number, qk_dim: int, v_d
     """
     others = 0.75 * (shape.cp - 1)
     passes, rings = 2 + 3 * others, others > 0
-    return Operator(
-        name="merge blocks",
-        kind="elementwise",
-        family="copy",
-        modules=("core_attn",),
-        forward_bytes=rings * passes * v_dim * head_bytes,
-        backward_bytes=rings * (passes * qk_dim * head_bytes + 3 * (1 + others) * kv_bytes),
-        forward_kernels=2,
-        backward_kernels=4,
-        working_bytes=0.0,
-    )
+    forward_bytes = rings * passes * v_dim * head_bytes
+    backward_bytes = rings * (passes * qk_dim * head_bytes + 3 * (1 + others) * kv_bytes)
+    return _copies("merge blocks", forward_bytes, backward_bytes, (2, 4))
 
 
 def _unfused_core(
-    shape: Shape,
-    runtime: RuntimeSpec,
-    heads: Number,
-    qk_dim: int,
-    v_dim: int,
-    sinks: Number,
-    output: Saved,
-    dtype: str = "bf16",
+    shape: Shape, runtime: RuntimeSpec, heads: Number, qk_dim: int, v_dim: int, sinks: Number, output: Saved, dtype: str
 ) -> Iterator[Operator]:
     """QKᵀ, softmax and AV as three kernels, of which the softmax keeps the probabilities.
 
     In fp32 a mask of the chosen keys is added to the scores in a pass of its own.
     """
-    core, q_len = ("core_attn",), shape.seq_length / shape.cp
+    core, q_len, keys, in_fp32 = ("core_attn",), shape.seq_length / shape.cp, shape.seq_length, dtype == "fp32"
     count = shape.micro_batch_size * heads
-    masked = 3 if dtype == "fp32" else 0
-    scores = Saved("probabilities", (count, q_len, shape.seq_length), core, dtype)
-    dropout = (scores._replace(name="dropped probabilities"), scores._replace(name="mask", dtype="uint8"))
+    scores = Saved("probabilities", (count, q_len, keys), core, dtype)
+    kept: tuple[Saved, ...] = (scores,)
+    kernels, read, written = 1, 2.0 + 3 * in_fp32, 3.0
+    if runtime.dropout:  # reads and writes once more
+        kept += scores._replace(name="dropped probabilities"), scores._replace(name="mask", dtype="uint8")
+        kernels, read, written = 2, read + 2.5, 5.5
     yield Operator(
-        name="scores",
-        kind="gemm",
-        modules=core,
-        weight=False,
-        count=count,
-        m=q_len,
-        n=shape.seq_length,
-        k=qk_dim,
-        in_fp32=masked > 0,
-    )
+        name="scores", kind="gemm", modules=core, weight=False, count=count, m=q_len, n=keys, k=qk_dim, in_fp32=in_fp32,
+    )  # fmt: skip
+    # scale, mask and softmax in one kernel
     yield Operator(
-        name="softmax",
-        kind="elementwise",
-        family="softmax",
-        modules=core,
-        # scale, mask and softmax in one kernel; dropout reads and writes once more
-        forward_bytes=scores.num_bytes * ((4.5 if runtime.dropout else 2) + masked),
-        backward_bytes=scores.num_bytes * (5.5 if runtime.dropout else 3),
-        forward_kernels=2 if runtime.dropout else 1,
-        backward_kernels=2 if runtime.dropout else 1,
-        parameters=sinks,
-        saved=(scores, *(dropout if runtime.dropout else ())),
-    )
+        name="softmax", kind="elementwise", family="softmax", modules=core, forward_bytes=scores.num_bytes * read,
+        backward_bytes=scores.num_bytes * written, forward_kernels=kernels, backward_kernels=kernels, parameters=sinks,
+        saved=kept,
+    )  # fmt: skip
     # queries, keys and values are strided views; the context is put in order, and the three gradients into one buffer
     context_bytes = BF16 * shape.tokens * heads * v_dim
     yield Operator(
-        name="layout",
-        kind="elementwise",
-        family="strided",
-        forward_bytes=2 * context_bytes,
-        backward_bytes=8 * context_bytes,
-        forward_kernels=1,
-        backward_kernels=2,
-    )
+        name="layout", kind="elementwise", family="strided", forward_bytes=2 * context_bytes,
+        backward_bytes=8 * context_bytes, forward_kernels=1, backward_kernels=2,
+    )  # fmt: skip
     yield Operator(
-        name="values",
-        kind="gemm",
-        modules=core,
-        weight=False,
-        in_fp32=masked > 0,
-        count=count,
-        m=q_len,
-        n=v_dim,
-        k=shape.seq_length,
+        name="values", kind="gemm", modules=core, weight=False, in_fp32=in_fp32, count=count, m=q_len, n=v_dim, k=keys,
         saved=(output,),
-    )
+    )  # fmt: skip
 
 
 def _context_exchange(runtime: RuntimeSpec, shape: Shape, kv_bytes: Number, q_bytes: Number) -> Iterator[Collective]:

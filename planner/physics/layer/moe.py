@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Literal
 
 from planner.physics.layer.blocks import activation_of, cast_copy, dense_mlp, norm
@@ -16,6 +17,8 @@ from planner.trainers.spec import RuntimeSpec
 MODULES = ("moe", "op")
 """Modules whose recomputing runs an operator of a mixture again: torchtitan's `op` keeps what exchanges give, and no
 product of experts, which torch's list of operators that are dear to repeat lacks."""
+MOE = MODULES[:1]
+"""The module alone, of what exchanges give."""
 
 
 def mixture(model: ModelSpec, moe: MoESpec, shape: Shape, runtime: RuntimeSpec, imbalance: Number) -> Iterator[Item]:
@@ -27,50 +30,17 @@ def mixture(model: ModelSpec, moe: MoESpec, shape: Shape, runtime: RuntimeSpec, 
     # a rank that holds all experts has all rows, wherever they go
     fullest: Number = imbalance ** (1.0 * (shape.ep > 1))
     tokens, hidden, sent = shape.shard_tokens, model.hidden_size, moe.latent_size or model.hidden_size
-    scored = moe.num_experts + moe.num_zero_experts
     # a choice that falls on a zero expert stays where it is
-    pairs = tokens * moe.num_experts_per_tok * (moe.num_experts / scored)
-    pair_bytes = BF16 * pairs * sent
-    has_bias = moe.router_bias and (model.has_mlp_bias or not runtime.balances_in_buffers)
-    casts = model.balances_by_bias if moe.router_in_fp32 is None else moe.router_in_fp32
-    copied = (Saved("input in fp32", (tokens, hidden), MODULES, dtype="fp32"),) * (casts and runtime.runs_transformers)
-    yield Operator(
-        name="router",
-        kind="gemm",
-        wide=True,
-        modules=MODULES,
-        m=tokens,
-        n=scored,
-        k=hidden,
-        parameters=scored * (hidden + (1 if has_bias else 0)),
-        saved=(Saved("scores", (2 if runtime.fused_permute else 1, tokens, scored), MODULES, dtype="fp32"), *copied),
-    )
-    yield Operator(
-        name="route",
-        kind="elementwise",
-        family="router",
-        modules=MODULES,
-        forward_bytes=4 * FP32 * tokens * scored,
-        backward_bytes=3 * FP32 * tokens * scored,
-        forward_kernels=8,
-        backward_kernels=6,
-        saved=_routing(tokens, pairs, runtime),
-    )
+    pairs = tokens * moe.num_experts_per_tok * (moe.num_experts / (moe.num_experts + moe.num_zero_experts))
+    yield from _router(model, moe, tokens, pairs, runtime)
     if moe.expert_norms:
         yield from _expert_norms(model, moe, shape, runtime)
     if moe.latent_size is not None:
         yield _latent("latent down", hidden, sent, shape)
+    pair_bytes = BF16 * pairs * sent
     moved_bytes = runtime.permute_factor * (BF16 * tokens * sent + pair_bytes)
     yield _move("permute", moved_bytes)
-    sent_bytes = pair_bytes * fullest
-    choices = moe.num_experts_per_tok if runtime.sends_tokens_once else 0
-    inner_factor = max(1.0, runtime.ep_row_bytes / (BF16 * sent))
-    row_fraction = (moe.num_experts_per_tok - 1) / scored if runtime.visits_experts_in_rows else 0.0
-    exchanged = Collective(
-        name="", kind="all_to_all", group="ep", num_bytes=sent_bytes, overlap="ep", choices=choices,
-        row_fraction=row_fraction, inner_factor=inner_factor, row_bytes=BF16 * sent,
-        transport=runtime.dispatcher_transport,
-    )  # fmt: skip
+    exchanged = _exchange(moe, sent, pair_bytes * fullest, runtime)
     yield from _both_ways("dispatch", exchanged)
     yield from _experts(model, moe, shape, runtime, pairs * shape.etp * fullest)
     yield from _both_ways("combine", exchanged)
@@ -80,16 +50,51 @@ def mixture(model: ModelSpec, moe: MoESpec, shape: Shape, runtime: RuntimeSpec, 
     if runtime.weights_expert_outputs and runtime.fused_permute:
         # of what combining gives, summed up where tokens are sent once, recomputing by operators keeps what was sent
         combined = (tokens if runtime.sends_tokens_once else pairs) * (shape.ep > 1)
-        summed, sums = (
-            Saved("expert outputs", (pairs - combined, sent), MODULES),
-            Saved("sums", (combined, sent), ("moe",)),
-        )
+        summed, sums = Saved("expert outputs", (pairs - combined, sent), MODULES), Saved("sums", (combined, sent), MOE)
         unpermute = replace(unpermute, saved=(summed, sums))
     yield unpermute
     if moe.latent_size is not None:
         if moe.latent_norm:
             yield norm("latent norm", sent, tokens, model, runtime, saves_output=False)
         yield _latent("latent up", sent, hidden, shape)
+    yield from _shared_expert(model, moe, shape, runtime)
+    if moe.output_norm:
+        yield norm("expert output norm", hidden, tokens, model, runtime, saves_output=False)
+
+
+def _router(model: ModelSpec, moe: MoESpec, tokens: Number, pairs: Number, runtime: RuntimeSpec) -> Iterator[Operator]:
+    """Scores of every expert for every token, and the choice of the best."""
+    scored, hidden = moe.num_experts + moe.num_zero_experts, model.hidden_size
+    has_bias = moe.router_bias and (model.has_mlp_bias or not runtime.balances_in_buffers)
+    casts = model.balances_by_bias if moe.router_in_fp32 is None else moe.router_in_fp32
+    copied = (Saved("input in fp32", (tokens, hidden), MODULES, dtype="fp32"),) * (casts and runtime.runs_transformers)
+    yield Operator(
+        name="router", kind="gemm", wide=True, modules=MODULES, m=tokens, n=scored, k=hidden,
+        parameters=scored * (hidden + has_bias),
+        saved=(Saved("scores", (2 if runtime.fused_permute else 1, tokens, scored), MODULES, dtype="fp32"), *copied),
+    )  # fmt: skip
+    yield Operator(
+        name="route", kind="elementwise", family="router", modules=MODULES, forward_bytes=4 * FP32 * tokens * scored,
+        backward_bytes=3 * FP32 * tokens * scored, forward_kernels=8, backward_kernels=6,
+        saved=_routing(tokens, pairs, runtime),
+    )  # fmt: skip
+
+
+def _exchange(moe: MoESpec, sent: int, num_bytes: Number, runtime: RuntimeSpec) -> Collective:
+    """The all-to-all of `num_bytes` of rows of `sent` numbers among the ranks that share experts, without a name."""
+    in_rows = runtime.visits_experts_in_rows
+    return Collective(
+        name="", kind="all_to_all", group="ep", num_bytes=num_bytes, overlap="ep",
+        choices=moe.num_experts_per_tok if runtime.sends_tokens_once else 0,
+        row_fraction=(moe.num_experts_per_tok - 1) / (moe.num_experts + moe.num_zero_experts) if in_rows else 0.0,
+        inner_factor=max(1.0, runtime.ep_row_bytes / (BF16 * sent)), row_bytes=BF16 * sent,
+        transport=runtime.dispatcher_transport,
+    )  # fmt: skip
+
+
+def _shared_expert(model: ModelSpec, moe: MoESpec, shape: Shape, runtime: RuntimeSpec) -> Iterator[Item]:
+    """The dense MLP beside the experts, and the gate of its output."""
+    tokens, hidden = shape.shard_tokens, model.hidden_size
     if moe.shared_expert_intermediate_size:
         yield cast_copy("shared experts", (tokens, hidden), ("shared_experts",))
         yield from dense_mlp(model, moe.shared_expert_intermediate_size, shape, runtime, "shared_experts")
@@ -98,8 +103,6 @@ def mixture(model: ModelSpec, moe: MoESpec, shape: Shape, runtime: RuntimeSpec, 
             name="shared expert gate", kind="gemm", wide=True, m=tokens, n=1, k=hidden, parameters=hidden,
             saved=(Saved("shared output", (tokens, hidden)), Saved("gate", (tokens,))),
         )  # fmt: skip
-    if moe.output_norm:
-        yield norm("expert output norm", hidden, tokens, model, runtime, saves_output=False)
 
 
 def with_fullest_kept(items: Iterable[Item], ratio: float, shape: Shape) -> tuple[Item, ...]:
@@ -140,11 +143,10 @@ def _experts(model: ModelSpec, moe: MoESpec, shape: Shape, runtime: RuntimeSpec,
     """Grouped GEMMs of the num_experts / ep experts that a rank holds, for `rows` token-expert pairs in all."""
     local = moe.num_experts / shape.ep
     width, hidden = moe.moe_intermediate_size / shape.etp, moe.latent_size or model.hidden_size
-    factor, modules = 2 if model.gated_mlp else 1, MODULES
-    bias = 1 if model.has_mlp_bias else 0
+    up, bias = (2 if model.gated_mlp else 1) * width, 1 if model.has_mlp_bias else 0
     gathered = BF16 * rows * hidden
     for name, kind, backward in _ETP_EXCHANGES:
-        recomputed = () if backward else modules[:1]
+        recomputed = () if backward else MOE
         yield Collective(name=name, kind=kind, group="etp", num_bytes=gathered, backward=backward, modules=recomputed)
     # with several local experts, received rows are sorted by expert before the GEMMs and back after them, unless the
     # dispatcher that sends tokens once has laid them out so
@@ -154,45 +156,29 @@ def _experts(model: ModelSpec, moe: MoESpec, shape: Shape, runtime: RuntimeSpec,
     if runtime.sends_tokens_once:  # a rank gets a token once, however many of its experts visit it
         visits = moe.num_experts_per_tok
         received = received * (1 - (1 - 1 / shape.ep) ** visits) * shape.ep / visits
+    product = partial(Operator, kind="gemm", modules=MODULES, count=local, m=rows / local, expert=True)
     yield _move("sort rows", 2 * gathered * several)
-    yield Operator(
-        name="experts up",
-        kind="gemm",
-        modules=modules,
-        count=local,
-        m=rows / local,
-        n=factor * width,
-        k=hidden,
-        parameters=local * factor * width * (hidden + bias),
-        expert=True,
-        saved=(
-            Saved("rows", (rows - received, hidden), modules, gemm_input=True),
-            Saved("received rows", (received, hidden), modules[:1], gemm_input=True),
-            Saved("up", (rows, factor * width), modules),
-        ),
+    kept = (
+        Saved("rows", (rows - received, hidden), MODULES, gemm_input=True),
+        Saved("received rows", (received, hidden), MOE, gemm_input=True), Saved("up", (rows, up), MODULES),
+    )  # fmt: skip
+    yield product(
+        name="experts up", n=up, k=hidden, parameters=local * up * (hidden + bias), saved=kept,
         takes_cast_gradient=runtime.fuses_experts,
-    )
+    )  # fmt: skip
     activation = activation_of("moe_act", model, rows, width, runtime, ("moe", "moe_act"))
-    yield _inside_products(activation, BF16 * rows * factor * width) if runtime.fuses_experts else activation
+    yield _inside_products(activation, BF16 * rows * up) if runtime.fuses_experts else activation
     if not (runtime.fused_permute or runtime.weights_expert_outputs):
         yield _row_weights(rows, width, local, several * (shape.ep > 1), runtime, "weighted rows")
-    yield Operator(
-        name="experts down",
-        kind="gemm",
-        modules=modules,
-        count=local,
-        m=rows / local,
-        n=hidden,
-        k=width,
-        parameters=local * hidden * (width + bias),
-        expert=True,
+    yield product(
+        name="experts down", n=hidden, k=width, parameters=local * hidden * (width + bias),
         takes_cast_input=runtime.fuses_experts,
-    )
+    )  # fmt: skip
     if model.has_mlp_bias:
         biases = _row_biases(rows * hidden)
         if runtime.is_runner:  # the product with the router's weights keeps them
-            kept = Saved("biases", (rows, hidden), modules)
-            biases = replace(biases, saved=(kept,), working_bytes=3 * kept.num_bytes)
+            kept_biases = Saved("biases", (rows, hidden), MODULES)
+            biases = replace(biases, saved=(kept_biases,), working_bytes=3 * kept_biases.num_bytes)
         yield _in_epilogue(biases, rows * hidden) if runtime.fuses_experts else biases
     yield _move("unsort rows", 2 * gathered * several)
 
@@ -303,12 +289,6 @@ def _both_ways(name: str, exchanged: Collective) -> Iterator[Collective]:
 def _move(name: str, num_bytes: Number) -> Operator:
     """A permutation of rows, which moves `num_bytes` (reads and writes together) in each pass."""
     return Operator(
-        name=name,
-        kind="elementwise",
-        family="permute",
-        modules=MODULES,
-        forward_bytes=num_bytes,
-        backward_bytes=num_bytes,
-        forward_kernels=1,
-        backward_kernels=1,
-    )
+        name=name, kind="elementwise", family="permute", modules=MODULES, forward_bytes=num_bytes,
+        backward_bytes=num_bytes, forward_kernels=1, backward_kernels=1,
+    )  # fmt: skip

@@ -16,7 +16,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from planner.probe.model.attention import Attention, AttentionTables, LatentAttention
-from planner.probe.model.layers import DenseMLP, Linear, MoE, Norm
+from planner.probe.model.layers import INITIAL_STD, DenseMLP, Linear, MoE, Norm
 from planner.probe.model.peers import (
     Surroundings,
     hidden_to_sequence,
@@ -29,6 +29,7 @@ from planner.probe.model.peers import (
     shard,
     to_fp32,
 )
+from planner.probe.model.traced import TracedLayer
 from planner.probe.run import ChunkSpec
 from planner.specs.model import LayerKind, ModelSpec
 
@@ -80,6 +81,8 @@ class Embedding(nn.Module):
         positions = torch.empty(model.max_position_embeddings or 0, model.hidden_size)
         self.positions = nn.Parameter(positions) if learned else None
         mark_partial(self.positions)
+        # weights of the model that no layer reads, which only take memory
+        self.rest = nn.Parameter(torch.empty(model.num_other_parameters)) if model.num_other_parameters else None
         self.norm = Norm(model.hidden_size, model) if model.embedding_norm else nn.Identity()
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -151,9 +154,15 @@ class Chunk(nn.Module):
         self.model = model
         self.cp = around.cp
         self.embedding = Embedding(model, around) if spec.embedding else None
-        self.layers = nn.ModuleDict(
-            {str(i): DecoderLayer(model, model.layers[i], around) for i in range(spec.first_layer, spec.last_layer)}
-        )
+        self.layers = nn.ModuleDict()
+        before: dict[str, nn.Parameter] = {}
+        for number in range(spec.first_layer, spec.last_layer):
+            kind = model.layers[number]
+            layer = (
+                DecoderLayer(model, kind, around) if model.traced is None else TracedLayer(model, kind, around, before)
+            )
+            self.layers[str(number)] = layer
+            before = dict(layer.weights) if isinstance(layer, TracedLayer) else {}
         self.head = Head(model, around) if spec.head else None
         self.mtp = nn.ModuleList()
         if spec.mtp:
@@ -198,9 +207,6 @@ def hidden_shape(model: ModelSpec, seq_length: int, batch: int, around: Surround
     """
     tp = around.tp.size if around.tp.sequence_parallel else 1
     return seq_length // tp, batch, model.hidden_size
-
-
-INITIAL_STD = 0.02
 
 
 def initialise(module: nn.Module, seed: int) -> None:

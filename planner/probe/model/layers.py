@@ -264,6 +264,8 @@ class Experts(nn.Module):
 
 
 NORM_EPSILON = 1e-5
+INITIAL_STD = 0.02
+"""Standard deviation of weights before the first step."""
 
 
 class Norm(nn.Module):

@@ -243,11 +243,12 @@ def shard_chunk(
             parameter.data = parameter.data.to(grad_dtype)
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=grad_dtype, cast_forward_inputs=False)
     is_meta = next(chunk.parameters()).is_meta
-    # weights that both ends share are the whole chunk's
+    # weights that both ends share, or layers, are the whole chunk's
     shared = chunk.model.tie_word_embeddings and chunk.head is not None and chunk.embedding is not None
     ends = [] if shared else [part for part in (chunk.embedding, chunk.mtp_embedding, chunk.head) if part is not None]
     units: list[tuple[nn.Module, Sharding]] = [(module, expert) for module in experts if expert.group is not None]
-    units += [(module, dense) for module in (*chunk.layers.values(), *chunk.mtp, *ends, chunk)]
+    layers = () if chunk.model.traced is not None and chunk.model.traced.is_looped else chunk.layers.values()
+    units += [(module, dense) for module in (*layers, *chunk.mtp, *ends, chunk)]
     for module, sharding in units:
         with _disable_current_modes():  # a rehearsal's tensors have no values, and a mesh needs its ranks
             mesh = DeviceMesh.from_group(sharding.group, torch.device(device).type)

@@ -297,25 +297,16 @@ def node_of(
     if of_mean_layers:
         runs, layers = _mean_kind(pricing, table)
     return Node(
-        runs=runs,
-        layers=layers,
-        embedding=table.embedding,
-        head=_last_parts(pricing, table, choice, ranks),
-        pp=pp,
-        vpp=vpp,
-        num_microbatches=microbatches,
-        base=choice.base,
-        whole=choice.whole,
+        runs=runs, layers=layers, embedding=table.embedding, head=_last_parts(pricing, table, choice, ranks),
+        pp=pp, vpp=vpp, num_microbatches=microbatches, base=choice.base, whole=choice.whole, placement=ranks,
+        bound=SCHEDULES[schedule].bound, cutoff_s=cutoff_s, short_bytes=short_bytes, rank_factors=rank_factors,
+        of_mean_layers=of_mean_layers,
         in_flight=in_flight_microbatches(schedule, pp, vpp, microbatches),
         chunk_in_flight=chunks_in_flight(schedule, pp, vpp, microbatches) if vpp > 1 else (),
         usable_bytes=table.usable_bytes - fixed_bytes(pricing, table),
         sent_bytes=sent_bytes(model, shape, runtime),
-        short_bytes=short_bytes,
         p2p_s=table.p2p_s,
-        bound=SCHEDULES[schedule].bound,
-        placement=ranks,
         blocking_p2p=not (runtime.interleaved_p2p_overlap if vpp > 1 else runtime.p2p_overlap),
-        cutoff_s=cutoff_s,
         empty_ends=runtime.head_only_stage,
         sharded_each_time=sharded_each_time(int(shape.zero_stage), pp),
         contention_fraction=runtime.contention_fraction,
@@ -324,9 +315,7 @@ def node_of(
         lead_passes=lead_passes(schedule, vpp),
         gradient_overlap_fraction=float(reduce_overlap_fraction(runtime, shape)),
         parameter_overlap_fraction=runtime.parameter_overlap_fraction,
-        of_mean_layers=of_mean_layers,
-        rank_factors=rank_factors,
-    )
+    )  # fmt: skip
 
 
 def _last_parts(pricing: Pricing, table: CostTable, choice: RecomputeChoice, ranks: Sequence[int]) -> PartCost:

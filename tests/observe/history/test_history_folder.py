@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 from multiprocessing import get_context
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -215,9 +216,7 @@ def test_a_folder_that_cannot_be_made_is_one_error(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("platform", "variables", "place"), TABLES["the_place_is_the_platforms_own"])
-def test_the_place_is_the_platforms_own(
-    platform: str, variables: dict[str, str], place: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_place_is_the_platforms_own(platform: str, variables: dict[str, str], place: str, monkeypatch: Any) -> None:
     for name in ("PLANNER_HISTORY", "XDG_DATA_HOME", "LOCALAPPDATA"):
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():

@@ -6,6 +6,7 @@ import gzip
 import json
 import tracemalloc
 from pathlib import Path
+from typing import Any
 
 import pytest
 from made_traces import training_trace
@@ -29,9 +30,7 @@ def written(folder: Path, text: str | bytes, name: str = "t.json") -> Path:
 
 @pytest.mark.parametrize("chunk", [1, 7, 4096])
 @pytest.mark.parametrize("name", ["t.json", "t.json.gz"])
-def test_events_and_header_are_those_of_json(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk: int, name: str
-) -> None:
+def test_events_and_header_are_those_of_json(tmp_path: Path, monkeypatch: Any, chunk: int, name: str) -> None:
     monkeypatch.setattr(source, "CHUNK_BYTES", chunk)
     trace = training_trace(0)
     trace.header["numbers"] = [1, 2.5e3, -0.5, "ü — \\u00e9"]
@@ -92,9 +91,7 @@ def test_a_value_without_end_is_not_read_for_ever(tmp_path: Path, monkeypatch: p
 
 
 @pytest.mark.parametrize("inside", [b" " * 10**7, b'{"traceEvents": [' + b"{}," * 400_000])
-def test_a_bomb_is_refused_before_it_is_inflated(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, inside: bytes
-) -> None:
+def test_a_bomb_is_refused_before_it_is_inflated(tmp_path: Path, monkeypatch: Any, inside: bytes) -> None:
     monkeypatch.setattr(source, "INFLATION_SLACK_BYTES", 2**20)
     with pytest.raises(SpecError, match="inflate to more than"):
         scanned(written(tmp_path, gzip.compress(inside), "t.json.gz"))

@@ -10,6 +10,7 @@ import json
 import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from made_traces import MadeTrace, event, frames, made_snapshot, segment, training_trace, write_pickle
@@ -87,9 +88,7 @@ def test_json_holds_all_of_it(files: list[str], capsys: pytest.CaptureFixture[st
     assert told["observation"]["step_s"] == pytest.approx(995e-6)
 
 
-def test_a_log_says_the_step_where_both_are_given(
-    tmp_path: Path, files: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_log_says_the_step_where_both_are_given(tmp_path: Path, files: list[str], capsys: Any) -> None:
     log = tmp_path / "steps.csv"
     log.write_text("step,step_time_s\n" + "".join(f"{number},2.5\n" for number in range(30)))
     told = json.loads(said(capsys, [str(log), *files, "--json"]))

@@ -28,9 +28,7 @@ def explained(model: str = "8b", num_gpus: int = 16, **limits: Any) -> Explanati
 @pytest.mark.parametrize(
     ("pins", "verdict"), [({"tp": (8,)}, "slower"), ({"tp": (3,)}, "refused"), (TOO_LARGE, "does_not_fit")]
 )
-def test_the_answer_is_what_the_command_prints(
-    pins: dict[str, Any], verdict: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_answer_is_what_the_command_prints(pins: dict[str, Any], verdict: str, capsys: Any) -> None:
     answer = explained(**pins)
     assert answer.verdict == verdict
     words = [word for axis, (value,) in pins.items() for word in (f"--{axis.replace('_', '-')}", str(value))]

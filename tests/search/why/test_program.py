@@ -21,8 +21,3 @@ def test_the_program_is_that_of_the_best_layout() -> None:
     for rank in range(4):
         assert f"\n  memory_{rank}:" in text
         assert f"\n  time_{rank}_0:" in text
-
-
-def test_long_groups_are_shortened_where_that_is_asked() -> None:
-    answer = planned(pp=(4,), vpp=(1,))
-    assert len(program_text(answer, max_rows=2)) < 0.7 * len(program_text(answer))
