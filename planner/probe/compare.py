@@ -13,7 +13,7 @@ from planner.layout.candidate import Candidate
 from planner.physics import compute, kernels
 from planner.physics.communication import Kind, collective_s, p2p_s
 from planner.physics.operators import BF16
-from planner.probe.plan_slice import planned_seconds, replay_durations
+from planner.probe.plan_slice import chunk_numbers, planned_seconds, replay_durations
 from planner.probe.result import (
     ChunkSeconds,
     ComparedQuantity,
@@ -156,10 +156,8 @@ def durations_alone(priced: Candidate, stages: Sequence[RankResult]) -> Duration
     """Durations of every virtual stage: compute as measured for stages alone, exchanges and host time as planned."""
     planned = priced.durations
     seconds = []
-    num_chunks_seen = [0] * len(stages)
-    for stage, (rank, cost) in enumerate(zip(priced.placement, priced.costs, strict=True)):
-        chunk = stages[rank].chunks[num_chunks_seen[rank]]
-        num_chunks_seen[rank] += 1
+    for stage, ((rank, index), cost) in enumerate(zip(chunk_numbers(priced.placement), priced.costs, strict=True)):
+        chunk = stages[rank].chunks[index]
         weight_grad_s = min(chunk.weight_grad_s or 0.0, chunk.backward_s)
         forward_s = chunk.forward_s + planned.forward_s[stage] - float(cost.forward_s)
         beside_s = planned.input_grad_s[stage] - float(cost.input_grad_s)

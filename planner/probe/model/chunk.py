@@ -155,14 +155,14 @@ class Chunk(nn.Module):
         self.cp = around.cp
         self.embedding = Embedding(model, around) if spec.embedding else None
         self.layers = nn.ModuleDict()
-        before: dict[str, nn.Parameter] = {}
+        before: list[nn.Parameter] = []
         for number in range(spec.first_layer, spec.last_layer):
             kind = model.layers[number]
             layer = (
                 DecoderLayer(model, kind, around) if model.traced is None else TracedLayer(model, kind, around, before)
             )
             self.layers[str(number)] = layer
-            before = dict(layer.weights) if isinstance(layer, TracedLayer) else {}
+            before = list(layer.parameters())
         self.head = Head(model, around) if spec.head else None
         self.mtp = nn.ModuleList()
         if spec.mtp:
