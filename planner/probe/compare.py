@@ -117,17 +117,16 @@ def run_checks(run: ProbeRun, ranks: Sequence[RankResult]) -> list[ProbeCheck]:
     num_messages = sum(message_of(run.order, action) is not None for actions in run.order.ranks for action in actions)
     planned = in_flight(run)
     measured = [max(rank.peak_in_flight_chunks for rank in ranks if rank.stage == stage) for stage in range(run.pp)]
+    rows = (
+        ("order", all(as_listed), f"{sum(map(len, run.ranks))} actions without a deadlock"),
+        ("exchanges", True, f"{num_messages} messages, each of the planned shape"),
+        ("in flight", measured == planned, f"{measured} chunks at most, planned {planned}"),
+    )
     checks = [
-        ProbeCheck(
-            name="order", passed=all(as_listed), detail=f"{sum(map(len, run.ranks))} actions without a deadlock"
-        ),
-        ProbeCheck(
-            name="in flight", passed=measured == planned, detail=f"{measured} chunks at most, planned {planned}"
-        ),
+        ProbeCheck(name=name, passed=passed, detail=detail)
+        for name, passed, detail in rows
+        if num_messages or name != "exchanges"
     ]
-    if num_messages:
-        detail = f"{num_messages} messages, each of the planned shape"
-        checks.insert(1, ProbeCheck(name="exchanges", passed=True, detail=detail))
     if run.sleep is None and not run.check:
         checks.append(check_finite(ranks))
     for name in dict.fromkeys(check.name for rank in ranks for check in rank.checks):

@@ -200,15 +200,6 @@ class Chunk(nn.Module):
         return loss
 
 
-def hidden_shape(model: ModelSpec, seq_length: int, batch: int, around: Surroundings) -> tuple[int, int, int]:
-    """Shape of what stages exchange: [seq/tp, batch, hidden] under sequence parallelism, else [seq, batch, hidden].
-
-    `seq_length` is what the rank holds of a sequence.
-    """
-    tp = around.tp.size if around.tp.sequence_parallel else 1
-    return seq_length // tp, batch, model.hidden_size
-
-
 def initialise(module: nn.Module, seed: int) -> None:
     """Fill a module: norms around 1, all else normal with INITIAL_STD; each parameter by seed and its name alone.
 
