@@ -125,7 +125,8 @@ class _Step(torch.autograd.Function):
         weight_grad = None
         if operator.kind != "gemm":
             grad = _moved(grad, float(operator.backward_bytes), operator.backward_kernels)
-            weight_grad = None if weight is None else _part(grad, *weight.shape)
+            # a copy: what is added to a gradient later must not be added to what it was taken of
+            weight_grad = None if weight is None else _part(grad, *weight.shape).clone()
         else:
             count, m, n, k = _factors(operator, weight)
             rows = _part(tp.leave_grad(grad) if ctx.split == "rows" else grad, count, m, n)
