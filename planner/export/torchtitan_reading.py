@@ -297,6 +297,8 @@ def _refusals(settings: Fields, layout: Fields, num_layers: int | None) -> Itera
 def _read_recompute(imported: ImportedRun, settings: Fields, model: Model | None) -> None:
     """Layers that are recomputed by name, or every n-th of them."""
     layout, layers = imported.run["parallelism"], settings.pop(RECOMPUTED, None)
+    if policy := settings.get("compile.memory_policy"):
+        layout["recompute"] = "full" if policy == "full" else "selective"
     every = str(settings.get("activation_checkpoint.selective_ac_option", "op"))
     num_layers = num_layers_of(model)
     if layout["recompute"] == "selective" and is_count(every) and int(every) > 0 and num_layers:
@@ -311,6 +313,8 @@ def _features(settings: Fields) -> Fields:
     features: Fields = {"async_tp": dist_gemm or bool(first(settings, "compile.enable_async_tensor_parallel"))}
     if settings.get("model.moe_comm_backend") in ("deepep", "hybridep"):
         features["dispatcher"] = settings.pop("model.moe_comm_backend")
+    if policy := settings.get("compile.memory_policy"):
+        features["memory_policy"] = policy
     if settings.get("training.dtype") == "bfloat16":
         features["no_masters"] = True
     features["deterministic"] = first(settings, "debug.deterministic", "training.deterministic") is True
