@@ -285,7 +285,7 @@ def _options(given: Settings) -> OptionWords:
     options = {
         option: [str(given[key])] for key, option in _ROW.renamed.items() if given.get(key) not in (None, "", 0, [], {})
     }
-    names = {"given": given, "is_on": is_on, "is_off": is_off, "gated": _GATED}
+    names = {"given": given, "is_on": is_on, "is_off": is_off, "number": number, "gated": _GATED}
     names |= {"precision": _precision(given), "width": _width(given)}
     for option, text in table()["neox"]["says"].items():
         if (value := value_of(text, names)) not in (None, False, ""):
@@ -298,7 +298,7 @@ def _width(given: Settings) -> int:
     hidden = int(given.get("hidden_size") or 0)
     width = given.get("intermediate_size") or int((given.get("expansion_factor") or 4) * hidden)
     multiple = int(given["mlp_multiple_of"] or 1)
-    if given["activation"] in _GATED:
+    if str(given["activation"]) in _GATED:
         width = int(width * 2 / 3) // 2
     return multiple * -(-int(width) // multiple)
 
@@ -306,7 +306,7 @@ def _width(given: Settings) -> int:
 def _add_to_model(model: Fields, given: Settings) -> None:
     if is_on(given["gpt_j_residual"]):
         model["parallel_residual"] = "one_norm" if is_on(given.get("gpt_j_tied")) else "two_norms"
-    if given["activation"] in _GATED:
+    if str(given["activation"]) in _GATED:
         model |= {"gated_mlp": True, "activation": _GATED[given["activation"]]}
     if is_off(given["use_bias_in_attn_linear"]) != is_off(given["use_bias_in_mlp"]):
         model["attention_bias"] = "none" if is_off(given["use_bias_in_attn_linear"]) else "all"
