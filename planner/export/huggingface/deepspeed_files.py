@@ -27,7 +27,7 @@ from planner.export.trainer_files import (
     rendered,
     settings,
 )
-from planner.specs.base import Fields
+from planner.specs.base import Fields, Said
 from planner.trainers.rules.rule_rows import rules_of
 
 TRAINING_FILE = "planned_training.py"
@@ -184,7 +184,7 @@ def apply_deepspeed(imported: ImportedRun, config: Fields) -> None:
     _sort(config, imported)
 
 
-def section(config: Fields, name: str) -> Fields:
+def section(config: Said, name: str) -> Fields:
     """A part of the configuration; empty where it is missing. SpecError for a value that is none."""
     part = config.get(name)
     if part is None:
