@@ -14,6 +14,7 @@ from planner.errors import SpecError
 from planner.layout.evaluate import evaluate, pricing_of, selective_modules
 from planner.physics.pricing import Pricing
 from planner.search.bounds import coarse_bound_s
+from planner.search.case import Case
 from planner.search.enumerate import enumerate_shapes
 from planner.search.frontier import ANY_SET, nodes_of
 from planner.search.layouts import recompute_choices
@@ -133,7 +134,7 @@ def bounds() -> dict[str, list[float]]:
     for model, num_gpus, trainer, batch, dtype, pins in JOBS:
         priced = pricing(model, trainer, dtype, "h100" if dtype == "fp8" else "a100", num_gpus, batch)
         limits, runtime = SearchLimits(**pins), load_runtime(trainer)
-        shapes, _ = enumerate_shapes(priced.model, priced.cluster, priced.training, limits, runtime)
+        shapes, _ = enumerate_shapes(Case(priced.model, priced.cluster, priced.training, runtime, limits))
         table = with_module_sets(priced_shapes(priced, shapes))
         name = f"{model} {trainer} {dtype}"
         can_fit = fits(table, ("1f1b", "interleaved-1f1b"))

@@ -16,6 +16,7 @@ from planner.layout.evaluate import pricing_of
 from planner.physics.cost import PartCost
 from planner.physics.pricing import Pricing
 from planner.schedule.orders import chunks_in_flight, in_flight_microbatches
+from planner.search.case import Case
 from planner.search.enumerate import enumerate_shapes, scalar
 from planner.search.frontier import nodes_of
 from planner.search.ilp.node import Node, node_of
@@ -126,7 +127,7 @@ def _shapes_of(job: int) -> tuple[Pricing, SearchLimits, PricedShapes]:
     model, runtime, limits = load_model(name), load_runtime(trainer), SearchLimits()
     cluster = ClusterSpec(hardware=load_hardware(hardware), num_gpus=num_gpus)
     training = TrainingSpec(seq_length=2048, global_batch_size=batch)
-    shapes, _ = enumerate_shapes(model, cluster, training, limits, runtime)
+    shapes, _ = enumerate_shapes(Case(model, cluster, training, runtime, limits))
     rows = np.flatnonzero(np.asarray(shapes.pp) > 1)
     rows = np.sort(np.random.default_rng(job).choice(rows, min(len(rows), 200), replace=False))
     pricing = pricing_of(model, cluster, training, runtime, limits)

@@ -15,8 +15,8 @@ import pytest
 import yaml
 from pydantic import BaseModel
 
-from planner import __version__
-from planner.answer import layout, plan
+from planner import __version__, answer
+from planner.answer import layout
 from planner.cli import app, main
 from planner.specs.reading import load_yaml
 
@@ -135,7 +135,7 @@ def test_published_schemas_are_those_of_the_types(reference: ModuleType) -> None
 def test_every_field_of_a_plan_is_in_the_index() -> None:
     index = (DOCS / "physics" / "where-numbers-come-from.md").read_text()
     sections = dict(re.findall(r"^## (\w+)\n(.*?)(?=^## |\Z)", index, re.MULTILINE | re.DOTALL))
-    for module in (plan, layout):
+    for module in (answer, layout):
         for name, kind in vars(module).items():
             if isinstance(kind, type) and issubclass(kind, BaseModel) and kind.__module__ == module.__name__:
                 lists = re.findall(r"^- `planner/[^:]+:[^ ]+: (.*(?:\n  .*)*)", sections[name], re.MULTILINE)

@@ -133,7 +133,7 @@ class Problem:
         return recompute_choices(self.model, self.runtime, self.limits)
 
     def shapes(self) -> list[Shape]:
-        shapes, _ = enumerate_shapes(self.model, self.cluster, self.training, self.limits, self.runtime)
+        shapes, _ = enumerate_shapes(case_of(self))
         return [scalar(shapes, i) for i in range(len(np.atleast_1d(shapes.tp)))]
 
     def nodes(self) -> Iterator[tuple[CostTable, str, RecomputeChoice]]:

@@ -111,23 +111,20 @@ def import_command(
     evaluated, refused = judged(run)
     refused = [*imported.refused, *refused]
     if run.training.batching == "padded":
-        imported.notes.append(
-            f"with examples of such lengths, a step takes {seconds(mean_step_s(evaluated))} in the mean"
-        )
+        mean = seconds(mean_step_s(evaluated))
+        imported.notes.append(f"with examples of such lengths, a step takes {mean} in the mean")
     others = _otherwise(imported, run_data, file)
     for reason in refused:
         _log.warning("%s refuses this: %s", run.runtime.family, reason)
     with waiting("searching for the planner's own choice"):
         own, why = (None, "") if asked.no_search else _own(run, evaluated)
-    if json:
-        tell({
-            "source": imported.source, "run": run_data, "unknown": imported.unknown, "ignored": imported.ignored,
-            "assumed": imported.assumed, "notes": imported.notes, "refused": refused, "undecided": others,
-            "evaluated": evaluated.to_json(), "own": None if own is None else own.best.model_dump(mode="json"),
-            "why": why,
-        })  # fmt: skip
-        return
-    tell(_report(imported, evaluated, refused, others, own, why))
+    if not json:
+        return tell(_report(imported, evaluated, refused, others, own, why))
+    tell({
+        "source": imported.source, "run": run_data, "unknown": imported.unknown, "ignored": imported.ignored,
+        "assumed": imported.assumed, "notes": imported.notes, "refused": refused, "undecided": others,
+        "evaluated": evaluated.to_json(), "own": None if own is None else own.best.model_dump(mode="json"), "why": why,
+    })  # fmt: skip
 
 
 def _otherwise(imported: ImportedRun, run: dict[str, Any], file: str) -> list[dict[str, Any]]:

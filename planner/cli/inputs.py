@@ -56,10 +56,13 @@ _OF_CLUSTER = ("network_gb_per_s", "host_us")
 _ASSUMED = ("cuda_graphs", "masks_documents")
 """Fields of a runtime that can be assumed otherwise beside those of overlaps."""
 _TRUTH = {"true": True, "false": False}
-_MAX_ENTRIES = 10_000
-_MOST = 1e12
-"""Days, and dollars, that no run takes."""
+_MAX_ENTRIES, _MOST = 10_000, 1e12
+"""Most entries of a list; days, and dollars, that no run takes."""
+_IMAGES = re.compile(r"(\d{1,6})(?:x([1-9]\d{0,8}))?(:trained)?")
+SMALL_GIB = 40.0
+"""Memory of a GPU below which few train a model from its beginning."""
 S = TypeVar("S", bound=Spec)
+J = TypeVar("J", bound=JobOptions)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +84,9 @@ def read_job(asked: JobOptions, said: set[str] | None = None) -> Job:
     """The job that the options describe; SpecError naming the option. `said` holds what was said of the history for
     another job of the command."""
     if asked.model is None or (asked.gpus is None and asked.nodes is None):
-        missing = "model" if asked.model is None else "gpus"
-        raise SpecError(f"--{missing}: is missing", "for example plan --model 405b --gpus 2048")
+        raise SpecError(
+            f"--{'model' if asked.model is None else 'gpus'}: is missing", "for example plan --model 405b --gpus 2048"
+        )
     if asked.model == asked.hardware == "-":
         raise SpecError("--model and --hardware: both read standard input", "name a file for one of them")
     model, hardware = load_model(asked.model), _hardware(asked)
@@ -134,10 +138,6 @@ def _cluster(asked: JobOptions, hardware: HardwareSpec, assumed: dict[str, Any])
     return _checked(ClusterSpec, values)
 
 
-SMALL_GIB = 40.0
-"""Memory of a GPU below which few train a model from its beginning."""
-
-
 def _note_doubts(asked: JobOptions, cluster: ClusterSpec, tunes: bool) -> None:
     """Say on stderr what the options mean where they may mean something else."""
     if not tunes and asked.runtime is None and cluster.hardware.memory_gib < SMALL_GIB:
@@ -146,9 +146,6 @@ def _note_doubts(asked: JobOptions, cluster: ClusterSpec, tunes: bool) -> None:
     if nodes and rest:
         _log.info("--gpus %d: %d × %d GPUs in whole nodes, and %d of another node", cluster.num_gpus, nodes,
                   cluster.node_size, rest)  # fmt: skip
-
-
-J = TypeVar("J", bound=JobOptions)
 
 
 def in_gpus(asked: J, hardware: HardwareSpec) -> J:
@@ -205,12 +202,13 @@ def read_described(asked: LayoutOptions, job: Job) -> Job:
     switches = _switches(asked, job, describes=True)
     if switches == DEFAULT:
         return replace(job, says_switches=True)
+    stated: Recipe = switches or {}
     # a dtype alone sums gradients no narrower, as in a plan; recipes of benchmarks say so
     wide = job.runtime_spec.model_copy(update={"narrow_gradient_bytes": None})
-    runtime, _ = described(wide, job.cluster.hardware, job.model, switches or {})
-    check_together(Setting(job.model, job.cluster, job.training, runtime), switches or {})
-    training = _routed(asked, job.training, job.model, runtime, switches or {})
-    says = job.says_switches is True or (switches or {}).keys()
+    runtime, _ = described(wide, job.cluster.hardware, job.model, stated)
+    check_together(Setting(job.model, job.cluster, job.training, runtime), stated)
+    training = _routed(asked, job.training, job.model, runtime, stated)
+    says = job.says_switches is True or stated.keys()
     return replace(job, training=training, runtime_spec=runtime, says_switches=says)
 
 
@@ -264,8 +262,8 @@ def given_of(asked: JobOptions, spec: type[Spec]) -> dict[str, Any]:
 
 def _checked(spec: type[S], values: Mapping[str, Any]) -> S:
     spelling = {field: option(field) for field in spec.model_fields}
-    listed = {field: value for field, value in values.items() if isinstance(value, tuple)}
-    spelling |= {f"{field}[{i}]": option(field) for field, value in listed.items() for i in range(len(value))}
+    tuples = {field: value for field, value in values.items() if isinstance(value, tuple)}
+    spelling |= {f"{field}[{i}]": option(field) for field, value in tuples.items() for i in range(len(value))}
     return checked(spec, values, spelling=spelling)
 
 
@@ -309,9 +307,6 @@ def _training(asked: JobOptions, model: ModelSpec, adapters: AdapterSpec | None)
         few = f"{asked.tokens[:60]} are fewer than the {batch * seq_length:,} of one step"
         raise SpecError(f"--tokens: {few}", f"--tokens {enough}")
     return _checked(TrainingSpec, {**values, "global_batch_size": batch})
-
-
-_IMAGES = re.compile(r"(\d{1,6})(?:x([1-9]\d{0,8}))?(:trained)?")
 
 
 def _seeing(model: ModelSpec, asked: str | None, training: TrainingSpec) -> ModelSpec:
@@ -403,16 +398,14 @@ def _batch_near(what: str, text: str, num_tokens: int, seq_length: int, num_gpus
     sequences, it is as good an answer.
     """
     choices = [liked_batch(num_tokens / seq_length, num_gpus)]
-    suffix = text.strip()[-1].lower()
-    if suffix in SIZE:
+    if text.strip()[-1].lower() in SIZE:
         binary = parse_number(text, "size") / seq_length
         choices.append(int(binary) if binary == int(binary) else None)
     batch = max((choice for choice in choices if choice), key=lambda size: gcd(size, num_gpus), default=None)
     if batch is None:
         sequences = num_tokens // seq_length
         sizes = (sequences, sequences + 1) if sequences >= num_gpus else (num_gpus,)
-        is_option = what.startswith("--")
-        near = (f"{what} {size * seq_length}" if is_option else f"--global-batch-size {size}" for size in sizes)
+        near = (f"{what} {n * seq_length}" if what.startswith("--") else f"--global-batch-size {n}" for n in sizes)
         message = f"{what}: {num_tokens:,} tokens are no whole number of sequences of {seq_length:,}"
         raise SpecError(message, " or ".join(near))
     if batch * seq_length != num_tokens:

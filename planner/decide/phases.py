@@ -24,7 +24,7 @@ from planner.months.losses import SECONDS_PER_DAY
 from planner.schedule.orders import violation
 from planner.search.case import Case
 from planner.search.safest import exceeds_risk
-from planner.search.search import plan, search
+from planner.search.search import planned, search
 from planner.specs.base import Spec
 from planner.specs.training import SearchLimits, TrainingSpec
 from planner.specs.units import gib
@@ -247,7 +247,7 @@ def found(phase: Phase) -> PhaseLayouts | PlannerError:
     """
     case = phase.case
     try:
-        own = plan(case.model, case.cluster, case.training, limits=case.limits, runtime=case.runtime)
+        own = planned(case)
     except PlannerError as error:
         return error
     layouts = _layouts(own)

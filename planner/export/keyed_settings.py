@@ -357,6 +357,12 @@ def number(settings: Said, *names: str) -> int | None:
     return None
 
 
+def fraction(settings: Said, name: str, default: float) -> float:
+    """A setting between 0 and 1; the default for anything else."""
+    value = str(settings.get(name))
+    return float(value) if re.fullmatch(r"0?\.\d+|[01](\.0*)?", value) else default
+
+
 def first(settings: Said, *names: str, default: Any = None) -> Any:
     """The first of the settings that is given, and not empty."""
     return next((settings[name] for name in names if settings.get(name) not in (None, "")), default)

@@ -313,10 +313,10 @@ def _features(settings: Fields) -> Fields:
     features: Fields = {"async_tp": dist_gemm or bool(first(settings, "compile.enable_async_tensor_parallel"))}
     if settings.get("model.moe_comm_backend") in ("deepep", "hybridep"):
         features["dispatcher"] = settings.pop("model.moe_comm_backend")
-    if settings.get("training.dtype") == "bfloat16":
-        features["no_masters"] = True
     if policy := settings.get("compile.memory_policy"):
         features["memory_policy"] = policy
+    if settings.get("training.dtype") == "bfloat16":
+        features["no_masters"] = True
     features["deterministic"] = first(settings, "debug.deterministic", "training.deterministic") is True
     compiled = first(settings, "compile.enable", "training.compile")
     components = first(settings, "compile.components") or ["model", "loss"]

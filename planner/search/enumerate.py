@@ -206,14 +206,7 @@ def _pinned(pins: Sequence[int] | None, free: Sequence[int]) -> list[int]:
     return sorted(set(pins)) if pins is not None else list(free)
 
 
-def enumerate_shapes(
-    model: ModelSpec,
-    cluster: ClusterSpec,
-    training: TrainingSpec,
-    limits: SearchLimits,
-    runtime: RuntimeSpec,
-    bar: Bar | None = None,
-) -> tuple[Shape, Rejections]:
+def enumerate_shapes(case: Case, bar: Bar | None = None) -> tuple[Shape, Rejections]:
     """All legal (tp, cp, ep, etp, pp, micro-batch, ZeRO stage, dp, shard group, order), with as much dp as is allowed.
 
     Interleaving and recompute are chosen later, for each shape. dp is the largest divisor of
@@ -221,25 +214,26 @@ def enumerate_shapes(
     micro-batches as the schedules ask for (`_data_parallel`). The other GPUs stay spare. Shapes that cannot pass the
     bar are left out, and not counted.
     """
+    model, cluster, training, limits, runtime = case.model, case.cluster, case.training, case.limits, case.runtime
     rejections = Rejections()
-    grid, least_s = _grid(model, cluster, training, limits, runtime, rejections, bar)
-    rows, dp = _data_parallel(grid, cluster, training, limits)
+    grid, least_s = _grid(case, rejections, bar)
+    rows, dp = _data_parallel(grid, case)
     if bar is not None:
         ranks = np.maximum(dp, 1) * (grid["tp"] * grid["cp"] * grid["pp"])[rows]
         promising = bar.passes(np.where(dp > 0, least_s[rows] * cluster.num_gpus / ranks, 0.0))
         rows, dp = rows[promising], dp[promising]
     grid = {name: column[rows] for name, column in grid.items()}
     legal = dp > 0
-    _reject(grid, ~legal, rejections, cluster, training)
+    _reject(grid, ~legal, rejections, case)
     dp = np.maximum(dp, 1)
     pricing = Pricing(model=model, cluster=cluster, training=training, runtime=runtime)
     rows, shard_size = _shard_groups(grid, dp, pricing, limits)
     legal, dp = legal[rows], dp[rows]
-    shape = _shape({name: column[rows] for name, column in grid.items()}, dp, shard_size, training, runtime)
+    shape = _shape({name: column[rows] for name, column in grid.items()}, dp, shard_size, case)
     orders: tuple[str, ...] = limits.rank_order or runtime.rank_orders
     if OWN not in orders:
         shape = replace(shape, dp_outermost=np.ones_like(dp))
-    rules = (*_own_rules(cluster, limits), *rules_for(runtime), host_rule(pricing))
+    rules = (*_own_rules(case), *rules_for(runtime), host_rule(pricing))
     for rule in rules:
         holds = np.broadcast_to(rule.holds(model, training, shape), legal.shape)
         broken = legal & ~holds
@@ -299,13 +293,11 @@ def num_rows(case: Case) -> int:
     return tps * cps * eps * pps * len(limits.micro_batch_size or divisors(training.global_batch_size, most))
 
 
-def _of_layers(
-    model: ModelSpec, cluster: ClusterSpec, seq_length: int, limits: SearchLimits
-) -> list[tuple[int, int, int, int]]:
+def _of_layers(case: Case) -> list[tuple[int, int, int, int]]:
     """The ways to share a layer: tp, cp, ep and etp."""
-    gpus, moe = cluster.num_gpus, model.moe
-    widest = gpus if limits.tp_across_nodes else min(cluster.nvlink_domain_size, gpus)
-    tps = _pinned(limits.tp, divisors(model.num_attention_heads, widest))
+    gpus, moe, limits, seq_length = case.cluster.num_gpus, case.model.moe, case.limits, case.training.seq_length
+    widest = gpus if limits.tp_across_nodes else min(case.cluster.nvlink_domain_size, gpus)
+    tps = _pinned(limits.tp, divisors(case.model.num_attention_heads, widest))
     cps = _pinned(limits.cp, divisors(max(seq_length // 2, 1), min(gpus, MAX_CP)) if seq_length > 1 else [1])
     eps = _pinned(limits.ep, [1] if moe is None else divisors(moe.num_experts, gpus))
     pairs = list(product(tps, cps))
@@ -318,24 +310,17 @@ def _of_layers(
     ]
 
 
-def _grid(
-    model: ModelSpec,
-    cluster: ClusterSpec,
-    training: TrainingSpec,
-    limits: SearchLimits,
-    runtime: RuntimeSpec,
-    rejections: Rejections,
-    bar: Bar | None,
-) -> tuple[Grid, FloatArray]:
+def _grid(case: Case, rejections: Rejections, bar: Bar | None) -> tuple[Grid, FloatArray]:
     """The raw axes, multiplied out, and the least step in seconds that each row may have; 0 without a bar."""
-    gpus = cluster.num_gpus
+    model, training, limits, runtime = case.model, case.training, case.limits, case.runtime
+    gpus = case.cluster.num_gpus
     pps = _pinned(limits.pp, range(1, min(model.num_hidden_layers, gpus, MOST_STAGES) + 1))
     batches = _pinned(
         limits.micro_batch_size,
         divisors(training.global_batch_size, max(1, MAX_MICRO_BATCH_TOKENS // training.seq_length)),
     )
     zeros = _pinned(limits.zero_stage, _useful_zero_stages(runtime))
-    rows = np.array(_of_layers(model, cluster, training.seq_length, limits), dtype=np.int64).reshape(-1, 4)
+    rows = np.array(_of_layers(case), dtype=np.int64).reshape(-1, 4)
     split = model.num_attention_heads % rows[:, 0] == 0
     if split.any():
         # refused before they are multiplied out, and counted as what they would have been
@@ -368,36 +353,32 @@ def _useful_zero_stages(runtime: RuntimeSpec) -> list[int]:
     return [stage for stage in runtime.zero_stages if stage > 0 or 1 not in runtime.zero_stages or runtime.sharding]
 
 
-def _data_parallel(
-    grid: Grid, cluster: ClusterSpec, training: TrainingSpec, limits: SearchLimits
-) -> tuple[IntArray, IntArray]:
+def _data_parallel(grid: Grid, case: Case) -> tuple[IntArray, IntArray]:
     """Rows of the grid, one for each data-parallel size to try, and the sizes; 0 for a row without any.
 
     The largest size is tried, since fewer ranks compute longer. If it leaves fewer micro-batches than some schedule
     asks for, or no multiple of pp, then the largest size that leaves enough of them is tried, too.
     """
-    leasts = {SCHEDULES[name].min_microbatches_per_rank for name in limits.schedule or () if name in SCHEDULES}
+    leasts = {SCHEDULES[name].min_microbatches_per_rank for name in case.limits.schedule or () if name in SCHEDULES}
     asked = [(0, False), (1, False), *((least, True) for least in sorted(leasts | {1}) if least)]
-    sizes = np.stack([_largest(grid, cluster, training, limits, least, even) for least, even in asked])
+    sizes = np.stack([_largest(grid, case, least, even) for least, even in asked])
     new = [np.all(sizes[:k] != sizes[k], axis=0) & ((sizes[k] > 0) | (k == 0)) for k in range(len(asked))]
     which, rows = np.nonzero(new)
     return rows, sizes[which, rows]
 
 
-def _largest(
-    grid: Grid, cluster: ClusterSpec, training: TrainingSpec, limits: SearchLimits, least: int, even: bool
-) -> IntArray:
+def _largest(grid: Grid, case: Case, least: int, even: bool) -> IntArray:
     """The largest dp of each row that leaves `least`·pp micro-batches or more, with `even` a multiple of pp; else 0."""
-    room = cluster.num_gpus // (grid["tp"] * grid["cp"] * grid["pp"])
+    num_gpus, global_batch, dps = case.cluster.num_gpus, case.training.global_batch_size, case.limits.dp
+    room = num_gpus // (grid["tp"] * grid["cp"] * grid["pp"])
     dp = np.zeros_like(room)
     slots = grid["tp"] * grid["cp"]
     experts = grid["ep"] * grid["etp"]
     for batch in distinct(grid["micro_batch_size"]):
-        if training.global_batch_size % batch:
+        if global_batch % batch:
             continue
-        microbatches = training.global_batch_size // batch
-        choices = divisors(microbatches, cluster.num_gpus)
-        sizes = np.array([0] + [d for d in choices if limits.dp is None or d in limits.dp])
+        microbatches = global_batch // batch
+        sizes = np.array([0] + [d for d in divisors(microbatches, num_gpus) if dps is None or d in dps])
         steps = microbatches // np.maximum(sizes, 1)
         rows = np.flatnonzero(grid["micro_batch_size"] == batch)
         index = np.searchsorted(sizes, room[rows], side="right") - 1
@@ -442,21 +423,22 @@ def _shard_groups(grid: Grid, dp: IntArray, pricing: Pricing, limits: SearchLimi
     return np.concatenate([rows for rows, _ in groups]), np.concatenate([sizes for _, sizes in groups])
 
 
-def _reject(grid: Grid, rows: BoolArray, rejections: Rejections, cluster: ClusterSpec, training: TrainingSpec) -> None:
+def _reject(grid: Grid, rows: BoolArray, rejections: Rejections, case: Case) -> None:
     """Count the rows without any data-parallel size, by the reason why they have none."""
     if not rows.any():
         return
+    num_gpus, global_batch = case.cluster.num_gpus, case.training.global_batch_size
     ranks = grid["tp"] * grid["cp"] * grid["pp"]
-    batch = training.global_batch_size % grid["micro_batch_size"] != 0
-    crowded = ranks > cluster.num_gpus
+    batch = global_batch % grid["micro_batch_size"] != 0
+    crowded = ranks > num_gpus
     for reason, mask, text in (
-        ("more_ranks_than_gpus", rows & crowded, "tp {tp} · cp {cp} · pp {pp} exceeds " + f"{cluster.num_gpus} GPUs"),
+        ("more_ranks_than_gpus", rows & crowded, "tp {tp} · cp {cp} · pp {pp} exceeds " + f"{num_gpus} GPUs"),
         ("global_batch_not_divisible", rows & ~crowded & batch,
-         f"global_batch_size {training.global_batch_size} is no multiple of micro_batch_size {{micro_batch_size}}"),
+         f"global_batch_size {global_batch} is no multiple of micro_batch_size {{micro_batch_size}}"),
         (
             "no_data_parallel_size", rows & ~crowded & ~batch,
             "no dp suits tp {tp}, cp {cp}, pp {pp}, ep {ep}, etp {etp}, "
-            f"micro-batch {{micro_batch_size}} on {cluster.num_gpus} GPUs at global batch {training.global_batch_size}",
+            f"micro-batch {{micro_batch_size}} on {num_gpus} GPUs at global batch {global_batch}",
         ),
     ):  # fmt: skip
         if mask.any():
@@ -464,19 +446,19 @@ def _reject(grid: Grid, rows: BoolArray, rejections: Rejections, cluster: Cluste
             rejections.add(reason, int(mask.sum()), text.format(**{k: int(v[first]) for k, v in grid.items()}))
 
 
-def _shape(grid: Grid, dp: IntArray, shard_size: IntArray, training: TrainingSpec, runtime: RuntimeSpec) -> Shape:
+def _shape(grid: Grid, dp: IntArray, shard_size: IntArray, case: Case) -> Shape:
     """The grid as a `Shape` of arrays, not interleaved."""
-    num_microbatches = training.global_batch_size // (dp * grid["micro_batch_size"])
-    sequence_parallel = ((grid["tp"] > 1) & runtime.has_sequence_parallel).astype(np.int64)
+    num_microbatches = case.training.global_batch_size // (dp * grid["micro_batch_size"])
+    sequence_parallel = ((grid["tp"] > 1) & case.runtime.has_sequence_parallel).astype(np.int64)
     return Shape(
-        **grid, dp=dp, num_microbatches=num_microbatches, seq_length=training.seq_length, shard_size=shard_size,
+        **grid, dp=dp, num_microbatches=num_microbatches, seq_length=case.training.seq_length, shard_size=shard_size,
         sequence_parallel=sequence_parallel,
     )  # fmt: skip
 
 
-def _own_rules(cluster: ClusterSpec, limits: SearchLimits) -> tuple[Rule, ...]:
+def _own_rules(case: Case) -> tuple[Rule, ...]:
     """Rules that hold for every trainer."""
-    domain, fabric = cluster.nvlink_domain_size, cluster.hardware.fabric
+    domain, fabric = case.cluster.nvlink_domain_size, case.cluster.hardware.fabric
     return (
         *rules_of("etp"),
         Rule(
@@ -493,7 +475,7 @@ def _own_rules(cluster: ClusterSpec, limits: SearchLimits) -> tuple[Rule, ...]:
         ),
         Rule(
             "tp_across_domains",
-            lambda m, t, s: (s.tp <= domain) | limits.tp_across_nodes,
+            lambda m, t, s: (s.tp <= domain) | case.limits.tp_across_nodes,
             lambda m, t, s: f"tp {s.tp} leaves the {fabric} domain of {domain} GPUs (allow it with --tp-across-nodes)",
         ),
     )

@@ -122,12 +122,12 @@ def find_layouts(
 
     Raises NothingLegal or NothingFits if there is no layout, and SolverError if the solver could not say so.
     """
-    model, limits = case.model, case.limits
+    limits = case.limits
     tried = _pricings(case, runtimes)
     bar = None
     if known is not None:
         bar = Bar(known.step_s / (1 + limits.gap_fraction), lambda kernels: _least_work_s(tried, kernels))
-    legal_shapes, rejections = enumerate_shapes(model, case.cluster, case.training, limits, case.runtime, bar)
+    legal_shapes, rejections = enumerate_shapes(case, bar)
     num_shapes = len(np.atleast_1d(legal_shapes.tp))
     if not num_shapes and known is None:
         raise NothingLegal(rejections, case)

@@ -63,7 +63,12 @@ def plan(
     Raises Infeasible if no layout is legal and fits; the error has the nearest miss, and a remedy if one was found
     within the time limit. Raises SpecError if the inputs contradict each other.
     """
-    case = pinned(Case(model_of(model), cluster, training, runtime_of(runtime), limits or SearchLimits()))
+    return planned(Case(model_of(model), cluster, training, runtime_of(runtime), limits or SearchLimits()), news)
+
+
+def planned(case: Case, news: News | None = None) -> Plan:
+    """The plan of a case, as `plan` has it."""
+    case = pinned(case)
     deadline = Deadline(case.limits.time_limit_s)
     try:
         found = search(case, news)

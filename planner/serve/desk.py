@@ -25,7 +25,7 @@ from planner.plan_file import with_alternative
 from planner.search.case import Case
 from planner.search.layouts import Standing, some_layout
 from planner.search.recipes import pinned
-from planner.search.search import plan
+from planner.search.search import planned
 from planner.serve.controls import Form, Question
 from planner.specs.units import is_count
 
@@ -79,7 +79,7 @@ def whole(case: Case, tell: Tell) -> Plan:
             tell(so_far.model_copy(update={"search": search}))
             told_s = time.monotonic()
 
-    return plan(case.model, case.cluster, case.training, limits=case.limits, runtime=case.runtime, news=news)
+    return planned(case, news)
 
 
 def first(case: Case, tell: Tell) -> Plan:

@@ -125,19 +125,7 @@ def test_the_hosts_speed_can_be_assumed() -> None:
     assert [job.cluster.hardware.efficiency.host_us for job in jobs] == [46, 20, 60]
 
 
-@pytest.mark.parametrize(
-    ("options", "switch", "mean", "spread"),
-    [
-        ({}, None, 1.0, 0.0),
-        ({}, "natural_routing=true", 1.6, 0.0),
-        ({"lora": True}, None, 1.0, 2.0),
-        ({"finetune": True}, None, 1.0, 2.0),
-        ({"lora": True}, "natural_routing=false", 1.0, 0.0),
-        ({"lora": True, "moe_imbalance": 1.2}, "natural_routing=true", 1.2, 0.0),
-        # its bias balances them
-        ({"model": "moonlight", "lora": True}, "natural_routing=true", 1.0, 0.01),
-    ],
-)
+@pytest.mark.parametrize(("options", "switch", "mean", "spread"), TABLES["options_say_how_uneven_experts_are"])
 def test_options_say_how_uneven_experts_are(
     options: dict[str, Any], switch: str | None, mean: float, spread: float
 ) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -23,22 +22,6 @@ def test_a_schedule_is_drawn(capsys: pytest.CaptureFixture[str]) -> None:
     assert lines[1] == "bubble 27.3% of the step, 37.5% of useful time"
     assert lines[3].startswith("0 F0F1─F2F3·")
     assert max(map(len, lines)) <= 80
-
-
-@pytest.mark.parametrize(
-    ("arguments", "share", "of_useful"),
-    [
-        (["1f1b", "--pp", "8", "-m", "64"], 7 / 71, 7 / 64),
-        (["interleaved-1f1b", "--pp", "8", "-m", "64", "--vpp", "4"], 1.75 / 65.75, 1.75 / 64),
-        (["1f1b", "--pp", "4", "-m", "1"], 0.75, 3.0),
-        (["1f1b", "--pp", "4", "-m", "16"], 3 / 19, 3 / 16),
-    ],
-)
-def test_textbook_bubbles(capsys: Any, arguments: list[str], share: float, of_useful: float) -> None:
-    assert main(["schedule", *arguments, "--json"]) == 0
-    answer = json.loads(capsys.readouterr().out)
-    assert answer["bubble_fraction"] == pytest.approx(share)
-    assert answer["bubble_of_useful_fraction"] == pytest.approx(of_useful)
 
 
 def test_slow_stages_links_and_lengths_are_priced(capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from samples import layout_of
 
 from planner.decide.check import judged
@@ -16,6 +17,8 @@ from planner.layout.runs import parse_run
 from planner.specs.base import Fields
 from planner.specs.model import ModelSpec
 from planner.specs.registry import load_model
+
+TABLES = yaml.safe_load((Path(__file__).parent / "tables.yaml").read_text())
 
 OFFLOADED = {"optimizer_offload": 1.0, "parameter_offload": True}
 
@@ -224,22 +227,7 @@ def test_further_tokens_are_predicted_only_where_it_is_asked_for(command: str, b
     assert (load_model(model) if isinstance(model, str) else ModelSpec(**model)).num_nextn_predict_layers == blocks
 
 
-@pytest.mark.parametrize(
-    ("path", "name", "bits"),
-    [
-        ("/mnt/Qwen3-30B-A3B-Macore", "qwen3-30b-a3b", 16),
-        ("~/hub/someone__Qwen3-30B-A3B-Thinking-2507-GPTQ-Int4/", "qwen3-30b-a3b", 4),
-        # training unpacks them
-        ("~/hub/Qwen3-30B-A3B-Thinking-2507-AWQ/", "qwen3-30b-a3b", 16),
-        ("~/.cache/models--Qwen--Qwen3-8B/snapshots/0a1b", "qwen3-8b", 16),
-        ("unsloth/Qwen3-8B-bnb-4bit", "qwen3-8b", 4),
-        ("x/Llama-3.1-8B-Lexi-Uncensored", "llama-3.1-8b", 16),
-        ("~/models/Qwen2___5-7B-Instruct", "qwen2.5-7b", 16),
-        ("'E:\\hub\\models--x--Qwen3.5-27B-heretic-v2\\snapshots\\0a1b'", "qwen3.5-27b", 16),
-        ("x/Llama-3-8b-262k", "llama-3.1-8b", 16),
-        ("Qwen/Qwen2.5-VL-7B-Instruct", "qwen2.5-vl-7b", 16),
-    ],
-)
+@pytest.mark.parametrize(("path", "name", "bits"), TABLES["names_that_people_give_are_of_models_that_are_known"])
 def test_names_that_people_give_are_of_models_that_are_known(path: str, name: str | None, bits: int) -> None:
     run = read_configuration(f"swift sft --model {path} --max_length 2048").run
     assert (run["model"], run["adapters"]["base_bits"]) == (name, bits)
@@ -339,22 +327,7 @@ def test_a_trainer_says_what_is_learned(call: str, objective: Fields | None, len
     assert "liger" not in run["features"], "its loss comes in no chunks"
 
 
-@pytest.mark.parametrize(
-    ("more", "length", "micro"),
-    [
-        ("", 2048, 1),
-        ("actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4", 1024, 4),
-        ("actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4 data.train_files=[/d/math/a.parquet]", 704, 4),
-        (
-            "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4 actor_rollout_ref.model.use_remove_padding=False",
-            2048,
-            4,
-        ),
-        # 32 sequences of a rank, of which 23 fit at a time
-        ("actor_rollout_ref.actor.use_dynamic_bsz=True data.train_files=x/math/y", 704, 16),
-        ("actor_rollout_ref.actor.use_dynamic_bsz=True", 2048, 8),
-    ],
-)
+@pytest.mark.parametrize(("more", "length", "micro"), TABLES["sequences_without_padding_are_as_long_as_in_the_mean"])
 def test_sequences_without_padding_are_as_long_as_in_the_mean(more: str, length: int, micro: int) -> None:
     run = read_configuration(_VERL + more).run
     assert (run["seq_length"], run["parallelism"]["micro_batch_size"]) == (length, micro)

@@ -358,19 +358,6 @@ def test_a_shorter_step_has_the_micro_batches_asked_for() -> None:
         with_microbatches(saved.best, 0)
 
 
-def test_what_a_plan_chose_is_evaluated_to_its_step() -> None:
-    """With its recipe, and with the one layer of 32 that is recomputed whole."""
-    model, cluster = load_model("8b"), ClusterSpec(hardware=load_hardware("h100"), num_gpus=8)
-    training = TrainingSpec(seq_length=8192, global_batch_size=512)
-    found = plan(model, cluster, training)
-    layout = found.best.parallelism
-    assert layout.recompute_num_layers == found.best.stages[0].recompute["full"] < 32
-    assert evaluate(model, cluster, training, found.best).step.step_s == pytest.approx(found.step.step_s, rel=1e-9)
-    again = evaluate(model, cluster, training, layout.replace(), runtime=found.runtime_spec)
-    assert again.step.step_s == pytest.approx(found.step.step_s, rel=1e-9)
-    assert layout.replace(recompute="none").recompute_num_layers is None
-
-
 def cluster(hardware: str, num_gpus: int = 64) -> ClusterSpec:
     return ClusterSpec(hardware=load_hardware(hardware), num_gpus=num_gpus)
 

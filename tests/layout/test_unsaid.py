@@ -9,11 +9,13 @@ from __future__ import annotations
 import math
 from collections.abc import Collection
 from dataclasses import replace
+from pathlib import Path
 from statistics import NormalDist
 from typing import Any
 
 import numpy as np
 import pytest
+import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 from toys import toy_problem
@@ -46,6 +48,8 @@ from planner.specs.training import Parallelism, SearchLimits, TrainingSpec
 from planner.specs.units import GIB
 from planner.trainers.load import load_runtime
 from planner.trainers.spec import RuntimeSpec
+
+TABLES = yaml.safe_load((Path(__file__).parent / "tables.yaml").read_text())
 
 MIXTURE = {
     "model": "qwen3-30b-a3b", "hardware": "b200", "num_gpus": 8, "seq_length": 4096, "global_batch_size": 128,
@@ -169,20 +173,7 @@ PACKED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("more", "widens"),
-    [
-        ({}, True),
-        ({"features": {"tp_comm_overlap": False}}, True),
-        ({"features": {"packed_documents": False}}, False),
-        # as many tokens as pre-training has
-        ({"global_batch_size": 512}, False),
-        # rotated by one kernel
-        ({"runtime": "megatron"}, False),
-        # fine-tuning for certain
-        ({"adapters": {"rank": 8}}, False),
-    ],
-)
+@pytest.mark.parametrize(("more", "widens"), TABLES["small_steps_of_bridge_may_be_packed_texts"])
 def test_small_steps_of_bridge_may_be_packed_texts(more: dict[str, Any], widens: bool) -> None:
     priced = _priced(PACKED, **more)
     found = [one for one in priced.unsaid if one.switch == "packed_documents"]

@@ -115,19 +115,7 @@ def test_expert_parallelism_divides_experts_and_nothing_else(ep: int) -> None:
     assert sum(op.forward_flops for op in operators_of(many)) == sum(op.forward_flops for op in operators_of(one))
 
 
-@pytest.mark.parametrize(
-    ("vocab", "tp", "runtime", "padded"),
-    [
-        (128_256, 1, "megatron", 128_256),
-        (128_256, 4, "megatron", 128_512),  # a multiple of 128 · 4
-        (128_256, 8, "megatron", 129_024),
-        (50_257, 1, "megatron", 50_304),
-        (50_257, 8, "megatron", 51_200),  # the 51,200 of Megatron's GPT models
-        (32_000, 2, "megatron", 32_000),
-        (50_257, 8, "torch-eager", 50_264),  # a multiple of tp only
-        (32_000, 8, "torchtitan", 32_000),
-    ],
-)
+@pytest.mark.parametrize(("vocab", "tp", "runtime", "padded"), TABLES["vocabulary_is_padded_as_the_trainer_does"])
 def test_vocabulary_is_padded_as_the_trainer_does(vocab: int, tp: int, runtime: str, padded: int) -> None:
     model = load_model("8b").model_copy(update={"vocab_size": vocab})
     spec, shape = load_runtime(runtime), Shape(tp=tp, seq_length=4096)

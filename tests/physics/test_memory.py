@@ -7,9 +7,11 @@ What 8- and 4-bit recipes keep and compute: which tensors are cast, and what sta
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from planner.layout.evaluate import evaluate
 from planner.layout.runs import parse_run
@@ -45,6 +47,8 @@ from planner.validate.rows import PublishedRun, load_rows
 from planner.validate.score import evaluate_rows
 from tools.calibrate.kernels import measured_model
 from tools.calibrate.tables import read_table
+
+TABLES = yaml.safe_load((Path(__file__).parent / "tables.yaml").read_text())
 
 
 @pytest.mark.parametrize(
@@ -178,17 +182,7 @@ def test_our_runner_shards_experts_over_tensor_parallel_ranks_too() -> None:
     assert sharded(8.0, 0.0, shape, load_runtime("torch-eager")) == 4.0
 
 
-@pytest.mark.parametrize(
-    ("switches", "dtype", "each"),
-    [
-        ({}, "bf16", 12),
-        # 16 bits of each master are in the weight
-        ({"bf16_moments": True}, "bf16", 6),
-        ({"bf16_moments": True}, "fp8", 8),
-        ({"bf16_moments": True, "fp8_params": False}, "fp8", 6),
-        ({"bf16_moments": True, "optimizer_offload": 1.0}, "bf16", 0),
-    ],
-)
+@pytest.mark.parametrize(("switches", "dtype", "each"), TABLES["masters_are_remainders_beside_16_bit_weights"])
 def test_masters_are_remainders_beside_16_bit_weights(switches: dict[str, Value], dtype: str, each: int) -> None:
     runtime, _ = load_runtime("megatron").with_features(switches)
     runtime = runtime.in_dtype(dtype, "hopper")

@@ -52,7 +52,7 @@ def test_a_slice_of_a_large_plan_runs_and_agrees() -> None:
 
 def test_a_traced_model_runs_by_its_operators() -> None:
     model = ModelSpec(**SMALL | TRACED)
-    result = run(plan_of(model, 2, 32, 8, tp=1, pp=2, dp=1, cp=1))
+    result = run(plan_of(model, 4, 32, 8, tp=1, pp=2, dp=2, cp=1))
     assert result.agrees
     assert {"loss", "gradients", "gradient norm"} <= {check.name for check in result.checks}
     assert any("module's own code" in what for what in result.slice.extrapolated)

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import yaml
 
 from planner.physics.communication import collective_s
 from planner.probe.run_price import chunk_costs
@@ -29,6 +30,8 @@ from planner.specs.hardware import LinkTier
 from planner.specs.registry import load_hardware
 from planner.specs.units import GIB
 from tools.calibrate.tables import read_table
+
+TABLES = yaml.safe_load((Path(__file__).parent / "tables.yaml").read_text())
 
 torch = pytest.importorskip("torch", reason="needs the probe extra (torch)")
 
@@ -127,24 +130,7 @@ def test_both_kernels_of_attention_are_kept_and_the_faster_is_planned_with(h200:
 
 @pytest.mark.parametrize(
     ("name", "architecture", "memory_gib", "num_sms", "expected"),
-    [
-        ("NVIDIA H200", "hopper", 139.8, 132, "h200-sxm-141gb"),
-        ("NVIDIA H100 80GB HBM3", "hopper", 79.1, 132, "h100-sxm-80gb"),
-        ("NVIDIA H100 PCIe", "hopper", 79.1, 114, "h100-pcie-80gb"),
-        ("NVIDIA H200 NVL", "hopper", 139.8, 132, "h200-nvl-141gb"),
-        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", "hopper", 9.8, 16, None),
-        ("NVIDIA A100-SXM4-80GB", "hopper", 79.15, 108, "a100-sxm-80gb"),
-        ("NVIDIA A100 80GB PCIe", "hopper", 79.15, 108, "a100-pcie-80gb"),
-        ("NVIDIA GH200 480GB", "hopper", 94.5, 132, "gh200-96gb"),
-        ("NVIDIA GeForce RTX 4090", "hopper", 23.6, 128, "rtx-4090-24gb"),
-        ("NVIDIA GeForce RTX 2080 Ti", "hopper", 10.6, 68, None),
-        ("AMD Instinct MI300X", "cdna3", 191.98, 304, "mi300x"),
-        ("AMD Instinct MI300X VF", "cdna3", 191.7, 304, "mi300x"),  # as clouds pass them through
-        ("AMD Instinct MI355X", "cdna4", 287.98, 256, "mi355x"),
-        ("AMD Radeon Graphics", "cdna3", 255.98, 304, "mi325x"),
-        ("AMD Radeon Graphics", "cdna4", 287.98, 256, None),  # MI350X or MI355X
-        ("AMD Instinct MI300X", "cdna3", 24.0, 38, None),  # one of eight partitions
-    ],
+    TABLES["a_name_memory_and_processors_find_the_data_sheet"],
 )
 def test_a_name_memory_and_processors_find_the_data_sheet(
     name: str, architecture: str, memory_gib: float, num_sms: int, expected: str | None

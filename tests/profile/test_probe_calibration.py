@@ -188,18 +188,7 @@ def test_links_are_measured_by_the_exchanges_that_run_on_them_alone() -> None:
 
 
 @pytest.mark.parametrize(
-    ("layout", "name", "size", "stride", "shares"),
-    [
-        # gradients are summed over dp·cp, whose ranks lie tp apart
-        ({"tp": 8, "cp": 2, "dp": 2}, "gradient reduce-scatter", 4, 8, {"infiniband": 0.5}),
-        ({"tp": 2, "cp": 2, "dp": 2}, "gradient reduce-scatter", 4, 2, {"nvlink": 0.5}),
-        ({"tp": 2, "cp": 4, "dp": 2}, "cp all-gather", 4, 2, {"nvlink": 0.5}),
-        ({"tp": 8, "cp": 2, "dp": 2}, "cp all-gather", 2, 8, {"infiniband": 0.5}),
-        # over two tiers; and those of experts, whose ranks lie ep apart
-        ({"tp": 4, "dp": 4}, "gradient reduce-scatter", 4, 4, {}),
-        ({"model": "deepseek-v2-lite", "tp": 1, "cp": 2, "dp": 8, "ep": 8}, "gradient reduce-scatter", 2, 8, {}),
-        ({"model": "deepseek-v2-lite", "tp": 8, "cp": 2, "dp": 2, "ep": 16}, "gradient reduce-scatter", 2, 16, {}),
-    ],
+    ("layout", "name", "size", "stride", "shares"), TABLES["links_are_those_of_the_ranks_that_exchange"]
 )
 def test_links_are_those_of_the_ranks_that_exchange(
     layout: dict[str, Any], name: str, size: int, stride: int, shares: dict[str, float]

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import pytest
 from pinned_numbers import bounds
-from toys import MOE, NO_LIMIT_S, Problem, legal_splits, toy_cluster, toy_model, toy_problem, toy_training
+from toys import MOE, NO_LIMIT_S, Problem, case_of, legal_splits, toy_cluster, toy_model, toy_problem, toy_training
 
 from planner.errors import Infeasible
 from planner.layout import candidate
@@ -151,8 +151,8 @@ class Bounded:
 
 def bounded_nodes(problem: Problem, rng: random.Random, per_block: int = NODES_PER_BLOCK) -> Iterator[Bounded]:
     """Some nodes of a problem, with the bounds of both levels."""
-    model, limits, runtime, pricing = problem.model, problem.limits, problem.runtime, problem.pricing
-    shapes, _ = enumerate_shapes(model, problem.cluster, problem.training, limits, runtime)
+    limits, runtime, pricing = problem.limits, problem.runtime, problem.pricing
+    shapes, _ = enumerate_shapes(case_of(problem))
     priced = priced_shapes(pricing, shapes)
     tried = schedules_tried(limits, runtime)
     coarse = coarse_bound_s(priced, any(SCHEDULES[name].splits_backward for name in tried))
@@ -251,7 +251,7 @@ def test_on_one_rank_the_program_is_the_replay(runtime: str, network_gb_per_s: f
 def test_one_number_for_all_stages_is_what_the_fullest_needs(memory_gib: float) -> None:
     """Where each stage recomputes as it likes, the later ones, which hold less, are quicker."""
     problem = toy_problem(toy_model(8), toy_cluster(8, memory_gib=memory_gib), toy_training(48))
-    shapes, _ = enumerate_shapes(problem.model, problem.cluster, problem.training, problem.limits, problem.runtime)
+    shapes, _ = enumerate_shapes(case_of(problem))
     slower = []
     for _, nodes in nodes_of(priced_shapes(problem.pricing, shapes), problem.limits):
         own, same = (nodes.bound_s(RecomputeChoice("none", whole)) for whole in ("per_stage", "one_count"))
@@ -267,7 +267,7 @@ def test_the_first_rank_exchanges_what_it_holds(network_gb_per_s: float) -> None
     cluster = toy_cluster(8, network_gb_per_s=network_gb_per_s)
     model = toy_model(6, moe=MOE | {"first_k_dense_replace": 3})
     problem = toy_problem(model, cluster, toy_training(48), rank_order=RANK_ORDERS[:1])
-    shapes, _ = enumerate_shapes(problem.model, problem.cluster, problem.training, problem.limits, problem.runtime)
+    shapes, _ = enumerate_shapes(case_of(problem))
     priced = priced_shapes(problem.pricing, shapes.take(np.flatnonzero(np.asarray(shapes.pp) > 1)))
     table, kinds, steps = priced.table, problem.model.kinds, np.asarray(priced.shape.num_microbatches)
     each = [np.array([f(priced, kind, table.layers[kind, "none"]) for kind in kinds]) for f in (beyond_s, showing_s)]
@@ -291,7 +291,7 @@ def test_the_first_rank_exchanges_what_it_holds(network_gb_per_s: float) -> None
 def test_what_cannot_fit_is_screened_out() -> None:
     """The other direction, where it is plain: not even the weights fit."""
     problem = toy_problem(toy_model(8), toy_cluster(8, memory_gib=0.3))
-    shapes, _ = enumerate_shapes(problem.model, problem.cluster, problem.training, problem.limits, problem.runtime)
+    shapes, _ = enumerate_shapes(case_of(problem))
     priced = priced_shapes(problem.pricing, shapes)
     kind = problem.model.kinds[0]
     weights = 8 * np.asarray(priced.static_bytes(priced.table.layers[kind, "none"])) / np.asarray(shapes.pp)
@@ -309,7 +309,7 @@ def test_room_shrinks_with_memory_and_headroom(memory_gib: float) -> None:
     rooms = []
     for gib, headroom in ((memory_gib, 0.0), (memory_gib, 0.5), (memory_gib + 1.0, 0.0)):
         problem = toy_problem(model_of_kinds(), toy_cluster(8, memory_gib=gib), memory_headroom_gib=headroom)
-        shapes, _ = enumerate_shapes(problem.model, problem.cluster, problem.training, problem.limits, problem.runtime)
+        shapes, _ = enumerate_shapes(case_of(problem))
         priced = priced_shapes(problem.pricing, shapes)
         rooms.append([room_layers(priced, kind) for kind in problem.model.kinds])
     plain, tight, larger = rooms
@@ -321,7 +321,7 @@ def test_room_shrinks_with_memory_and_headroom(memory_gib: float) -> None:
 
 def test_some_of_the_priced_shapes_are_priced_as_before() -> None:
     problem = toy_problem(model_of_kinds())
-    shapes, _ = enumerate_shapes(problem.model, problem.cluster, problem.training, problem.limits, problem.runtime)
+    shapes, _ = enumerate_shapes(case_of(problem))
     priced = priced_shapes(problem.pricing, shapes)
     some = np.array([5, 0, 17])
     np.testing.assert_array_equal(coarse_bound_s(priced.take(some)), coarse_bound_s(priced)[some])
@@ -407,7 +407,7 @@ def test_the_bar_of_a_kernel_is_never_above_the_bound_of_its_shapes(name: str) -
         for runtime in Recipes.of(case).starts()[:3]:
             tried = _pricings(case, [runtime])
             bar = Bar(np.inf, lambda kernels, tried=tried: _least_work_s(tried, kernels))  # type: ignore[misc]
-            shapes, _ = enumerate_shapes(case.model, cluster, training, case.limits, case.runtime)
+            shapes, _ = enumerate_shapes(case)
             if not tried or not np.size(shapes.tp):
                 continue
             rows = np.stack([np.asarray(getattr(shapes, axis)) for axis in ("tp", "cp", "ep", "etp")], axis=1)

@@ -13,7 +13,7 @@ from itertools import pairwise, product
 import numpy as np
 import pytest
 from solver_nodes import DENSE, random_node, random_part, recomputed_whole, recurring_node
-from toys import NO_LIMIT_S, legal_counts, toy_cluster, toy_model, toy_problem, toy_training
+from toys import NO_LIMIT_S, case_of, legal_counts, toy_cluster, toy_model, toy_problem, toy_training
 
 from planner.layout.candidate import Candidate, Split
 from planner.schedule.orders import placement
@@ -109,7 +109,7 @@ def test_what_a_dynamic_program_does_not_take_is_left_to_the_solver() -> None:
 def test_no_bound_of_a_split_is_above_its_replay(kinds: dict[str, int]) -> None:
     """Every split of every interleaved node of a small job, under each way to recompute."""
     problem = toy_problem(toy_model(8, **kinds), toy_cluster(8, memory_gib=3.0), toy_training(16), pp=(2, 4), tp=(1, 2))
-    shapes, _ = enumerate_shapes(problem.model, problem.cluster, problem.training, problem.limits, problem.runtime)
+    shapes, _ = enumerate_shapes(case_of(problem))
     priced, held = priced_shapes(problem.pricing, shapes), 0
     for _, block in nodes_of(priced, problem.limits):
         for row in range(0, len(block.schedules), 5):
@@ -131,7 +131,7 @@ def test_no_bound_of_a_split_is_above_its_replay(kinds: dict[str, int]) -> None:
 def test_a_table_of_shapes_is_made_of_their_kernels() -> None:
     """Whatever the sharding and the pipeline: the same prices as of each shape by itself."""
     problem = toy_problem(toy_model(8), toy_cluster(8), toy_training(16))
-    shapes, _ = enumerate_shapes(problem.model, problem.cluster, problem.training, problem.limits, problem.runtime)
+    shapes, _ = enumerate_shapes(case_of(problem))
     priced = priced_shapes(problem.pricing, shapes)
     rows = np.arange(0, len(priced.kernel), 7)
     together = priced.cost_table(rows)

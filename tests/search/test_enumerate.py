@@ -13,10 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 import yaml
-from toys import MOE, Problem, solved, toy_cluster, toy_model, toy_problem, toy_training
+from toys import MOE, Problem, case_of, solved, toy_cluster, toy_model, toy_problem, toy_training
 
 from planner.errors import Infeasible, SpecError
 from planner.layout.evaluate import evaluate
+from planner.search.case import Case
 from planner.search.enumerate import (
     MAX_MICRO_BATCH_TOKENS,
     Rejections,
@@ -37,7 +38,7 @@ TABLES = yaml.safe_load((Path(__file__).parent / "tables.yaml").read_text())
 
 
 def enumerated(problem: Problem) -> tuple[Shape, Rejections]:
-    return enumerate_shapes(problem.model, problem.cluster, problem.training, problem.limits, problem.runtime)
+    return enumerate_shapes(case_of(problem))
 
 
 def axis(shapes: Shape, name: str) -> set[int]:
@@ -102,13 +103,13 @@ def test_weights_may_be_sharded_over_part_of_the_ranks(tp: int, cp: int, expecte
     limits = SearchLimits(tp=(tp,), cp=(cp,), pp=(1,), micro_batch_size=(1,))
     arguments = (load_model("llama-3.2-1b"), ClusterSpec(hardware=load_hardware("h100"), num_gpus=32))
     training = TrainingSpec(seq_length=4096, global_batch_size=32)
-    shapes, _ = enumerate_shapes(*arguments, training, limits, load_runtime("torchtitan"))
+    shapes, _ = enumerate_shapes(Case(*arguments, training, load_runtime("torchtitan"), limits))
     assert axis(shapes, "shard_size") == expected
-    shapes, _ = enumerate_shapes(*arguments, training, limits, load_runtime("megatron"))
+    shapes, _ = enumerate_shapes(Case(*arguments, training, load_runtime("megatron"), limits))
     # the distributed optimizer shards over all ranks, Megatron-FSDP also over those of a node
     assert axis(shapes, "shard_size") == {32 // tp, *({8 // tp} if 8 // tp >= cp else ())}
     pinned = limits.model_copy(update={"shard_size": (8, 12)})
-    shapes, rejections = enumerate_shapes(*arguments, training, pinned, load_runtime("torchtitan"))
+    shapes, rejections = enumerate_shapes(Case(*arguments, training, load_runtime("torchtitan"), pinned))
     assert axis(shapes, "shard_size") <= {8}
     assert rejections.counts["shard_size_not_dividing_dp_cp"] == 1
 
@@ -119,11 +120,11 @@ def test_a_sharded_optimizer_is_grouped_where_that_pays(trainer: str, expected: 
     limits = SearchLimits(tp=(1,), cp=(1,), pp=(1,), micro_batch_size=(4,), zero_stage=(1,))
     arguments = load_model("llama-3.2-1b"), ClusterSpec(hardware=load_hardware("h100"), num_gpus=64)
     training, runtime = TrainingSpec(seq_length=4096, global_batch_size=256), load_runtime(trainer)
-    shapes, _ = enumerate_shapes(*arguments, training, limits, runtime)
+    shapes, _ = enumerate_shapes(Case(*arguments, training, runtime, limits))
     assert axis(shapes, "shard_size") == expected
     # pinned, they are tried, or refused with a reason
     pinned = limits.model_copy(update={"shard_size": (8,)})
-    shapes, rejections = enumerate_shapes(*arguments, training, pinned, runtime)
+    shapes, rejections = enumerate_shapes(Case(*arguments, training, runtime, pinned))
     refused = {"shard_size_not_expressible": 1} if trainer == "nanotron" else {}
     assert (len(shapes.tp), rejections.counts) == (1 - len(refused), refused)
 
@@ -151,7 +152,7 @@ def test_experts_that_are_not_there_are_split_as_the_rest_or_not_at_all() -> Non
 def test_axes_of_a_large_cluster() -> None:
     model, training = load_model("deepseek-v3"), TrainingSpec(seq_length=4096, global_batch_size=2040)
     cluster = ClusterSpec(hardware=load_hardware("h100"), num_gpus=2040)
-    shapes, _ = enumerate_shapes(model, cluster, training, SearchLimits(), load_runtime("megatron"))
+    shapes, _ = enumerate_shapes(Case(model, cluster, training, load_runtime("megatron"), SearchLimits()))
     assert axis(shapes, "tp") == {1, 2, 4, 8}
     assert axis(shapes, "ep") <= set(divisors(256, 2040))
     assert axis(shapes, "etp") <= {1, 2, 4, 8}
@@ -351,7 +352,7 @@ def test_no_second_order_where_no_tier_tells_them_apart() -> None:
         (three_tiers(64, 32, 50.0, 10.0), {"tp": (4,)}, True),
     ):
         problem = toy_problem(toy_model(8), cluster, training, runtime, **limits)
-        shapes, _ = enumerate_shapes(problem.model, cluster, training, problem.limits, runtime)
+        shapes, _ = enumerate_shapes(case_of(problem))
         assert bool(np.any(shapes.dp_outermost)) is differs
         moved = shapes.take(np.flatnonzero(np.broadcast_to(shapes.dp_outermost, np.shape(shapes.tp))))
         assert np.all((np.asarray(moved.pp) > 1) & (np.asarray(moved.dp) > 1))

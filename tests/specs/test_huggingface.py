@@ -276,7 +276,7 @@ def test_a_size_under_another_name_is_named_or_refused(name: str, caplog: pytest
         assert refused or key in caplog.text, key
 
 
-_OF_NO_LAYER = re.compile("token_id|version|position|pretraining|query_pre|group$|rope_theta|context")
+_OF_NO_LAYER = re.compile("token_id|version|position|pretraining|query_pre|group$|rope_|context")
 
 ASKED_FOR = {
     "llama-3.2-1b", "llama-3.1-8b", "llama-3.1-70b", "llama-3.1-405b", "llama-2-7b", "llama-2-13b", "llama-2-70b",

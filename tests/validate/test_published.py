@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from planner.cli import main
 from planner.errors import Unsupported
@@ -51,6 +52,8 @@ from planner.validate.score import (
     says_production,
     score,
 )
+
+TABLES = yaml.safe_load((Path(__file__).parent / "tables.yaml").read_text())
 
 PAGE = Path(__file__).parents[2] / "docs" / "ACCURACY.md"
 OFFLOADED = {"llama3-70b-gb300x64-fp8-cs", "llama3-1-405b-gb200x128-fp8-cs", "lightning-h100x16"}
@@ -135,19 +138,7 @@ def test_peaks_lie_in_their_interval_as_often_as_it_says(scored: list[Scored]) -
     assert found["unverified"].coverage >= 0.8
 
 
-@pytest.mark.parametrize(
-    ("start", "num_rows", "tolerance"),
-    [
-        ("primus-dsv2lite-mi355x8", 6, 0.04),
-        # no number was read from these
-        ("primus-llama3.1-8b-mi300x8-fp8", 2, 0.04),
-        ("primus-qwen2.5-7b-mi300x8-fp8", 1, 0.04),
-        ("primus-safe-llama3.1-8b-mi325x8", 1, 0.04),
-        ("primus-qwen3-235b-mi355x32-1f1b", 1, 0.08),
-        ("primus-qwen3-235b-mi355x32-v", 3, 0.12),
-        ("primus-qwen3-235b-mi355x32-z", 2, 0.12),
-    ],
-)
+@pytest.mark.parametrize(("start", "num_rows", "tolerance"), TABLES["peaks_on_amd_gpus_are_near_and_in_their_interval"])
 def test_peaks_on_amd_gpus_are_near_and_in_their_interval(start: str, num_rows: int, tolerance: float) -> None:
     rows = [row for row in load_rows() if row.id.startswith(start) and row.measured.peak_memory_gib]
     runs = evaluate_rows(rows)

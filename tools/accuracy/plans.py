@@ -24,6 +24,7 @@ from planner.layout.evaluate import selective_modules
 from planner.layout.runs import Run
 from planner.report.format import seconds
 from planner.report.pieces import columns
+from planner.search.case import Case
 from planner.search.enumerate import enumerate_shapes, schedule_options
 from planner.search.search import plan
 from planner.specs.training import SearchLimits
@@ -171,7 +172,7 @@ def _searched(run: Run, published: PricedLayout) -> bool:
         pp=(layout.pp,),
         micro_batch_size=(layout.micro_batch_size,),
     )
-    shapes, _ = enumerate_shapes(run.model, run.cluster, run.training, pinned, run.runtime)
+    shapes, _ = enumerate_shapes(Case(run.model, run.cluster, run.training, run.runtime, pinned))
     recompute = layout.recompute != "selective" or (
         set(layout.recompute_modules) == set(selective_modules(run.model, run.runtime))
     )

@@ -15,11 +15,11 @@ from planner.export.huggingface.tuning_settings import (
     FSDP_RUNTIME,
     IN_FP32,
     apply_accelerate,
+    apply_fsdp,
     apply_parallelism,
     beside_adapters,
     deepspeed_beside,
     dtype_of,
-    fsdp_layout,
     note_sections,
     policy_length,
     read_fine_tuning,
@@ -32,6 +32,7 @@ from planner.export.keyed_settings import (
     Settings,
     dialect,
     flat,
+    fraction,
     is_any_on,
     is_empty,
     is_off,
@@ -115,7 +116,7 @@ def read_openrlhf(config: ConfigFile) -> ImportedRun:
         is_beside = is_on(given.get("colocate_all_models"))
         imported.reinforce(
             scored_tokens=_scored_tokens(given, imported.run["seq_length"] or 0, tokens),
-            rollout_fraction=is_beside * float(given.get("vllm_gpu_memory_utilization", 0.95)),
+            rollout_fraction=is_beside * fraction(given, "vllm_gpu_memory_utilization", 0.95),
             rollout_stays=is_beside and not is_on(given.get("vllm_enable_sleep")),
             scored_alone=is_on(given.get("deepspeed_enable_sleep")),
             **_models_beside(given, config.text),
@@ -158,9 +159,8 @@ def run_of_arguments(keyed: KeyedSettings, config: ConfigFile, tool: Dialect | N
     imported.predicts_further = False
     tool.assume(imported, unasked | (dialect("peft").left_out(said) if said.get("peft_type") else {}))
     run, layout = imported.run, imported.run["parallelism"]
-    if (length := policy_length(settings, said)) is not None:
-        settings["max_length"] = length
-    run["seq_length"], run["global_batch_size"] = number(settings, *_SEQUENCE), number(settings, "global_batch_size")
+    length, run["global_batch_size"] = number(said, *_SEQUENCE), number(settings, "global_batch_size")
+    run["seq_length"] = policy_length(settings, length) or number(settings, *_SEQUENCE)
     asked = {name: settings[name] for name in _CHECKPOINTING if str(settings.get(name, 0)) != "0"}
     is_asked = any(not is_off(value) for value in asked.values())
     imported.unknown |= {
@@ -279,7 +279,7 @@ def _read_sharding(imported: ImportedRun, settings: Fields, config: ConfigFile) 
         # Accelerate's file is not there: DeepSpeed's stage or FSDP by its name
         name = launched if re.search(r"zero|deepspeed|(^|[_-])z[0-3]|ds_", launched) else None
         if name is None:
-            layout |= fsdp_layout({}, {}) if "fsdp" in launched else {}
+            layout |= {"zero_stage": 3} if "fsdp" in launched else {}
             imported.unknown["config_file"] = f"{launched} is not beside the file"
     stage = number(settings, "zero_stage")
     if stage is not None:
@@ -301,11 +301,8 @@ def _read_sharding(imported: ImportedRun, settings: Fields, config: ConfigFile) 
         options, words = settings.get("fsdp_config"), settings.get("fsdp")
         if isinstance(options, str) and options.endswith(".json"):
             options = json_of(config.beside(options) or "{}", f"mend {options}")
-        options = options if isinstance(options, dict) else {}
-        words = " ".join(map(str, words)) if isinstance(words, list) else words
-        layout |= fsdp_layout({"fsdp": words}, options)
-        if "offload" in str(words) or is_on(options.get("fsdp_offload_params", options.get("offload_params"))):
-            imported.offload_all("fsdp", f"{words or ''} offload of parameters".strip())
+        words = " ".join(map(str, words)) if isinstance(words, list) else str(words or "")
+        apply_fsdp(imported, words, options if isinstance(options, dict) else {})
 
 
 def _list_unread(imported: ImportedRun, settings: Fields) -> None:
@@ -387,7 +384,7 @@ def _recipe_of(config: ConfigFile) -> tuple[Fields, Fields, int | None]:
         words = next((words for words in script.commands if words[:2] == ["tune", "run"]), script.words)
         options = options_of(words)
         name, overrides = next(iter(options.get("--config", [])), ""), overrides_of(words)
-        gpus = launched_gpus(options, script) or (1 if "single_device" in " ".join(words) else None)
+        gpus = launched_gpus(options, script)
         text = config.beside(name) or ""
         if not text:
             own = f"{name.rpartition('/')[2]}.yaml"
@@ -397,7 +394,7 @@ def _recipe_of(config: ConfigFile) -> tuple[Fields, Fields, int | None]:
     data = yaml_of(text, _HINT)
     data = data if isinstance(data, dict) else {}
     ranks = re.search(r"--nproc[-_]per[-_]node[ =](\d{1,4})", text)
-    said = int(ranks[1]) if ranks is not None else 1 if "single_device" in text else None
+    said = int(ranks[1]) if ranks is not None else 1 if "single_device" in config.text + text else None
     return data, {**flat(data), **overrides}, gpus or exported_gpus(text) or said
 
 

@@ -27,7 +27,7 @@ from planner.search.ilp.program import describe
 from planner.search.layouts import find_layouts, first_layouts
 from planner.search.rebalance import recompute_of
 from planner.search.recipes import Recipes, pinned
-from planner.search.search import plan, search
+from planner.search.search import planned, search
 from planner.search.why.explanation import Beaten, ChangedAssumption, Constraint, Explanation, Lift
 from planner.search.why.misses import DOES_NOT_FIT, BrokenRule, Miss, hint_for, nearest_miss, refusal
 from planner.search.why.remedy import Trials, first_remedy, remedies
@@ -58,10 +58,6 @@ def explain(
     return _why_not(case) if case.pins else _why_this(case)
 
 
-def _planned(case: Case) -> Plan:
-    return plan(case.model, case.cluster, case.training, limits=case.limits, runtime=case.runtime)
-
-
 def _explanation(case: Case, best: Plan, **answer: Any) -> Explanation:
     cluster = case.cluster
     return Explanation(
@@ -77,7 +73,7 @@ def _explanation(case: Case, best: Plan, **answer: Any) -> Explanation:
 def _why_not(case: Case) -> Explanation:
     """Search with the pins and without them, and explain the difference between the two answers."""
     refused = refusal(case)
-    best = _planned(case.free().limited(top=1))
+    best = planned(case.free().limited(top=1))
     if refused is not None:
         return _why_refused(case, best, refused)
     try:
@@ -159,7 +155,7 @@ def _why_slower(case: Case, best: Plan, pinned: Plan) -> Explanation:
 def _why_this(case: Case) -> Explanation:
     """The explanation without pins: what decides against each alternative, and what would change the choice."""
     try:
-        best = _planned(case)
+        best = planned(case)
     except Infeasible as error:
         miss = nearest_miss(case.filling) if is_small(case) else None
         if miss is None:

@@ -118,7 +118,7 @@ def refusal(case: Case) -> BrokenRule | None:
         says = f"{case.runtime.name} cannot run the schedule {known[0]}, only {', '.join(case.runtime.schedules)}"
         return BrokenRule("schedule_not_in_trainer", says, Rejections())
     check_expressible(case.limits, case.runtime)
-    shapes, rejections = shapes_of(case)
+    shapes, rejections = enumerate_shapes(case)
     if not np.size(shapes.tp):
         reason = last_reason(rejections)
         says = _too_many_ranks(case) or (_no_data_parallel(case) if reason == "no_data_parallel_size" else "")
@@ -128,11 +128,6 @@ def refusal(case: Case) -> BrokenRule | None:
     says = _no_schedule(case, next(_scalars(shapes)))
     rejections.add("no_schedule", np.size(shapes.tp), says)
     return BrokenRule("no_schedule", says, rejections)
-
-
-def shapes_of(case: Case) -> tuple[Shape, Rejections]:
-    """The legal shapes of a case as arrays, and the reasons why other shapes are not legal."""
-    return enumerate_shapes(case.model, case.cluster, case.training, case.limits, case.runtime)
 
 
 def _scalars(shapes: Shape) -> Iterator[Shape]:
@@ -321,7 +316,7 @@ def refused_by_states(case: Case) -> NothingFits | None:
         return None
     if least_state_bytes(case) <= case.cluster.hardware.memory_bytes:
         return None
-    legal_shapes, rejections = shapes_of(_of_least_batch(case))
+    legal_shapes, rejections = enumerate_shapes(_of_least_batch(case))
     return NothingFits(case, rejections.counts | {DOES_NOT_FIT: np.size(legal_shapes.tp)})
 
 
@@ -332,9 +327,9 @@ def _of_least_batch(case: Case) -> Case:
 
 def _smallest(case: Case) -> PricedShapes | None:
     """The legal shapes with the smallest micro-batch that may be, priced; None if there is none."""
-    legal_shapes, _ = shapes_of(_of_least_batch(case))
+    legal_shapes, _ = enumerate_shapes(_of_least_batch(case))
     if not np.size(legal_shapes.tp) and len(case.limits.micro_batch_size or ()) > 1:
-        legal_shapes, _ = shapes_of(case)
+        legal_shapes, _ = enumerate_shapes(case)
     if not np.size(legal_shapes.tp) or not modes_allowed(case):
         return None
     return priced_shapes(_of_bytes(case, case.runtime), legal_shapes)

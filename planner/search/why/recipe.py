@@ -23,7 +23,7 @@ from planner.errors import Infeasible, SolverError
 from planner.layout.price import reprice
 from planner.search.case import Case, Deadline
 from planner.search.recipes import Recipes, pinned
-from planner.search.search import plan, search
+from planner.search.search import planned, search
 from planner.specs.base import Spec
 from planner.trainers.load import switches_of
 from planner.trainers.rules.recipe import Setting, broken_recipe_rules
@@ -91,7 +91,7 @@ def recipe_table(case: Case, tick: Callable[[], None] = lambda: None) -> RecipeT
     Raises Infeasible if nothing fits.
     """
     deadline = Deadline(case.limits.time_limit_s)
-    best = plan(case.model, case.cluster, case.training, limits=case.limits, runtime=case.runtime)
+    best = planned(case)
     case = replace(case, training=best.training)  # whose dtype consent may have changed
     chosen = read_recipe(best.runtime_spec, switches_of(case.runtime)) | best.best.recipe
     rows: dict[tuple[str, Value], OtherValue] = {}

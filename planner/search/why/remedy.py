@@ -22,7 +22,7 @@ from planner.layout.price import parallelism_of
 from planner.layout.variation import Variation
 from planner.schedule.orders import SCHEDULES
 from planner.search.case import Case, Deadline
-from planner.search.enumerate import DEFAULT_SCHEDULES
+from planner.search.enumerate import DEFAULT_SCHEDULES, enumerate_shapes
 from planner.search.recipes import Recipes
 from planner.search.why.misses import (
     DOES_NOT_FIT,
@@ -32,7 +32,6 @@ from planner.search.why.misses import (
     least_lack_bytes,
     least_state_bytes,
     nearest_miss,
-    shapes_of,
 )
 from planner.search.why.room import is_small, most_within
 from planner.specs.cluster import ClusterSpec
@@ -181,7 +180,7 @@ def _values(case: Case, axis: str) -> list[Any]:
         case "vpp":
             others = set(range(1, case.model.num_hidden_layers + 1))
         case _:
-            shapes, _ = shapes_of(case.limited(**{axis: None}))
+            shapes, _ = enumerate_shapes(case.limited(**{axis: None}))
             others = set(getattr(shapes, axis).tolist())
     return sorted(others - set(pinned), key=lambda v: (min(abs(log((v + 1) / (pin + 1))) for pin in pinned), v))
 

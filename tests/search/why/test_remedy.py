@@ -25,7 +25,7 @@ from planner.errors import Infeasible
 from planner.layout.candidate import Candidate
 from planner.layout.evaluate import evaluate, price_given
 from planner.search.case import Case, Deadline
-from planner.search.enumerate import scalar
+from planner.search.enumerate import enumerate_shapes, scalar
 from planner.search.search import plan, search
 from planner.search.why import remedy
 from planner.search.why.misses import (
@@ -36,7 +36,6 @@ from planner.search.why.misses import (
     layout_of,
     nearest_miss,
     options_of,
-    shapes_of,
 )
 from planner.search.why.remedy import Trials, fewest_gpus, first_remedy, with_remedy
 from planner.specs.cluster import ClusterSpec
@@ -321,7 +320,7 @@ def test_a_miss_lacks_what_evaluating_it_says(seed: int) -> None:
     case = random_case(seed)
     miss = nearest_miss(case)
     if miss is None:
-        assert not len(shapes_of(case)[0].tp) or search(case).best.fits
+        assert not len(enumerate_shapes(case)[0].tp) or search(case).best.fits
         return
     assert miss.shortfall_bytes == evaluated_shortfall_bytes(case, miss.layout)
     stage = evaluate(case.model, case.cluster, case.training, miss.layout, runtime=case.runtime).best.worst_stage
@@ -383,7 +382,7 @@ def test_no_shape_misses_by_less(seed: int) -> None:
     problem = toy_problem(toy_model(rng.randint(6, 12), **moe), toy_cluster(4, memory_gib=0.4), toy_training(8))
     case = case_of(problem)
     miss = nearest_miss(case)
-    everything = candidates_of(case, shapes_of(case)[0])
+    everything = candidates_of(case, enumerate_shapes(case)[0])
     assert miss.shortfall_bytes <= min(max(candidate.excess_bytes) for _, candidate in everything) * 1.02
 
 
@@ -401,7 +400,7 @@ def test_shapes_left_out_are_shown_by_one_that_lacks_what_evaluating_it_says() -
 
 def test_a_miss_says_only_what_evaluate_would_not_take_by_itself() -> None:
     case = real_case("405b", 96)
-    shape = scalar(shapes_of(case)[0], 0)
+    shape = scalar(enumerate_shapes(case)[0], 0)
     told = {
         (): "--tp 8 --pp 12 --dp 1 --micro-batch-size 1", ("full",): "--recompute full",
         ("selective",): "--recompute selective --recompute-modules mlp", ("flat",): "--no-sequence-parallel",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
-from collections.abc import Iterator
 
 import pytest
 
@@ -44,14 +43,6 @@ def test_what_a_killed_process_leaves_is_searched_here() -> None:
 def test_an_error_is_raised_and_no_process_is_left() -> None:
     with pytest.raises(SpecError, match="0: refused"):
         list(side_by_side(refused, (0, 1), 10.0))
-    assert no_worker_is_left()
-
-
-def test_nobody_waits_for_results_that_are_not_asked_for() -> None:
-    results = side_by_side(place, (0, 2, 4, 6), 10.0)
-    assert next(results) == (0, True)
-    assert isinstance(results, Iterator)
-    results.close()  # type: ignore[attr-defined]
     assert no_worker_is_left()
 
 
