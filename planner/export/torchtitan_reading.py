@@ -62,9 +62,9 @@ def read_recipe(config: ConfigFile) -> tuple[Fields, Named]:
     if isinstance(debug := record.get("debug"), CallRecord) and debug.get("deterministic") is True:
         settings["debug.deterministic"] = True
     if isinstance(optimizer := record.get("optimizer"), CallRecord):
-        groups = [group for group in optimizer.get("param_groups") or [] if isinstance(group, CallRecord)]
-        names = {str(group.get("optimizer_name")) for group in groups} or {optimizer.kind}
-        settings["optimizer.name"] = " and ".join(sorted(names))
+        groups = optimizer.get("param_groups") or []
+        names = {group.get("optimizer_name", "") for group in groups if isinstance(group, CallRecord)}
+        settings["optimizer.name"] = " ".join(sorted(names)) or optimizer.kind
     if record.kind and "." not in record.kind and record.kind[0].islower():
         settings["base"] = record.kind
     return settings, unreadable

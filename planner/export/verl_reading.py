@@ -15,6 +15,7 @@ from planner.export.keyed_settings import (
     dialect,
     first,
     flat,
+    fraction,
     is_any_on,
     is_off,
     is_on,
@@ -199,8 +200,7 @@ def _keeps_reference(settings: Settings) -> bool:
 def _rollout_fraction(settings: Settings) -> float:
     """The share of memory that generation takes where the actor stays beside it: weights and states on the GPU."""
     offloads = is_any_on(settings, *(f"{_ACTOR}{part}.param_offload" for part in ("fsdp_config", "megatron")))
-    share = str(settings.get(f"{_ROLLOUT}gpu_memory_utilization", 0.5))
-    return float(share) if not offloads and re.fullmatch(r"0?\.\d+|1(\.0*)?", share) else 0.0
+    return 0.0 if offloads else fraction(settings, f"{_ROLLOUT}gpu_memory_utilization", 0.5)
 
 
 def _set_batch(imported: ImportedRun, settings: Settings, is_rl: bool) -> None:

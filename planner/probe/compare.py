@@ -13,7 +13,7 @@ from planner.layout.candidate import Candidate
 from planner.physics import compute, kernels
 from planner.physics.communication import Kind, collective_s, p2p_s
 from planner.physics.operators import BF16
-from planner.probe.plan_slice import planned_seconds, replay_durations
+from planner.probe.plan_slice import chunk_numbers, planned_seconds, replay_durations
 from planner.probe.result import (
     ChunkSeconds,
     ComparedQuantity,
@@ -117,17 +117,16 @@ def run_checks(run: ProbeRun, ranks: Sequence[RankResult]) -> list[ProbeCheck]:
     num_messages = sum(message_of(run.order, action) is not None for actions in run.order.ranks for action in actions)
     planned = in_flight(run)
     measured = [max(rank.peak_in_flight_chunks for rank in ranks if rank.stage == stage) for stage in range(run.pp)]
+    rows = (
+        ("order", all(as_listed), f"{sum(map(len, run.ranks))} actions without a deadlock"),
+        ("exchanges", True, f"{num_messages} messages, each of the planned shape"),
+        ("in flight", measured == planned, f"{measured} chunks at most, planned {planned}"),
+    )
     checks = [
-        ProbeCheck(
-            name="order", passed=all(as_listed), detail=f"{sum(map(len, run.ranks))} actions without a deadlock"
-        ),
-        ProbeCheck(
-            name="in flight", passed=measured == planned, detail=f"{measured} chunks at most, planned {planned}"
-        ),
+        ProbeCheck(name=name, passed=passed, detail=detail)
+        for name, passed, detail in rows
+        if num_messages or name != "exchanges"
     ]
-    if num_messages:
-        detail = f"{num_messages} messages, each of the planned shape"
-        checks.insert(1, ProbeCheck(name="exchanges", passed=True, detail=detail))
     if run.sleep is None and not run.check:
         checks.append(check_finite(ranks))
     for name in dict.fromkeys(check.name for rank in ranks for check in rank.checks):
@@ -156,10 +155,8 @@ def durations_alone(priced: Candidate, stages: Sequence[RankResult]) -> Duration
     """Durations of every virtual stage: compute as measured for stages alone, exchanges and host time as planned."""
     planned = priced.durations
     seconds = []
-    num_chunks_seen = [0] * len(stages)
-    for stage, (rank, cost) in enumerate(zip(priced.placement, priced.costs, strict=True)):
-        chunk = stages[rank].chunks[num_chunks_seen[rank]]
-        num_chunks_seen[rank] += 1
+    for stage, ((rank, index), cost) in enumerate(zip(chunk_numbers(priced.placement), priced.costs, strict=True)):
+        chunk = stages[rank].chunks[index]
         weight_grad_s = min(chunk.weight_grad_s or 0.0, chunk.backward_s)
         forward_s = chunk.forward_s + planned.forward_s[stage] - float(cost.forward_s)
         beside_s = planned.input_grad_s[stage] - float(cost.input_grad_s)

@@ -209,10 +209,8 @@ def _of_clocks(state: DeviceState) -> Iterator[Condition]:
         text = f"clocks were lowered{heat}: {', '.join(faults)}, because {FAULTS[faults[0]]}"
         yield Condition(text=text, is_fault=True)
     is_loaded = state.when == "within" and (state.busy_fraction is None or state.busy_fraction > LOADED_FRACTION)
-    if not is_loaded or None in (state.clock_mhz, state.max_clock_mhz):
+    if not is_loaded or state.clock_mhz is None or state.max_clock_mhz is None:
         return
-    assert state.clock_mhz is not None
-    assert state.max_clock_mhz is not None
     share = state.clock_mhz / state.max_clock_mhz
     set_by = SETTINGS & set(state.throttle_reasons)
     clocks = f"{state.clock_mhz:.0f} of {state.max_clock_mhz:.0f} MHz under load"
@@ -253,11 +251,6 @@ def _named(numbers: Sequence[int]) -> str:
     return f"ranks {numbers[0]} to {numbers[-1]}" if runs_on else f"ranks {', '.join(map(str, numbers))}"
 
 
-def fault_of(result: ProbeResult) -> str | None:
-    """The fault of the moment that makes seconds no evidence of the GPU's speed; None without one."""
-    return next((condition.text for condition in result.conditions if condition.is_fault), None)
-
-
 SAME = 1e-6
 """Relative difference below which two predictions are the same."""
 _REAL = "run the plan's own stages on the device that it is for: plan probe plan.json --device cuda, or --stage all"
@@ -265,33 +258,33 @@ _REAL = "run the plan's own stages on the device that it is for: plan probe plan
 
 def require_speed(result: ProbeResult, hardware: HardwareSpec, where: str = "the probe") -> None:
     """Raise SpecError if the result says nothing about the speed of `hardware`."""
+    for says, hint in _no_speed(result, hardware):
+        raise SpecError(f"{where}: {says}", hint)
+
+
+def _no_speed(result: ProbeResult, hardware: HardwareSpec) -> Iterator[tuple[str, str]]:
+    """Reasons why a result says nothing about the speed of `hardware`, each with a hint."""
     for_cpu = hardware.architecture == "cpu"
     if result.out_of_memory is not None or not result.ranks:
-        raise SpecError(f"{where}: ran out of memory and measured no seconds", "probe a plan that fits")
+        yield "ran out of memory and measured no seconds", "probe a plan that fits"
     if result.sleeps:
-        raise SpecError(f"{where}: slept instead of computing, and says nothing about speed", _REAL)
+        yield "slept instead of computing, and says nothing about speed", _REAL
     if result.run.device == "cpu" and not for_cpu:
-        raise SpecError(f"{where}: ran on a CPU, which proves nothing about the speed of {hardware.name}", _REAL)
+        yield f"ran on a CPU, which proves nothing about the speed of {hardware.name}", _REAL
     if result.run.device == "cuda" and for_cpu:
-        raise SpecError(
-            f"{where}: ran on {result.device}, the hardware is {hardware.name}, a CPU", "probe --device cpu"
-        )
-    devices = () if for_cpu else dict.fromkeys([result.device, *(rank.device_name for rank in result.ranks)])
-    objections = (objection_to_device(device, result.torch_version, hardware) for device in devices)
-    if (objection := next(filter(None, objections), None)) is not None:
-        raise SpecError(f"{where}: {objection[0]}", objection[1])
+        yield f"ran on {result.device}, the hardware is {hardware.name}, a CPU", "probe --device cpu"
+    for device in () if for_cpu else dict.fromkeys([result.device, *(rank.device_name for rank in result.ranks)]):
+        if (objection := objection_to_device(device, result.torch_version, hardware)) is not None:
+            yield objection
     if result.run.dtype != "bfloat16":
-        raise SpecError(f"{where}: ran the model in small to prove its order, not its speed", "plan probe --stage all")
+        yield "ran the model in small to prove its order, not its speed", "plan probe --stage all"
     if result.run.fully_sharded and result.mode == "ranks":
-        raise SpecError(f"{where}: its passes waited for gathered weights (ZeRO-3)", "plan probe --stage all")
+        yield "its passes waited for gathered weights (ZeRO-3)", "plan probe --stage all"
     if not any(chunk.forward_s > 0 and chunk.backward_s > 0 for rank in result.ranks for chunk in rank.chunks):
-        raise SpecError(f"{where}: timed no forward and backward", _REAL)
-    fault = fault_of(result)
-    if fault is not None:
-        raise SpecError(
-            f"{where}: {fault}: its seconds are no evidence of the speed of {hardware.name}",
-            "plan probe again, on GPUs that are idle and cool",
-        )
+        yield "timed no forward and backward", _REAL
+    for fault in (condition.text for condition in result.conditions if condition.is_fault):
+        says = f"{fault}: its seconds are no evidence of the speed of {hardware.name}"
+        yield says, "plan probe again, on GPUs that are idle and cool"
 
 
 class Slowness(NamedTuple):

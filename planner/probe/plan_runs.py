@@ -102,22 +102,18 @@ def require_split(plan: Plan, options: ProbeOptions) -> None:
         )
 
 
+AXES = {"tp": "tensor", "cp": "context", "pp": "pipeline", "dp": "data", "ep": "expert"}
+
+
 def describe_slice(
     plan: Plan, grid: RankGrid, order: Schedule, options: ProbeOptions, reduced: Sequence[str] = ()
 ) -> PlanSlice:
     """The part of the plan that runs, in words."""
     layout = plan.best.parallelism
-    sizes = (
-        ("TP", layout.tp, grid.tp),
-        ("CP", layout.cp, grid.cp),
-        ("PP", layout.pp, grid.pp),
-        ("DP", layout.dp, grid.dp),
-        ("EP", layout.ep, grid.ep),
-        ("micro-batches", layout.num_microbatches, order.num_microbatches),
-    )
+    sizes = [(name.upper(), getattr(layout, name), getattr(grid, name)) for name in AXES]
+    sizes.append(("micro-batches", layout.num_microbatches, order.num_microbatches))
     verified, not_verified = _claims(options, grid)
-    axes = ("tensor", "context", "pipeline", "data", "expert")
-    unshared = [axis for axis, (_, planned, running) in zip(axes, sizes, strict=False) if planned > running == 1]
+    unshared = [axis for name, axis in AXES.items() if getattr(layout, name) > getattr(grid, name) == 1]
     more_ranks = layout.num_gpus_used - grid.num_ranks
     is_sharded = fully_shards(plan.best, order) and grid.dp * grid.cp > 1
     own_stages = options.device == "cuda" or options.stages is not None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Literal, NamedTuple
 
 from planner.answer import PricedLayout, StagePlan
@@ -148,26 +148,27 @@ def recompute_modules(layout: PricedLayout) -> Texts:
 
 def real_chunks(layout: PricedLayout, order: Schedule, stages: Sequence[int]) -> tuple[ChunkSpec, ...]:
     """Virtual stages with the plan's own layers; `stages` are the plan's stages that the pipeline ranks stand for."""
-    n = order.num_model_stages
-    num_chunks_seen = [0] * order.pp
+    last_stage = order.num_model_stages - 1
+    has_mtp = any("mtp" in stage.holds for stage in layout.stages)
     chunks = []
-    for virtual in range(n):
-        rank = order.stage_to_rank[virtual]
+    for virtual, (rank, index) in enumerate(chunk_numbers(order.stage_to_rank[: last_stage + 1])):
         plan_stage = layout.stages[stages[rank]]
-        first, last = _span(plan_stage, num_chunks_seen[rank], order.vpp)
-        num_chunks_seen[rank] += 1
-        recomputed = _recomputed(plan_stage, last - first)
+        first, last = _span(plan_stage, index, order.vpp)
+        # the stage's share of layers that are recomputed whole
+        share = plan_stage.recompute.get("full", 0) / max(1, sum(plan_stage.recompute.values()))
+        is_last = virtual == last_stage
         chunks.append(
             ChunkSpec(
-                first_layer=first,
-                last_layer=last,
-                embedding=virtual == 0,
-                head=virtual == n - 1,
-                mtp=virtual == n - 1 and any("mtp" in stage.holds for stage in layout.stages),
-                num_recomputed=recomputed,
+                first_layer=first, last_layer=last, embedding=virtual == 0, head=is_last, mtp=is_last and has_mtp,
+                num_recomputed=round((last - first) * share),
             )
-        )
+        )  # fmt: skip
     return tuple(chunks)
+
+
+def chunk_numbers(placement: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """The rank of each virtual stage, and which of that rank's chunks it is."""
+    return ((rank, placement[:stage].count(rank)) for stage, rank in enumerate(placement))
 
 
 def _span(stage: StagePlan, index: int, vpp: int) -> tuple[int, int]:
@@ -180,30 +181,17 @@ def _span(stage: StagePlan, index: int, vpp: int) -> tuple[int, int]:
     return first + layers * index // vpp, first + layers * (index + 1) // vpp
 
 
-def _recomputed(stage: StagePlan, layers: int) -> int:
-    """Layers of a chunk that are recomputed whole: the stage's share of them."""
-    total = max(1, sum(stage.recompute.values()))
-    return round(layers * stage.recompute.get("full", 0) / total)
-
-
 def scaled_chunks(chunks: Sequence[ChunkSpec], most_layers: int) -> tuple[ChunkSpec, ...]:
     """The chunks shrunk in proportion to at most `most_layers` layers each. A chunk that has layers keeps at least
     one."""
-    largest = max(chunk.num_layers for chunk in chunks)
+    factor = min(1.0, most_layers / max(chunk.num_layers for chunk in chunks))
     scaled = []
     first = 0
     for chunk in chunks:
-        layers = max(1, round(chunk.num_layers * min(1.0, most_layers / largest))) if chunk.num_layers else 0
-        share = chunk.num_recomputed / chunk.num_layers if chunk.num_layers else 0
-        scaled.append(
-            chunk.model_copy(
-                update={
-                    "first_layer": first,
-                    "last_layer": first + layers,
-                    "num_recomputed": round(layers * share),
-                }
-            )
-        )
+        layers = max(bool(chunk.num_layers), round(chunk.num_layers * factor))
+        recomputed = round(layers * chunk.num_recomputed / max(1, chunk.num_layers))
+        update = {"first_layer": first, "last_layer": first + layers, "num_recomputed": recomputed}
+        scaled.append(chunk.model_copy(update=update))
         first += layers
     return tuple(scaled)
 
@@ -211,14 +199,12 @@ def scaled_chunks(chunks: Sequence[ChunkSpec], most_layers: int) -> tuple[ChunkS
 def planned_seconds(layout: PricedLayout, order: Schedule, stages: Sequence[int]) -> tuple[SleepSeconds, ...]:
     """Planned seconds of every virtual stage, exchanges included. A stage's seconds are divided among its chunks by
     layers."""
-    num_chunks_seen = [0] * order.pp
     seconds = []
-    for rank in order.stage_to_rank[: order.num_model_stages]:
+    for rank, index in chunk_numbers(order.stage_to_rank[: order.num_model_stages]):
         stage = layout.stages[stages[rank]]
         layers = [last - first for first, last in stage.chunks]
         has_other_chunks = order.vpp != len(layers)
-        share = 1 / order.vpp if has_other_chunks or not sum(layers) else layers[num_chunks_seen[rank]] / sum(layers)
-        num_chunks_seen[rank] += 1
+        share = 1 / order.vpp if has_other_chunks or not sum(layers) else layers[index] / sum(layers)
         input_grad_s = stage.backward_s - stage.weight_grad_s + stage.backward_comm_s
         seconds.append(
             SleepSeconds(

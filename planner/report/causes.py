@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 from planner.answer import Layout, Plan, PricedLayout
 from planner.report.format import (
@@ -79,20 +80,18 @@ def largest_cause(best: PricedLayout, other: PricedLayout, cluster: ClusterSpec)
     return Cause(item=worst.item, label=worst.label, difference_s=worst.change, because=because)
 
 
+def _said(item: str, /, **names: Any) -> str:
+    """The sentence of the first row of an item in causes.yaml that holds."""
+    known, rows = _WORDS | names, shipped_table("report/causes.yaml")[item]
+    return next(text_of(row["says"], known) for row in rows if value_of(row.get("when", "True"), known))
+
+
 def says_slower(best: Plan, pinned: Plan, cause: Cause | None, gap_fraction: float) -> str:
     """A sentence that compares the best layout that obeys the pins with the best of all."""
-    if cause is None:
-        return "It is what the planner chooses by itself."
-    more = pinned.step.step_s / best.step.step_s - 1
-    if more < -gap_fraction:
-        saved = min(step_differences(best.best, pinned.best), key=lambda difference: difference.change)
-        much = f"{saved.label}, {seconds(-saved.change, best.step.step_s)} less"
-        return f"It is {percent(-more)} faster, mostly by {much}: the search does not try it unless it is asked to."
-    if more <= gap_fraction:
-        much = f"{percent(abs(more), 2)} {'slower' if more >= 0 else 'faster'}"
-        return f"It is as fast: {much}, and a search is exact to {percent(gap_fraction)}."
-    lost = f"{cause.label} (+{seconds(cause.difference_s, best.step.step_s)})"
-    return f"It fits and is {percent(more)} slower{_more_cost(best, pinned)}, mostly by {lost}: {cause.because}."
+    step_s = best.step.step_s
+    saved = min(step_differences(best.best, pinned.best), key=lambda difference: difference.change)
+    more, cost = pinned.step.step_s / step_s - 1, _more_cost(best, pinned)
+    return _said("pinned", more=more, gap=gap_fraction, step_s=step_s, saved=saved, cause=cause, cost=cost)
 
 
 def _more_cost(best: Plan, pinned: Plan) -> str:
@@ -110,52 +109,38 @@ def _more_cost(best: Plan, pinned: Plan) -> str:
 
 def says_misfit(nearest: PricedLayout, cluster: ClusterSpec, headroom_gib: float) -> str:
     """A sentence that names the stage which lacks memory, how much it lacks, and what takes most of it."""
-    stage, capacity = nearest.worst_stage, cluster.hardware.memory_bytes - headroom_gib * GIB
-    memory = stage.memory
-    item = max((name for name in MEMORY if name != "total_bytes"), key=lambda name: int(getattr(memory, name)))
-    headroom = f" less {headroom_gib:g} of headroom" if headroom_gib else ""
-    return (
-        f"It does not fit. The nearest miss, {nearest.parallelism}, needs {gibibytes(memory.total_bytes)} GiB on stage "
-        f"{stage.stage}, {gibibytes(memory.total_bytes - capacity)} GiB more than the GPU's "
-        f"{gibibytes(cluster.hardware.memory_bytes)}{headroom}; most of it are {MEMORY[item]}, "
-        f"{gibibytes(getattr(memory, item))} GiB."
-    )
+    stage, has_bytes = nearest.worst_stage, cluster.hardware.memory_bytes
+    item = max((name for name in MEMORY if name != "total_bytes"), key=lambda name: int(getattr(stage.memory, name)))
+    return _said(
+        "misfit", layout=nearest.parallelism, stage=stage, has_bytes=has_bytes, headroom_gib=headroom_gib,
+        needs_bytes=stage.memory.total_bytes, free_bytes=has_bytes - headroom_gib * GIB, item=MEMORY[item],
+        most_bytes=getattr(stage.memory, item),
+    )  # fmt: skip
 
 
 def says_best(best: Plan) -> str:
     """A sentence that tells what was proven about the best layout."""
-    report, step_s = best.search, best.step.step_s
-    assert report is not None
-    short = "" if is_proven(report) else f"it is within {percent(report.gap, 2)} of what could be proven: "
-    if report.outcome == "feasible":
-        short = "time was up before it was proven the fastest: "
-    return f"{best.parallelism} takes {seconds(step_s)}, and {short}{says_bound(report)}."
+    search = best.search
+    assert search is not None
+    takes = f"{best.parallelism} takes {seconds(best.step.step_s)}"
+    return _said("proof", takes=takes, search=search, proven=is_proven(search), bound=says_bound(search))
 
 
 def now(constraint: str, best: Plan) -> str:
     """The distance of the best layout from a constraint, in words."""
-    layout, stage = best.parallelism, best.best.worst_stage
-    if constraint == "memory":
-        filled = stage.memory.total_bytes / best.cluster.hardware.memory_bytes
-        fit = fits_with(best.best.oom_probability)
-        which = f"stage {stage.stage}" if layout.pp > 1 else "the fullest GPU"
-        says = f"{which} fills {percent(filled, 0)} of {gibibytes(best.cluster.hardware.memory_bytes)} GiB"
-        return f"{says}, fits with {fit}" if fit else says
-    if constraint == "batch":
-        stages = f" over {layout.pp} stages" if layout.pp > 1 else ""
-        return f"{layout.num_microbatches} micro-batches of {layout.micro_batch_size}{stages}"
-    return f"tp {layout.tp} of {best.cluster.hardware.a_domain} of {best.cluster.nvlink_domain_size}"
+    return _said(
+        constraint, a=best.parallelism, stage=best.best.worst_stage, cluster=best.cluster,
+        fit=fits_with(best.best.oom_probability),
+    )  # fmt: skip
 
 
 def _because(item: str, best: PricedLayout, other: PricedLayout, cluster: ClusterSpec) -> str:
     """The sentence of the first row of an item in causes.yaml that holds for two layouts."""
-    names = _WORDS | {
-        "best": best, "other": other, "a": best.parallelism, "b": other.parallelism, "cluster": cluster,
-        "domain": cluster.nvlink_domain_size, "places": partial(_places, best, other),
-        "more_compute_s": other.step.breakdown.compute_s - best.step.breakdown.compute_s,
-    }  # fmt: skip
-    rows = shipped_table("report/causes.yaml")[item]
-    return next(text_of(row["says"], names) for row in rows if value_of(row.get("when", "True"), names))
+    return _said(
+        item, best=best, other=other, a=best.parallelism, b=other.parallelism, cluster=cluster,
+        domain=cluster.nvlink_domain_size, places=partial(_places, best, other),
+        more_compute_s=other.step.breakdown.compute_s - best.step.breakdown.compute_s,
+    )  # fmt: skip
 
 
 def _places(best: PricedLayout, other: PricedLayout, group: str) -> str:
@@ -212,6 +197,6 @@ def _shards(layout: Layout) -> str:
 _WORDS: Fields = {
     "recomputed": {"none": 0, "selective": 1, "full": 2}, "percent": percent, "share": _share, "full": _full_layers,
     "what": _recomputed, "uneven": _unevenness, "group": _group, "filled": _filled, "shards": _shards,
-    "largest": _largest,
+    "largest": _largest, "abs": abs, "gibibytes": gibibytes, "seconds": seconds,
 }  # fmt: skip
 """The names that the rows of causes.yaml have beside those of the two layouts."""

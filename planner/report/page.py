@@ -8,7 +8,7 @@ all text is escaped.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -47,29 +47,13 @@ def render_html(plan: Plan, drawn_of: Mapping[str, Markup]) -> str:
         "Training": _flat(plan.training),
         "Runtime": _flat(plan.runtime_spec),
     }
-    sources = [row for row in _sources(plan) if row[2]]
-    body = draw("report", plan, view, SECTIONS, {**charts, **drawn_of}, sources, fields)
+    body = draw("report", plan, view, SECTIONS, {**charts, **drawn_of}, fields)
     return draw("page", f"{view.job}: {view.layout}", body).encode("utf-8", "replace").decode()
 
 
 def write_report(plan: Plan, path: str | Path, *, force: bool = False) -> None:
     """Write `report_page` to a file; `-` is stdout. Raises SpecError where the file exists and `force` is not given."""
     write_text(path, report_page(plan), force)
-
-
-def _sources(plan: Plan) -> Iterator[tuple[str, str, str]]:
-    """The inputs, their values in brief, and where they are from; empty where nobody says it."""
-    model, hardware = plan.model.spec, plan.cluster.hardware
-    yield "model", model.name, model.source
-    if model.training is not None:
-        yield "published training", f"{model.training.tokens_per_step:,} tokens a step", model.training.source
-    yield "hardware", hardware.name, hardware.source
-    for tier in plan.cluster.tiers:
-        yield f"link {tier.name}", f"{tier.gb_per_s:g} GB/s, {tier.latency_us:g} µs", tier.source
-    yield "kernels", hardware.efficiency.evidence.replace("_", " "), hardware.efficiency.source
-    yield "reserved memory", f"{hardware.reserved.context_gib:g} GiB context", hardware.reserved.source
-    if hardware.usd_per_gpu_hour is not None:
-        yield "price", f"${hardware.usd_per_gpu_hour:g} a GPU-hour", hardware.price_source
 
 
 def _flat(value: Any, name: str = "") -> dict[str, object]:

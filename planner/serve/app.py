@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import json
 import math
-from collections.abc import AsyncIterator, Coroutine, Iterator
+from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from importlib.resources import files
@@ -87,8 +87,8 @@ def plan_panel(plan: Plan, question: Question, form: Form, state: State, alterna
     query = {**form, **({"alternative": str(alternative)} if alternative else {})} if state == "final" else None
     html = _drawn(
         "answer", SECTIONS, replace(view, command=""), view_of(plan) if alternative else view, pictures(shown), form,
-        list(_offers(plan, form)) if state == "final" else (), question.command, alternative, len(plan.alternatives),
-        _encoded(form), query, TRAINERS, LAUNCHERS, _progress(plan, question, state),
+        plan if state == "final" else None, question.command, alternative, len(plan.alternatives), _encoded(form),
+        query, TRAINERS, LAUNCHERS, _progress(plan, question, state),
     )  # fmt: skip
     status = f"{_briefly(shown, question, state)}: step {seconds(shown.step.step_s)}, {shown.parallelism}"
     return Panel(html, status, f"{seconds(shown.step.step_s)} · {view.job}")
@@ -156,22 +156,6 @@ def _briefly(plan: Plan, question: Question, state: State) -> str:
     if state in ("first", "all"):
         return f"{'First answer' if state == 'first' else 'So far'}, {gap}"
     return f"{'Proven' if is_proven(search) else 'Best found'}, {gap}"
-
-
-def _offers(plan: Plan, form: Form) -> Iterator[tuple[str, Form, str]]:
-    """Changes that would make it faster: words of the command line, the form with them, and what they give."""
-    now_s, known = plan.step.step_s, [*filter(None, form.get("allow", "").split(","))]
-    for offer in plan.best.offers:
-        words = "--allow", ",".join(dict.fromkeys([*known, *offer.allow]))
-        gain = f"{percent(1 - offer.step_s / now_s)} faster, changes {offer.changes}"
-        yield " ".join(words), changed(form, words), gain
-    if (batch := plan.batch_offer) is not None:
-        words = "--global-batch-size", str(batch.global_batch_size)
-        gain = f"{percent(batch.tokens_per_s / plan.step.tokens_per_s - 1)} more tokens/s"
-        yield " ".join(words), {**changed(form, words), "batch_tokens": ""}, gain
-    if (risk := plan.risk_offer) is not None:
-        words = "--oom-risk", f"{risk.oom_risk:g}"
-        yield " ".join(words), changed(form, words), f"{percent(1 - risk.step_s / now_s)} faster"
 
 
 def _encoded(form: Form) -> str:

@@ -53,6 +53,11 @@ CASES: dict[str, str] = {
     "positions_below_sequence": "--max-position-embeddings 2048 --seq-length 4096",
     "group_sizes": f"{_MODEL} --group-query-attention --num-query-groups 3",
     "heads_without_channels": "--hidden-size 2048 --num-attention-heads 24",
+    "delta_heads": f"{_MODEL} --linear-num-key-heads 6 --tensor-model-parallel-size 4",
+    "experts_of_groups": f"{_MODEL} --num-experts 12 --moe-router-num-groups 8",
+    "unrotated_layers": f"{_MODEL} --no-rope-freq 5",
+    "ends_in_bf16": f"{_MODEL} --pipeline-model-parallel-size 24 --fp8-format e4m3 --first-last-layers-bf16 "
+    "--num-layers-at-end-in-bf16 2",
 }  # fmt: skip
 
 

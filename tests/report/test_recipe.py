@@ -17,7 +17,15 @@ from pages import printed
 from planner.answer import Offer, Plan, PricedLayout, RecipeGain, RecipeRefusal
 from planner.cli.inputs import read_job, read_limits
 from planner.cli.options import SearchOptions
-from planner.report.causes import largest_cause, memory_differences, says_misfit, says_slower, step_differences
+from planner.report.causes import (
+    largest_cause,
+    memory_differences,
+    now,
+    says_best,
+    says_misfit,
+    says_slower,
+    step_differences,
+)
 from planner.report.explain import render_recipe_table
 from planner.report.format import MEMORY, differences, recipe_heading, recipe_lines, says_offer
 from planner.report.terminal import render
@@ -255,3 +263,15 @@ def test_a_misfit_names_the_stage_and_what_it_lacks(make_plan: MakePlan) -> None
     assert "needs 90.0 GiB on stage 0, 10.9 GiB more than the GPU's 79.1" in says
     assert "activations, 52.0 GiB" in says
     assert "12.9 GiB more than the GPU's 79.1 less 2 of headroom" in says_misfit(layout, make_plan().cluster, 2.0)
+
+
+def test_what_is_proven_of_the_best_and_how_far_constraints_are(make_plan: MakePlan) -> None:
+    plan = make_plan()
+    for outcome, words in (("feasible", "time was up"), ("bounded", "it is within 4.00% of"), ("proven", "and no")):
+        search = plan.search.model_copy(update={"outcome": outcome, "gap": 0.04})
+        assert words in says_best(plan.model_copy(update={"search": search}))
+    assert now("batch", plan) == "128 micro-batches of 1 over 16 stages"
+    assert (now("domain", plan), now("memory", plan)) == (
+        "tp 8 of an NVLink domain of 8",
+        "stage 0 fills 90% of 79.1 GiB",
+    )

@@ -147,15 +147,6 @@ def test_a_probability_of_one_is_never_said(risk: float | None, says: str) -> No
     assert fits_with(risk) == says
 
 
-def test_figures_hold_the_numbers_that_they_show(make_plan: MakePlan) -> None:
-    view = view_of(make_plan())
-    figures = {figure.name: (figure.brief, figure.unit) for figure in (*view.figures, *view.cost)}
-    assert figures["step"] == ("22.08 s", "s")
-    assert figures["80% interval"] == ("20.98–23.40 s", "s")
-    assert figures["price"] == ("$35.97M", "USD")
-    assert sum(share.fraction for share in view.breakdown) == pytest.approx(1)
-
-
 def test_a_run_of_alike_stages_is_as_slow_and_as_full_as_its_worst(make_plan: MakePlan) -> None:
     rows = view_of(make_plan(pp=63, num_microbatches=64)).stages
     runs = runs_of_stages(rows)
@@ -341,15 +332,6 @@ def test_steps_days_dollars_and_goodput_have_their_intervals(plan: Plan) -> None
 def test_how_often_it_is_interrupted(plan: Plan, failures_per_day: float, said: str) -> None:
     rare = plan.model_copy(update={"goodput": GOODPUT.model_copy(update={"failures_per_day": failures_per_day})})
     assert said in printed(render(rare), 400)
-
-
-@pytest.mark.parametrize(
-    ("count", "said"), [(None, "min"), (0, "without spare nodes"), (1, "1 spare node"), (4, "nodes")]
-)
-def test_spare_nodes_are_named(plan: Plan, count: int | None, said: str) -> None:
-    kept = plan.model_copy(update={"goodput": GOODPUT.model_copy(update={"num_spare_nodes": count})})
-    (restart,) = (figure for figure in view_of(kept).goodput if figure.name == "restart")
-    assert restart.text.endswith(said)
 
 
 def test_sources_stand_beside_the_months(plan: Plan) -> None:

@@ -6,6 +6,7 @@ Every model file: named as its file, with its source, and trained as published.
 from __future__ import annotations
 
 import json
+import re
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -258,6 +259,24 @@ def test_any_value_under_any_key_is_read_or_refused(name: str, value: object) ->
         with suppress(SpecError):
             assert from_config(config(name, **{key: value}), "config.json").num_hidden_layers > 0
 
+
+@pytest.mark.parametrize("name", ["llama-3.1-8b", "qwen3-30b-a3b", "deepseek-v3", "gemma-3-1b", "gpt-oss-20b"])
+def test_a_size_under_another_name_is_named_or_refused(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Each size of a config doubled and renamed, and sizes that no architecture has."""
+    whole = config(name)
+    sizes = {key for key, value in whole.items() if type(value) is int and value > 1 and not _OF_NO_LAYER.search(key)}
+    renamed = [whole | {key: ..., f"new_{key}": 2 * whole[key]} for key in sizes]
+    for changed in (*renamed, whole | {"side_intermediate_size": 64}, whole | {"num_loop_layers": 2}):
+        caplog.clear()
+        key = [*changed][-1]
+        refused = True
+        with suppress(SpecError):
+            from_config({name: value for name, value in changed.items() if value is not ...}, "config.json")
+            refused = False
+        assert refused or key in caplog.text, key
+
+
+_OF_NO_LAYER = re.compile("token_id|version|position|pretraining|query_pre|group$|rope_|context")
 
 ASKED_FOR = {
     "llama-3.2-1b", "llama-3.1-8b", "llama-3.1-70b", "llama-3.1-405b", "llama-2-7b", "llama-2-13b", "llama-2-70b",

@@ -15,11 +15,11 @@ from planner.export.huggingface.tuning_settings import (
     FSDP_RUNTIME,
     IN_FP32,
     apply_accelerate,
+    apply_fsdp,
     apply_parallelism,
     beside_adapters,
     deepspeed_beside,
     dtype_of,
-    fsdp_layout,
     note_sections,
     policy_length,
     read_fine_tuning,
@@ -31,8 +31,8 @@ from planner.export.keyed_settings import (
     KeyedSettings,
     Settings,
     dialect,
-    first,
     flat,
+    fraction,
     is_any_on,
     is_empty,
     is_off,
@@ -95,18 +95,16 @@ def read_trainer(config: ConfigFile) -> ImportedRun:
 def read_openrlhf(config: ConfigFile) -> ImportedRun:
     """The run of OpenRLHF's trainers: a fine-tuning, or an update of the actor."""
     row, keyed = dialect("openrlhf"), settings_of(config)
-    given = keyed.settings
-    names = {row.renamed[key]: key for key in {**row.unasked, **given} if row.renamed.get(key)}
-    keyed.settings = {row.renamed.get(key) or key: value for key, value in given.items()}
+    names = {row.renamed[key]: key for key in {**row.unasked, **keyed.settings} if row.renamed.get(key)}
+    given = keyed.settings = {row.renamed.get(key) or key: value for key, value in keyed.settings.items()}
     is_rl, tokens = "train_ppo" in config.text, number(given, "train.max_tokens_per_gpu") or 16192
-    answers = number(given, "generate_max_len", "rollout.max_new_tokens")
-    if "prompt_max_len" in given and answers:
-        keyed.settings["max_length"] = (number(given, "prompt_max_len") or 0) + answers
+    if answer := "prompt_max_len" in given and number(given, "generate_max_len"):
+        given["max_length"] = (number(given, "prompt_max_len") or 0) + answer
     if is_rl:
-        length = number(keyed.settings, "max_length") or 2048
+        length = number(given, "max_length") or 2048
         packed = max(1, tokens // length) if is_on(given.get("train.dynamic_batch_enable")) else 1
-        keyed.settings.setdefault("per_device_train_batch_size", packed)
-    gpus = [number(given, f"actor{sign}{name}") for sign in "_." for name in ("num_nodes", "num_gpus_per_node")]
+        given.setdefault("per_device_train_batch_size", packed)
+    gpus = [number(given, name) for name in ("actor_num_nodes", "actor_num_gpus_per_node")]
     keyed.num_gpus = keyed.num_gpus or (prod(each or 1 for each in gpus) if any(gpus) else None)
     if (other := re.search(r"train_(dpo|rm|kto|kd|prm)\b", config.text)) is not None:
         keyed.settings["stage"] = other[1]
@@ -115,39 +113,33 @@ def read_openrlhf(config: ConfigFile) -> ImportedRun:
     imported.rename(names)
     imported.source = "openrlhf"
     if is_rl:
-        critics, frozen = _models_beside(given, config.text)
-        is_beside = is_any_on(given, *_COLOCATED)
-        share = float(first(given, "vllm_gpu_memory_utilization", "vllm.gpu_memory_utilization", default=0.95))
+        is_beside = is_on(given.get("colocate_all_models"))
         imported.reinforce(
-            scored_tokens=_scored_tokens(given, imported.run["seq_length"] or 0, tokens), critics=critics,
-            frozen_copies=frozen, rollout_fraction=is_beside * share,
-            rollout_stays=is_beside and not is_any_on(given, "vllm_enable_sleep", "vllm.enable_sleep"),
-            scored_alone=is_any_on(given, "deepspeed_enable_sleep", "ds.enable_sleep"),
-        )  # fmt: skip
+            scored_tokens=_scored_tokens(given, imported.run["seq_length"] or 0, tokens),
+            rollout_fraction=is_beside * fraction(given, "vllm_gpu_memory_utilization", 0.95),
+            rollout_stays=is_beside and not is_on(given.get("vllm_enable_sleep")),
+            scored_alone=is_on(given.get("deepspeed_enable_sleep")),
+            **_models_beside(given, config.text),
+        )
         imported.notes.append("one update of the actor is priced; rollouts are not, nor models on other GPUs")
     return imported
-
-
-_COLOCATED = ("colocate_all_models", "train.colocate_all")
 
 
 def _scored_tokens(given: Settings, length: int, tokens: int) -> int:
     """Tokens of OpenRLHF's micro-batch of log-probabilities, padded unless it is packed."""
     if is_on(given.get("train.dynamic_batch_enable")):
         return max(tokens, number(given, "rollout.max_tokens_per_gpu") or 0)
-    is_packed = is_any_on(given, "packing_samples", "ds.packing_samples")
-    return 0 if is_packed else length * (number(given, "rollout.micro_batch_size", "micro_rollout_batch_size") or 1)
+    return 0 if is_on(given.get("packing")) else length * (number(given, "micro_rollout_batch_size") or 1)
 
 
-def _models_beside(given: Settings, text: str) -> tuple[int, int]:
+def _models_beside(given: Settings, text: str) -> dict[str, int]:
     """Critics and frozen models on the actor's GPUs: all of them without Ray, or as the run places them."""
-    shares = "train_ppo_ray" not in text or is_any_on(given, *_COLOCATED)
-    refers = shares or is_any_on(given, "colocate_actor_ref", "train.colocate_actor_ref")
-    has_critic = str(given.get("advantage_estimator", given.get("algo.advantage.estimator", "gae"))) == "gae"
-    elsewhere = ("remote_rm_url", "reward.remote_url", "agent_func_path", "train.agent_func_path")
-    scores = not any(given.get(name) for name in elsewhere)
+    shares = "train_ppo_ray" not in text or is_on(given.get("colocate_all_models"))
+    has_critic = shares and given.get("advantage_estimator", "gae") == "gae"
+    scores = shares and not (given.get("remote_rm_url") or given.get("agent_func_path"))
     kept = not is_on(given.get("ref_reward_offload"))
-    return int(shares and has_critic), kept * (int(refers) + int(shares and scores))
+    refers = shares or is_on(given.get("colocate_actor_ref"))
+    return {"critics": int(has_critic), "frozen_copies": kept * (int(refers) + int(scores))}
 
 
 def run_of_arguments(keyed: KeyedSettings, config: ConfigFile, tool: Dialect | None = None) -> ImportedRun:
@@ -167,9 +159,8 @@ def run_of_arguments(keyed: KeyedSettings, config: ConfigFile, tool: Dialect | N
     imported.predicts_further = False
     tool.assume(imported, unasked | (dialect("peft").left_out(said) if said.get("peft_type") else {}))
     run, layout = imported.run, imported.run["parallelism"]
-    if (length := policy_length(settings, said)) is not None:
-        settings["max_length"] = length
-    run["seq_length"], run["global_batch_size"] = number(settings, *_SEQUENCE), number(settings, "global_batch_size")
+    length, run["global_batch_size"] = number(said, *_SEQUENCE), number(settings, "global_batch_size")
+    run["seq_length"] = policy_length(settings, length) or number(settings, *_SEQUENCE)
     asked = {name: settings[name] for name in _CHECKPOINTING if str(settings.get(name, 0)) != "0"}
     is_asked = any(not is_off(value) for value in asked.values())
     imported.unknown |= {
@@ -288,7 +279,7 @@ def _read_sharding(imported: ImportedRun, settings: Fields, config: ConfigFile) 
         # Accelerate's file is not there: DeepSpeed's stage or FSDP by its name
         name = launched if re.search(r"zero|deepspeed|(^|[_-])z[0-3]|ds_", launched) else None
         if name is None:
-            layout |= fsdp_layout({}, {}) if "fsdp" in launched else {}
+            layout |= {"zero_stage": 3} if "fsdp" in launched else {}
             imported.unknown["config_file"] = f"{launched} is not beside the file"
     stage = number(settings, "zero_stage")
     if stage is not None:
@@ -310,11 +301,8 @@ def _read_sharding(imported: ImportedRun, settings: Fields, config: ConfigFile) 
         options, words = settings.get("fsdp_config"), settings.get("fsdp")
         if isinstance(options, str) and options.endswith(".json"):
             options = json_of(config.beside(options) or "{}", f"mend {options}")
-        options = options if isinstance(options, dict) else {}
-        words = " ".join(map(str, words)) if isinstance(words, list) else words
-        layout |= fsdp_layout({"fsdp": words}, options)
-        if "offload" in str(words) or is_on(options.get("fsdp_offload_params", options.get("offload_params"))):
-            imported.offload_all("fsdp", f"{words or ''} offload of parameters".strip())
+        words = " ".join(map(str, words)) if isinstance(words, list) else str(words or "")
+        apply_fsdp(imported, words, options if isinstance(options, dict) else {})
 
 
 def _list_unread(imported: ImportedRun, settings: Fields) -> None:
@@ -396,7 +384,7 @@ def _recipe_of(config: ConfigFile) -> tuple[Fields, Fields, int | None]:
         words = next((words for words in script.commands if words[:2] == ["tune", "run"]), script.words)
         options = options_of(words)
         name, overrides = next(iter(options.get("--config", [])), ""), overrides_of(words)
-        gpus = launched_gpus(options, script) or (1 if "single_device" in " ".join(words) else None)
+        gpus = launched_gpus(options, script)
         text = config.beside(name) or ""
         if not text:
             own = f"{name.rpartition('/')[2]}.yaml"
@@ -406,7 +394,7 @@ def _recipe_of(config: ConfigFile) -> tuple[Fields, Fields, int | None]:
     data = yaml_of(text, _HINT)
     data = data if isinstance(data, dict) else {}
     ranks = re.search(r"--nproc[-_]per[-_]node[ =](\d{1,4})", text)
-    said = int(ranks[1]) if ranks is not None else 1 if "single_device" in text else None
+    said = int(ranks[1]) if ranks is not None else 1 if "single_device" in config.text + text else None
     return data, {**flat(data), **overrides}, gpus or exported_gpus(text) or said
 
 

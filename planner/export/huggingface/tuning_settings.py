@@ -8,12 +8,13 @@ from math import inf, isfinite
 from typing import Any
 
 from planner.errors import SpecError
-from planner.export.huggingface.deepspeed_files import DEEPSPEED_RUNTIME, apply_deepspeed, parse_json
+from planner.export.huggingface.deepspeed_files import DEEPSPEED_RUNTIME, apply_deepspeed, parse_json, section
 from planner.export.imported_run import ConfigFile, ImportedRun, json_of, new_run
 from planner.export.keyed_settings import (
     dialect,
     first,
     flat,
+    fraction,
     is_any_on,
     is_empty,
     is_on,
@@ -46,23 +47,24 @@ def dtype_of(settings: Said) -> str | None:
     return {"bf16": "bf16", "bfloat16": "bf16", "fp16": "fp16", "float16": "fp16"}.get(named)
 
 
-def fsdp_layout(settings: Said, options: Said) -> Fields:
-    """The layout that FSDP's options mean, by their own names or Accelerate's; `settings` are the trainer's."""
+def apply_fsdp(imported: ImportedRun, words: str, options: Said) -> None:
+    """Put what FSDP's options mean into a run, by their own names or Accelerate's; `words` are those of `fsdp`."""
     said = {str(name).removeprefix("fsdp_"): value for name, value in options.items()}
-    named = (name.upper() for name in (*word(settings, "fsdp").split(), str(said.get("sharding_strategy"))))
-    strategy, reshards = (
-        next((name for name in named if name in _SHARDING), "FULL_SHARD"),
-        said.get("reshard_after_forward"),
-    )
+    named = (name.upper() for name in (*words.split(), str(said.get("sharding_strategy"))))
+    reshards, strategy = said.get("reshard_after_forward"), next((n for n in named if n in _SHARDING), "FULL_SHARD")
+    is_kept = False
     if isinstance(reshards, str) and reshards.upper() in _SHARDING:
         strategy = reshards.upper()
-    is_kept = reshards is not None and strategy != str(reshards).upper() and not is_on(reshards)
-    layout: Fields = {"zero_stage": 2 if is_kept else _SHARDING[strategy]}
+    elif reshards is not None:
+        is_kept = not is_on(reshards)
+    layout = imported.run["parallelism"]
+    layout["zero_stage"] = 2 if is_kept else _SHARDING[strategy]
     if "HYBRID" in strategy or strategy in ("4", "5"):
         layout["fsdp"] = 8
     if is_on(said.get("activation_checkpointing")):
         layout["recompute"] = "full"
-    return layout
+    if "offload" in words or is_on(said.get("offload_params")):
+        imported.offload_all("fsdp", f"{words} offload of parameters".strip())
 
 
 def deepspeed_beside(config: ConfigFile, name: Any) -> Fields | None:
@@ -139,7 +141,6 @@ def read_fine_tuning(imported: ImportedRun, settings: Fields) -> None:
     _read_kernels(imported, settings)
 
 
-_LENGTHS = tuple(table()["huggingface"]["spelled"]["sequence"].split())
 _OBJECTIVES: Mapping[str, str | None] = table()["huggingface"]["objectives"]
 """Trainers' words for what they learn, and our objective; none for what is not priced."""
 
@@ -154,14 +155,14 @@ def stage_of(settings: Said) -> str:
     return named or next((stage for name, stage in told.items() if name in settings), "")
 
 
-def policy_length(settings: Said, said: Said) -> int | None:
-    """Tokens of a prompt and its answer in a policy's update; None for what is none, or says its length itself."""
+def policy_length(settings: Said, said: int | None) -> int | None:
+    """Tokens of a prompt and its answer in a policy's update; `said`, the length in the settings, for anything else."""
+    answer = number(settings, "max_completion_length")
     if _OBJECTIVES.get(stage_of(settings)) != "policy":
-        return None
-    answer, is_swift = number(settings, "max_completion_length"), "rlhf_type" in settings
-    if is_swift:
-        return (number(said, "max_length") or 1024) + (answer or 512)
-    return None if number(said, *_LENGTHS) else (number(settings, "max_prompt_length") or 512) + (answer or 256)
+        return said
+    if "rlhf_type" in settings:
+        return (said or 1024) + (answer or 512)
+    return said or (number(settings, "max_prompt_length") or 512) + (answer or 256)
 
 
 def _read_objective(imported: ImportedRun, settings: Said) -> None:
@@ -187,16 +188,15 @@ def _read_policy(imported: ImportedRun, settings: Said) -> None:
     TRL keeps no reference where beta is 0, as it has been since 0.18 unless told; ms-swift's beta is 0.04.
     """
     is_swift = "rlhf_type" in settings
-    beta = settings.get("beta", 0.04 if is_swift else 0.0)
-    is_kept = beta not in (0, 0.0, "0", "0.0", None) and not imported.run.get("adapters")
+    is_kept = str(settings.get("beta", 0.04 * is_swift)) not in ("0", "0.0") and not imported.run.get("adapters")
     is_beside = is_on(settings.get("use_vllm")) and word(settings, "vllm_mode") in ("", "colocate")
-    share = float(settings.get("vllm_gpu_memory_utilization") or (0.9 if is_swift else 0.3))
-    sleeps = is_on(settings.get("vllm_enable_sleep_mode")) or number(settings, "sleep_level") is not None
-    is_alone = is_any_on(settings, "offload_optimizer", "offload_model")
     imported.reinforce(
-        rollout_fraction=share * is_beside, rollout_stays=is_beside and not sleeps, scored_alone=is_alone,
+        rollout_fraction=is_beside * fraction(settings, "vllm_gpu_memory_utilization", 0.9 if is_swift else 0.3),
+        rollout_stays=is_beside
+        and not (is_on(settings.get("vllm_enable_sleep_mode")) or number(settings, "sleep_level")),
+        scored_alone=is_any_on(settings, "offload_optimizer", "offload_model"),
         frozen_copies=int(is_kept),
-    )  # fmt: skip
+    )
     imported.notes.append("one update of the policy is priced; answers and rewards are not")
 
 
@@ -230,7 +230,7 @@ def _read_optimizer(imported: ImportedRun, settings: Said) -> None:
     value = _OPTIMIZERS.get(given)
     if _ADAMS.fullmatch(given):
         return
-    if value in switches_of(load_runtime(imported.run["runtime"])).get("optimizer", ()):
+    if value in switches_of(load_runtime(HF_RUNTIME))["optimizer"] and imported.run["runtime"] != DEEPSPEED_RUNTIME:
         imported.run["features"]["optimizer"] = value
     else:
         imported.unknown["optim"] = given
@@ -250,7 +250,9 @@ def _read_kernels(imported: ImportedRun, settings: Said) -> None:
     if is_any_on(
         settings, "use_liger_kernel", "liger_kernel", "enable_liger_kernel", "liger_fused_linear_cross_entropy"
     ):
-        features["liger"] = True
+        # LLaMA-Factory and ms-swift take log-probabilities of logits where more than the next token is learned
+        takes_logits = _OBJECTIVES.get(stage_of(settings), "lm") != "lm" and any(name in settings for name in _KINDS)
+        features["liger"] = "layers" if takes_logits else True
     elif settings.get("loss_type") == "chunked_nll" and not is_older and "objective" not in imported.run:
         features["liger"] = "loss"
     if is_on(settings.get("activation_offloading")) or _offloads_inputs(settings):
@@ -265,9 +267,8 @@ def _offloads_inputs(settings: Said) -> bool:
     """Checkpointing keeps its layers' inputs on the host, as transformers, axolotl and Unsloth ask for it."""
     kwargs = settings.get("gradient_checkpointing_kwargs")
     named = (settings.get(name) for name in ("gradient_checkpointing", "use_gradient_checkpointing"))
-    return (isinstance(kwargs, Mapping) and is_on(kwargs.get("offload"))) or any(
-        v in ("offload", "unsloth") for v in named
-    )
+    is_asked = is_on(settings.get("use_unsloth_gc")) or (isinstance(kwargs, Mapping) and is_on(kwargs.get("offload")))
+    return is_asked or any(v in ("offload", "unsloth") for v in named)
 
 
 _READ_OF_SECTIONS = re.compile(
@@ -319,22 +320,12 @@ def apply_accelerate(imported: ImportedRun, settings: Said, config: ConfigFile) 
         imported.notes.append(IN_FP32)
     if kind == "FSDP":
         run["runtime"] = FSDP_RUNTIME
-        options = _section(settings, "fsdp_config")
-        run["parallelism"] |= fsdp_layout({}, options)
-        if is_on(options.get("fsdp_offload_params")):
-            imported.offload_all("fsdp_config.fsdp_offload_params")
-        apply_parallelism(imported, _section(settings, "parallelism_config"))
+        apply_fsdp(imported, "", section(settings, "fsdp_config"))
+        apply_parallelism(imported, section(settings, "parallelism_config"))
     elif kind == "DEEPSPEED":
-        _apply_deepspeed(imported, _section(settings, "deepspeed_config"), config)
+        _apply_deepspeed(imported, section(settings, "deepspeed_config"), config)
     elif kind == "MEGATRON_LM":
-        _apply_megatron(imported, _section(settings, "megatron_lm_config"))
-
-
-def _section(settings: Said, name: str) -> Fields:
-    part = settings.get(name) or {}
-    if not isinstance(part, Mapping):
-        raise SpecError(f"{name}: {part!r:.60} is no mapping", "write its fields below it")
-    return dict(part)
+        _apply_megatron(imported, section(settings, "megatron_lm_config"))
 
 
 def apply_parallelism(imported: ImportedRun, options: Fields) -> None:

@@ -155,14 +155,14 @@ class Chunk(nn.Module):
         self.cp = around.cp
         self.embedding = Embedding(model, around) if spec.embedding else None
         self.layers = nn.ModuleDict()
-        before: dict[str, nn.Parameter] = {}
+        before: list[nn.Parameter] = []
         for number in range(spec.first_layer, spec.last_layer):
             kind = model.layers[number]
             layer = (
                 DecoderLayer(model, kind, around) if model.traced is None else TracedLayer(model, kind, around, before)
             )
             self.layers[str(number)] = layer
-            before = dict(layer.weights) if isinstance(layer, TracedLayer) else {}
+            before = list(layer.parameters())
         self.head = Head(model, around) if spec.head else None
         self.mtp = nn.ModuleList()
         if spec.mtp:
@@ -198,15 +198,6 @@ class Chunk(nn.Module):
             hidden = block(hidden, embed(next_tokens), tables)
             loss = loss + MTP_LOSS_WEIGHT / len(self.mtp) * self.head(hidden, next_labels)
         return loss
-
-
-def hidden_shape(model: ModelSpec, seq_length: int, batch: int, around: Surroundings) -> tuple[int, int, int]:
-    """Shape of what stages exchange: [seq/tp, batch, hidden] under sequence parallelism, else [seq, batch, hidden].
-
-    `seq_length` is what the rank holds of a sequence.
-    """
-    tp = around.tp.size if around.tp.sequence_parallel else 1
-    return seq_length // tp, batch, model.hidden_size
 
 
 def initialise(module: nn.Module, seed: int) -> None:

@@ -30,45 +30,26 @@ from planner.specs.model import ModelSpec
 from planner.specs.model_parts import MoESpec
 
 
-class ToRows(torch.autograd.Function):
-    """A row for each choice of a token: row r is token `token[r]`, and the choices of a token are in the rows
-    `inverse[k·token]` to `inverse[k·token + k − 1]`."""
+class Picked(torch.autograd.Function):
+    """The rows at `there`, of which each `num_there` are added up unless it is 0; gradients go by `back` likewise.
+
+    A token's rows, one for each of its experts, lie at `inverse[k·token]` to `inverse[k·token + k − 1]`.
+    """
 
     @staticmethod
-    def forward(ctx: Any, tokens: Tensor, token: Tensor, inverse: Tensor) -> Tensor:
-        ctx.num_tokens = tokens.shape[0]
-        ctx.save_for_backward(inverse)
-        return tokens.index_select(0, token)
+    def forward(ctx: Any, rows: Tensor, there: Tensor, num_there: int, back: Tensor, num_back: int) -> Tensor:
+        ctx.num_back = num_back
+        ctx.save_for_backward(back)
+        return _picked(rows, there, num_there)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _summed(grad, ctx.saved_tensors[0], ctx.num_tokens), None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return _picked(grad, ctx.saved_tensors[0], ctx.num_back), None, None, None, None
 
 
-class FromRows(torch.autograd.Function):
-    """The sum of each token's rows: what `ToRows` is to tokens, its gradient is to sums."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, token: Tensor, inverse: Tensor, num_tokens: int) -> Tensor:
-        ctx.save_for_backward(token)
-        return _summed(rows, inverse, num_tokens)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return grad.index_select(0, ctx.saved_tensors[0]), None, None, None
-
-
-class Reorder(torch.autograd.Function):
-    """Rows in another order, and their gradients in the old one."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
-        ctx.save_for_backward(inverse)
-        return rows.index_select(0, order)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return grad.index_select(0, ctx.saved_tensors[0]), None, None
+def _picked(rows: Tensor, index: Tensor, num_sums: int) -> Tensor:
+    picked = rows.index_select(0, index)
+    return picked.view(num_sums, -1, rows.shape[-1]).sum(1) if num_sums else picked
 
 
 class RowsOf(torch.autograd.Function):
@@ -85,11 +66,6 @@ class RowsOf(torch.autograd.Function):
         (expert,) = ctx.saved_tensors
         is_own = torch.arange(ctx.num_experts, device=expert.device).unsqueeze(1) == expert
         return is_own.to(grad.dtype) @ grad, None
-
-
-def _summed(rows: Tensor, inverse: Tensor, num_tokens: int) -> Tensor:
-    """[tokens, hidden]: the rows of each token added up."""
-    return rows.index_select(0, inverse).view(num_tokens, -1, rows.shape[-1]).sum(1)
 
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -157,9 +133,10 @@ class MoE(nn.Module):
         token = order // self.moe.num_experts_per_tok
         inverse_order = order.argsort()
         num_sent = count(chosen.flatten(), self.moe.num_experts)
-        rows = apply(ToRows, tokens, token, inverse_order)
+        num_tokens = tokens.shape[0]
+        rows = apply(Picked, tokens, token, 0, inverse_order, num_tokens)
         rows = self.dispatch(rows, weights.flatten().index_select(0, order), num_sent)
-        y = apply(FromRows, rows, token, inverse_order, tokens.shape[0]).view_as(x)
+        y = apply(Picked, rows, inverse_order, num_tokens, token, 0).view_as(x)
         if self.shared is None:
             return y
         shared = recomputable("shared_experts", self.shared, self.around)(x)
@@ -194,11 +171,11 @@ class MoE(nn.Module):
             expert = expert.repeat_interleave(received.flatten(), output_size=rows.shape[0])  # does not wait for a GPU
             order = expert.argsort(stable=True)
             inverse_order = order.argsort()
-            rows = apply(Reorder, rows, order, inverse_order)
+            rows = apply(Picked, rows, order, 0, inverse_order, 0)
             weights = weights.index_select(0, order)
         rows = self.experts(rows, weights, received.sum(0))
         if num_local_experts > 1:
-            rows = apply(Reorder, rows, inverse_order, order)
+            rows = apply(Picked, rows, inverse_order, 0, order, 0)
         return expert_all_to_all(rows, peers, num_received, num_sent)
 
     def splits(self, sent: Tensor, received: Tensor, num_rows: int) -> tuple[list[int], list[int]]:

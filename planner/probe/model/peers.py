@@ -68,14 +68,7 @@ class TensorPeers:
     def all_gather(self, x: Tensor) -> Tensor:
         return x
 
-    def reduce_scatter(self, x: Tensor) -> Tensor:
-        return x
-
-    def all_reduce(self, x: Tensor) -> Tensor:
-        return x
-
-    def maximum(self, x: Tensor) -> Tensor:
-        return x
+    reduce_scatter = all_reduce = maximum = all_gather
 
     def cross_entropy(self, logits: Tensor, labels: Tensor) -> Tensor:
         """Mean cross-entropy of logits [tokens, vocab/tp] of which each rank has its share of the columns."""

@@ -6,6 +6,7 @@ that losses and gradients follow from tokens and weights, and are the same in on
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from math import prod, sqrt
 from typing import Any
 
@@ -16,7 +17,7 @@ from planner.physics.layers import traced_operators
 from planner.physics.operators import BF16, FP32, Operator
 from planner.probe.model.attention import AttentionTables, core_attention
 from planner.probe.model.layers import INITIAL_STD
-from planner.probe.model.peers import Surroundings, apply, mark_partial, mark_shard, recomputable
+from planner.probe.model.peers import Exchange, Surroundings, apply, mark_partial, mark_shard, recomputable
 from planner.shape import Shape
 from planner.specs.model import LayerKind, ModelSpec
 
@@ -25,7 +26,7 @@ class TracedLayer(nn.Module):
     """x plus what comes out of the operators one after another, which begin at x."""
 
     def __init__(
-        self, model: ModelSpec, kind: LayerKind, around: Surroundings, before: dict[str, nn.Parameter] | None = None
+        self, model: ModelSpec, kind: LayerKind, around: Surroundings, before: Iterable[nn.Parameter] = ()
     ) -> None:
         """`before` are weights of earlier layers, which those without weights of their own share."""
         super().__init__()
@@ -37,7 +38,7 @@ class TracedLayer(nn.Module):
             product = prod(_sizes(operator)[2:]) if operator.kind == "gemm" and operator.weight else 0
             if not size and not product:
                 continue
-            pool = [] if size else [*self.weights.values(), *(before or {}).values()]
+            pool = [] if size else [*self.weights.values(), *before]
             weight = min((one for one in pool if one.numel() >= product), key=Tensor.numel, default=None)
             if weight is None:
                 weight = nn.Parameter(torch.empty(size or product))
@@ -65,7 +66,7 @@ class TracedLayer(nn.Module):
                 out = apply(_Step, flow, weight, operator, row.split, self.around, keeps)
                 is_view = operator.kind == "elementwise" and out.numel() == flow.numel()
                 flow, is_held = out, keeps and is_view
-        return apply(_Residual, x, flow, max(round(left) // BF16, 0))
+        return apply(_Kept, x + _taken(flow, x.shape), max(round(left) // BF16, 0))
 
 
 def _part(values: Tensor, *sizes: int) -> Tensor:
@@ -76,37 +77,23 @@ def _part(values: Tensor, *sizes: int) -> Tensor:
     return flat[:total].view(sizes)
 
 
+def _taken(values: Tensor, sizes: Sequence[int]) -> Tensor:
+    """`_part` whose gradient is as large as what it was taken of."""
+    shape = values.shape
+    return apply(Exchange, values, lambda whole: _part(whole, *sizes), lambda grad: _part(grad, *shape))
+
+
 def _sizes(operator: Operator) -> tuple[int, int, int, int]:
     """count, m, n and k of a product."""
     count, m, n, k = (max(1, round(float(one))) for one in (operator.count, operator.m, operator.n, operator.k))
     return count, m, n, k
 
 
-class _Part(torch.autograd.Function):
-    """`_part` whose gradient is as large as what it was taken of."""
-
-    @staticmethod
-    def forward(ctx: Any, flow: Tensor, sizes: tuple[int, ...]) -> Tensor:
-        ctx.shape = flow.shape
-        return _part(flow, *sizes)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _part(grad, *ctx.shape), None
-
-
 def _attention(flow: Tensor, operator: Operator, around: Surroundings) -> Tensor:
     """Attention of a part of `flow` to itself; what torch keeps for its backward is kept."""
-    queries, batch, heads = (round(float(one)) for one in (operator.q_len, operator.batch, operator.heads))
-    keys, kv_heads, qk_dim = (round(float(one)) for one in (operator.kv_len, operator.kv_heads, operator.qk_dim))
-    q, k, v = (
-        apply(_Part, flow, sizes)
-        for sizes in (
-            (queries, batch, heads, qk_dim),
-            (keys, batch, kv_heads, qk_dim),
-            (keys, batch, kv_heads, round(float(operator.v_dim))),
-        )
-    )
+    op = operator
+    sizes = (op.q_len, op.heads, op.qk_dim), (op.kv_len, op.kv_heads, op.qk_dim), (op.kv_len, op.kv_heads, op.v_dim)
+    q, k, v = (_taken(flow, [round(float(one)) for one in (length, op.batch, *heads)]) for length, *heads in sizes)
     return core_attention(q, k, v, None, 0, None, around.cp)
 
 
@@ -138,7 +125,8 @@ class _Step(torch.autograd.Function):
         weight_grad = None
         if operator.kind != "gemm":
             grad = _moved(grad, float(operator.backward_bytes), operator.backward_kernels)
-            weight_grad = None if weight is None else _part(grad, *weight.shape)
+            # a copy: two kernels with weights one after another would add to one gradient
+            weight_grad = None if weight is None else _part(grad, *weight.shape).clone()
         else:
             count, m, n, k = _factors(operator, weight)
             rows = _part(tp.leave_grad(grad) if ctx.split == "rows" else grad, count, m, n)
@@ -184,15 +172,14 @@ def _moved(values: Tensor, num_bytes: float, num_kernels: int) -> Tensor:
     return out if out.numel() > values.numel() else values.view_as(values)
 
 
-class _Residual(torch.autograd.Function):
-    """x plus a part of what came of it, with the bytes that nothing else of the layer kept."""
+class _Kept(torch.autograd.Function):
+    """x, and as many elements beside it until the backward as nothing else of the layer keeps."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, flow: Tensor, num_left: int) -> Tensor:
-        ctx.save_for_backward(x.new_empty(num_left))
-        ctx.shape = flow.shape
-        return x + _part(flow, *x.shape)
+    def forward(ctx: Any, x: Tensor, num_elements: int) -> Tensor:
+        ctx.save_for_backward(x.new_empty(num_elements))
+        return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
-        return grad, _part(grad, *ctx.shape), None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from planner.probe.model.attention import AttentionTables
-from planner.probe.model.chunk import Chunk, copy_shard, hidden_shape, initialise, local, whole_name
+from planner.probe.model.chunk import Chunk, copy_shard, initialise, local, whole_name
 from planner.probe.model.layers import Experts, takes_groups
 from planner.probe.model.peers import EmulatedPeers, ExpertPeers, GroupPeers, Surroundings
 from planner.probe.rank.gradients import (
@@ -151,7 +151,6 @@ class RankTrainer:
         self.replica_groups = replica_groups or {}
         self.clock = RankClock(device)
         dtype, grad_dtype = dtypes(run)
-        self.shape = hidden_shape(run.model, run.seq_length, run.micro_batch_size, around)
         self.dtype = dtype
         stages = run.stages_of(pp_rank)
         self.chunks: dict[int, Chunk] = {}
@@ -191,8 +190,11 @@ class RankTrainer:
         return has_experts and not takes_groups(self.empty())
 
     def empty(self) -> Tensor:
-        """A buffer for one message."""
-        return torch.empty(self.shape, dtype=self.dtype, device=self.device)
+        """A buffer for one message: [seq/tp, batch, hidden] under sequence parallelism, else [seq, batch, hidden]."""
+        run, tp = self.run, self.around.tp
+        length = run.seq_length // (tp.size if tp.sequence_parallel else 1)
+        shape = length, run.micro_batch_size, run.model.hidden_size
+        return torch.empty(shape, dtype=self.dtype, device=self.device)
 
     def rehearse(self, on_action: Callable[[str], None] = unheard) -> None:
         """Run one made-up micro-batch through every chunk, one after another, and drop its gradients; `on_action` hears

@@ -135,27 +135,21 @@ def check_steps(reference: OneProcess, steps: list[StepSeconds], dtype: torch.dt
 
 def chunk_seconds(actions: Iterable[ActionTimes]) -> tuple[ChunkSeconds, ...]:
     """Median seconds of each virtual stage's actions, which come in the order in which they ran."""
-    seconds: dict[tuple[int, str], list[float]] = {}
-    for timed in actions:
-        seconds.setdefault((timed.action.stage, timed.action.kind), []).append(timed.end_s - timed.start_s)
-    medians = {key: median(values) for key, values in seconds.items()}
+    seconds: dict[int, dict[str, list[float]]] = {}
+    for action, _, start_s, end_s in actions:
+        seconds.setdefault(action.stage, {}).setdefault(action.kind, []).append(end_s - start_s)
     report = []
-    for stage in sorted({stage for stage, _ in medians}):
-        by_kind = [medians.get((stage, kind)) for kind in "FBIW"]
-        forward_s, backward_s, input_grad_s, weight_grad_s = by_kind
-        if backward_s is None:
-            backward_s = (input_grad_s or 0.0) + (weight_grad_s or 0.0)
-        spreads = [spread_fraction(seconds.get((stage, kind), ())) for kind in "FBIW"]
+    for stage, of_kind in sorted(seconds.items()):
+        medians = {kind: median(values) for kind, values in of_kind.items()}
+        spreads = [spread for spread in map(spread_fraction, of_kind.values()) if spread is not None]
+        apart_s = medians.get("I", 0.0) + medians.get("W", 0.0)
         report.append(
             ChunkSeconds(
-                stage=stage,
-                forward_s=forward_s or 0.0,
-                backward_s=backward_s,
-                input_grad_s=input_grad_s,
-                weight_grad_s=weight_grad_s,
-                spread_fraction=max((spread for spread in spreads if spread is not None), default=None),
+                stage=stage, forward_s=medians.get("F", 0.0), backward_s=medians.get("B", apart_s),
+                input_grad_s=medians.get("I"), weight_grad_s=medians.get("W"),
+                spread_fraction=max(spreads, default=None),
             )
-        )
+        )  # fmt: skip
     return tuple(report)
 
 
