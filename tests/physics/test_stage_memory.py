@@ -338,6 +338,9 @@ def test_an_iteration_of_newton_and_schulz_has_the_flops_of_its_three_products()
     assert seconds(runtime) - seconds(plain) == pytest.approx(5 * each + moved_s)
     # tensor-parallel ranks repeat the products on the whole matrix, and update their share of it
     assert seconds(runtime, tp=2) > 5 * each > 0.9 * seconds(runtime, tp=2)
+    # or each take their slice alone
+    alone = runtime.model_copy(update={"optimizer": "muon-blockwise"})
+    assert seconds(alone) == seconds(runtime) > 2 * seconds(alone, tp=4) > 0
     # or share two of them, and sum a square of the hidden state's width
     shared = runtime.model_copy(update={"optimizer": "muon-distributed"})
     assert seconds(shared) == seconds(runtime)
