@@ -106,7 +106,7 @@ ProgramText = _type("ProgramText", "The integer program of a layout.", paralleli
 Counted = _type("CountedModel", "A model and its size.", ModelSpec, num_parameters=int, num_active_parameters=int)
 _MANIFEST: Mapping[str, Any] = {
     "planner_version": str, "plan_sha256": str, "inputs_sha256": str, "targets": list[str], "written_for": list[str],
-    "world_size": int, "notes": list[str], "placeholders": list[Numbers], "first_run": str | None,
+    "world_size": int, "job": Numbers, "notes": list[str], "placeholders": list[Numbers], "first_run": str | None,
     "files": dict[str, str],
 }  # fmt: skip
 Manifest = _type("Manifest", "The files of an export, with their sha256.", **_MANIFEST)
