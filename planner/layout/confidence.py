@@ -141,9 +141,9 @@ TUNED_WIDTH = 0.35
 """Half-width of a mixture that is fine-tuned: how its texts spread over experts is known of no job before it runs.
 Twelve published runs (Bridge's cards, Primus, ms-swift) miss by 3 to 53%, four in five of them by less than 40%."""
 OVERLAP_WIDTH = 0.20
-DRIVEN_WIDTH = 0.36
+DRIVEN_WIDTH = 0.30
 """Half-widths per share of the step that exchanges take: versions of a trainer hide different shares of them, and on a
-network that the host drives 51 runs of five jobs were published. 17 of the 22 that nothing was read from are within."""
+network that the host drives 51 runs of five jobs were published. 18 of the 22 that nothing was read from are within."""
 NARROW_WIDTH = {"nvfp4": 0.06}
 """Half-widths of dtypes of which few runs were published."""
 SCALE_WIDTH, SCALE_KNOWN_RANKS = 0.03, 4096

@@ -465,7 +465,9 @@ def backward_tensors(pricing: Pricing, shape: Shape, parts: Sequence[Part]) -> t
     worst = max(parts, key=lambda part: float(part.cost.transient_bytes))
     if worst.name == "head" and pricing.runtime.fused_cross_entropy:
         return worst, loss_tensors(pricing, shape, parts)
-    return worst, [*_recomputed(pricing, shape, worst), *_own(pricing, worst.items)]
+    heads = (part.cost.live_bytes for part in parts if part.name == "head" and part is not worst)
+    gone_bytes = float(sum(heads)) if pricing.runtime.counts_moments else 0.0
+    return worst, [*_recomputed(pricing, shape, worst), *_own(pricing, worst.items, gone_bytes)]
 
 
 def _recomputed(pricing: Pricing, shape: Shape, part: Part) -> Iterator[Held]:
@@ -475,23 +477,26 @@ def _recomputed(pricing: Pricing, shape: Shape, part: Part) -> Iterator[Held]:
         yield from without(plain, kept_tensors(pricing, shape, part.layer_items, part.mode))
 
 
-def _own(pricing: Pricing, items: Sequence[Item]) -> Iterator[Held]:
-    """The working set of the operator whose backward needs most, gradients that stay empty, what was in host memory."""
+def _own(pricing: Pricing, items: Sequence[Item], gone_bytes: float) -> Iterator[Held]:
+    """The working set of the operator whose backward needs most, gradients that stay empty, what was in host memory.
+
+    `gone_bytes` are those that the head kept and that a layer's backward finds free (`Pricing.table`).
+    """
     runtime = pricing.runtime
     moment = max(memory.moments(items, runtime), key=lambda one: float(one.num_bytes), default=None)
     if moment is not None and moment.num_bytes > 0:
-        yield from _working(moment)
+        yield from _working(moment, gone_bytes)
     yield from (held(tensor) for tensor in memory.unused_gradients(items, runtime))
     away = float(pricing.offloaded_bytes_of(items))
     if away:
         yield Held("back from host memory", away, note="tensors that waited there come back for the backward")
 
 
-def _working(moment: Moment) -> Iterator[Held]:
-    op, freed = moment.operator, float(moment.freed_bytes)
+def _working(moment: Moment, gone_bytes: float) -> Iterator[Held]:
+    op, freed = moment.operator, float(moment.freed_bytes) + gone_bytes
     if not freed:
         yield from (held(tensor, operator=op.name) for tensor in moment.working)
         return
     names = ", ".join(tensor.name for tensor in moment.working)
     note = f"{names}; less {gib(freed):.2f} GiB that operators behind it kept, whose backward is done then"
-    yield Held(f"{op.name}: working set", float(moment.num_bytes), note=note)
+    yield Held(f"{op.name}: working set", float(moment.num_bytes) - gone_bytes, note=note)

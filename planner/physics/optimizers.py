@@ -152,11 +152,12 @@ def _tensors(items: Sequence[Item], hidden_size: int, expert: bool) -> Iterator[
 
 
 def _orthogonal_s(tensor: Tensor, hidden_size: int, tp: Number, hardware: HardwareSpec, row: Optimizer) -> Number:
-    """Seconds of one step on a matrix, of which tensor-parallel ranks each compute the whole, or share two products.
+    """Seconds of a step on a matrix, of which tensor-parallel ranks compute the whole, their slice, or share products.
 
     Of a split product, the dimension that is not the hidden state's is split. Ranks that share sum the first product,
     a square of the hidden state's width in fp32, over the fastest links.
     """
+    tp = 1 if row.splits_matrix else tp
     rows = where(tensor.rows == hidden_size, tensor.rows, tensor.rows * tp)
     columns = where(tensor.rows == hidden_size, tensor.columns * tp, tensor.columns)
     short, long = minimum(rows, columns), maximum(rows, columns)

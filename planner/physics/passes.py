@@ -16,6 +16,7 @@ from planner.physics.kernels import PassSeconds, is_narrow
 from planner.physics.operators import Collective, Item, Operator, collectives_of, operators_of
 from planner.shape import Number, Shape, any_of, log2, maximum, minimum, where
 from planner.specs.cluster import ClusterSpec
+from planner.specs.machines import transport_of
 from planner.specs.model import ModelSpec
 from planner.specs.training import TrainingSpec
 from planner.specs.units import MICRO
@@ -186,7 +187,7 @@ class Passes:
             tiers_s = self._tiers_s(exchange, shape, size)
             exchanged_s: Number = sum(tiers_s)
             if exchange.overlap == "ep":
-                hidden_s = hideable_s = 0.0 if replayed else self._hidden_of_experts_s(tiers_s)
+                hidden_s = hideable_s = 0.0 if replayed else self._hidden_of_experts_s(exchange, tiers_s)
             else:
                 hideable_s = hidden_s = self._hidden_fraction(exchange, size) * exchanged_s
             if exchange.overlap == "cp":
@@ -204,13 +205,20 @@ class Passes:
         inner_s, *outer_s = exchange_tiers_s(exchange, shape, self.cluster, sent)
         return [inner_s + waits * sync_us * MICRO * log2(size), *outer_s]
 
-    def _hidden_of_experts_s(self, tiers_s: Sequence[Number]) -> Number:
+    def _hidden_of_experts_s(self, exchange: Collective, tiers_s: Sequence[Number]) -> Number:
         """Seconds of an expert exchange that can hide behind another micro-batch: a share of those on each tier."""
         runtime = self.runtime
         if not runtime.overlaps_experts:
             return 0.0
-        inner_s, outer_s = tiers_s[0], sum(tiers_s[1:])
+        inner_s, outer_s = tiers_s[0], sum(tiers_s[1:]) - self._begun_s(exchange, tiers_s)
         return runtime.ep_overlap_fraction * inner_s + runtime.ep_overlap_network_fraction * outer_s
+
+    def _begun_s(self, exchange: Collective, tiers_s: Sequence[Number]) -> Number:
+        """Seconds that a dispatcher of rows takes to begin where the host drives the network, whatever runs beside: the
+        host stands still until it has the counts of tokens (DeepEP's dispatch)."""
+        if not exchange.choices or not any(tier.is_host_driven for tier in self.cluster.tiers[1:]):
+            return 0.0
+        return transport_of(exchange.transport).start_us * MICRO * (sum(tiers_s[1:]) > 0)
 
     def hidden_exchanges_s(self, items: Sequence[Item], shape: Shape) -> Number:
         """Seconds of a part's expert exchanges, forward and backward, that another micro-batch can hide."""
@@ -218,7 +226,7 @@ class Passes:
         for exchange in collectives_of(items):
             if exchange.overlap == "ep":
                 tiers_s = self._tiers_s(exchange, shape, group_of(exchange.group, shape)[0])
-                hidden_s = hidden_s + self._hidden_of_experts_s(tiers_s)
+                hidden_s = hidden_s + self._hidden_of_experts_s(exchange, tiers_s)
         return hidden_s
 
     def _taken_fraction(self) -> float:
@@ -345,16 +353,17 @@ class Passes:
 
     def _driven_s(self, items: Sequence[Item], shape: Shape) -> dict[str, Number]:
         """Seconds, by pass, of expert exchanges that the host's threads drive: a host that launches one layer after the
-        other gains nothing meanwhile. Beside another micro-batch it goes on."""
+        other gains nothing meanwhile. Beside another micro-batch it goes on when they have begun."""
         seconds: dict[str, Number] = {"forward": 0.0, "backward": 0.0}
         driven = [tier.is_host_driven for tier in self.cluster.tiers]
-        if self.runtime.overlaps_experts or self.runtime.cuda_graphs or not any(driven):
+        if self.runtime.cuda_graphs or not any(driven):
             return seconds
         for exchange in collectives_of(items):
             if exchange.group == "ep":
                 tiers_s = self._tiers_s(exchange, shape, group_of(exchange.group, shape)[0])
-                way = _way(exchange)
-                seconds[way] = seconds[way] + sum(s for s, here in zip(tiers_s, driven, strict=True) if here)
+                way, begun_s = _way(exchange), self._begun_s(exchange, tiers_s)
+                all_s = sum(s for s, here in zip(tiers_s, driven, strict=True) if here)
+                seconds[way] = seconds[way] + (begun_s if self.runtime.overlaps_experts else all_s)
         return seconds
 
     def _is_mixture(self, items: Sequence[Item]) -> bool:

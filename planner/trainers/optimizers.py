@@ -17,6 +17,7 @@ OptimizerName = Literal[
     "adafactor",
     "muon",
     "muon-distributed",
+    "muon-blockwise",
     "sgd",
     "sgd-momentum",
 ]
@@ -51,6 +52,8 @@ class Optimizer:
     """Steps of three products each that make a matrix's update orthogonal."""
     splits_products: bool = False
     """Tensor-parallel ranks share those products, and sum small ones, where others each compute all of them."""
+    splits_matrix: bool = False
+    """They each make their own slice of the matrix orthogonal."""
     other_moved: tuple[float, float] | None = None
     """`moved` of other parameters, where these are not updated as matrices are."""
     workspace: tuple[float, float] = (0.0, 0.0)
@@ -99,6 +102,11 @@ _ROWS = (
         "muon-distributed", "muon, whose products tensor-parallel ranks share",
         (28.0, 54.0), moments=1, newton_schulz_steps=5, splits_products=True, other_moved=_FUSED_ADAMW,
         source="Megatron-LM 0.19, --muon-tp-mode distributed (core/optimizer/emerging_optimizers.py)",
+    ),
+    Optimizer(
+        "muon-blockwise", "muon, of which each tensor-parallel rank makes its own slice of a matrix orthogonal",
+        (28.0, 54.0), moments=1, newton_schulz_steps=5, splits_matrix=True, other_moved=_FUSED_ADAMW,
+        source="Megatron-LM 0.19, --muon-tp-mode blockwise (core/optimizer/emerging_optimizers.py)",
     ),
     Optimizer(
         "sgd", "gradient descent without momentum", (6.0, 12.0), moments=0, other_moments=0,

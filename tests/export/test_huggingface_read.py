@@ -341,3 +341,23 @@ def test_one_gpu_is_refused_by_no_trainer_that_shards() -> None:
     plan, refused = judged(run)
     assert refused == []
     assert not plan.fits
+
+
+def test_a_program_that_a_launcher_starts_keeps_its_loss_where_sequences_are_split(tmp_path: Path) -> None:
+    (tmp_path / "cp.yaml").write_text(
+        "distributed_type: FSDP\nmixed_precision: bf16\nnum_processes: 8\nfsdp_config: {fsdp_version: 2}\n"
+        "parallelism_config: {parallelism_config_cp_size: 8}\n"
+    )
+    (tmp_path / "sft.py").write_text(
+        "from trl import SFTConfig, SFTTrainer\na = SFTConfig(max_length=1048576, packing=True, "
+        "per_device_train_batch_size=1, gradient_checkpointing=True, gradient_checkpointing_kwargs={'offload': True})\n"
+        "SFTTrainer(model='Qwen/Qwen3-8B', args=a).train()\n"
+    )
+    (tmp_path / "run.sh").write_text("accelerate launch --config_file cp.yaml sft.py\n")
+    imported = read(tmp_path / "run.sh")
+    assert layout_of(imported).items() >= {"cp": 8, "zero_stage": 3, "recompute": "full"}.items()
+    told = {"liger": "loss", "cpu_offloading_num_layers": 36, "attention_kernel": "fastest"}
+    assert imported.run["features"].items() >= told.items()
+    # 36 layers' inputs of 131,072 tokens, which 8 GPUs of 80 GB have no room for
+    peak = judged(parse_run({"run": imported.complete(hardware="h100")}, "run"))[0].best.worst_stage.memory
+    assert peak.activations_bytes < 5e9 < 36 * 131072 * 4096 * 2

@@ -41,7 +41,7 @@ from planner.search.search import search
 from planner.shape import Shape
 from planner.specs.cluster import ClusterSpec
 from planner.specs.registry import load_hardware, load_model
-from planner.specs.training import ObjectiveSpec, Parallelism, SearchLimits, TrainingSpec
+from planner.specs.training import ObjectiveSpec, Parallelism, Recompute, SearchLimits, TrainingSpec
 from planner.specs.units import GIB
 from planner.trainers.load import RUNTIMES, has_dtype, load_runtime, switches_of
 from planner.trainers.optimizers import BLOCK, OPTIMIZERS
@@ -229,9 +229,10 @@ def test_pcie_shows_what_a_layer_does_not_hide() -> None:
     assert moved_s > plain.forward_total_s
 
 
-def test_layers_kept_on_the_host_take_their_share_of_all_layers_along() -> None:
+@pytest.mark.parametrize("mode", ["none", "full"])
+def test_layers_kept_on_the_host_take_their_share_of_all_layers_along(mode: Recompute) -> None:
     plain, half, whole = (
-        pricing(offloaded_layers=count).table(SHAPE).layers[KIND, "none"].live_bytes for count in (0, 24, 48)
+        pricing(offloaded_layers=count).table(SHAPE).layers[KIND, mode].live_bytes for count in (0, 24, 48)
     )
     assert half == pytest.approx(plain / 2)
     assert whole == pytest.approx(0.0)
@@ -337,6 +338,9 @@ def test_an_iteration_of_newton_and_schulz_has_the_flops_of_its_three_products()
     assert seconds(runtime) - seconds(plain) == pytest.approx(5 * each + moved_s)
     # tensor-parallel ranks repeat the products on the whole matrix, and update their share of it
     assert seconds(runtime, tp=2) > 5 * each > 0.9 * seconds(runtime, tp=2)
+    # or each take their slice alone
+    alone = runtime.model_copy(update={"optimizer": "muon-blockwise"})
+    assert seconds(alone) == seconds(runtime) > 2 * seconds(alone, tp=4) > 0
     # or share two of them, and sum a square of the hidden state's width
     shared = runtime.model_copy(update={"optimizer": "muon-distributed"})
     assert seconds(shared) == seconds(runtime)

@@ -228,6 +228,9 @@ class Evaluator:
     def _of_function(self, function: Any, name: str, arguments: list[Any], keywords: Fields) -> Any:
         if isinstance(function, PythonFunction):
             return self._call(function, arguments, keywords)
+        if isinstance(function, CallRecord) and function.kind.endswith("partial") and function.arguments:
+            target, *first = function.arguments
+            return self._of_function(target, name, [*first, *arguments], function.fields | keywords)
         if isinstance(function, PythonClass):
             return CallRecord(name, arguments, keywords, self._defaults(function))
         if name == "field" and not arguments:

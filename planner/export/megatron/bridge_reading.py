@@ -108,6 +108,13 @@ def fields_of(record: CallRecord) -> Fields:
     """Paths and values of a configuration that was followed; classes and dtypes by their names."""
     fields: Fields = {}
     for path, value in record.flat():
+        if (
+            isinstance(value, CallRecord)
+            and value.line
+            and value.kind.islower()
+            and path in _PATHS.keys() | _VALUED.keys()
+        ):
+            value = Unknown(f"{value.kind}()")
         value = _named(value)
         if isinstance(value, (str, int, float, list, dict)) or value is None:
             fields[path] = value
