@@ -123,7 +123,7 @@ def _trace(source: str | None, shard: str | None, output: str | None, force: boo
     totals, traced = model_totals(model, load_runtime("torch-eager"), 4096), model.traced
     assert traced is not None
     _log.info(
-        "%s: %s parameters, %d layers of %d kinds, %.4g GFLOP a token",
+        "%s: %s parameters, %d layers (%d different), %.4g GFLOP a token",
         model.name, f"{totals.num_parameters:,}", model.num_hidden_layers, len(traced.layers),
         totals.model_flops_per_token / 1e9,
     )  # fmt: skip

@@ -10,7 +10,15 @@ from math import gcd
 from typing import Any, TypeVar
 
 from planner.cli.measurements import read_calibration, with_history
-from planner.cli.options import DEFAULT_HARDWARE, DEFAULT_RUNTIME, JobOptions, LayoutOptions, PlanOptions, SearchOptions
+from planner.cli.options import (
+    DEFAULT_HARDWARE,
+    DEFAULT_RUNTIME,
+    MODULE_RUNTIME,
+    JobOptions,
+    LayoutOptions,
+    PlanOptions,
+    SearchOptions,
+)
 from planner.errors import SpecError
 from planner.shape import liked_batch
 from planner.specs.base import Spec
@@ -80,7 +88,8 @@ def read_job(asked: JobOptions, said: set[str] | None = None) -> Job:
     model, hardware = load_model(asked.model), _hardware(asked)
     asked, adapters = in_gpus(asked, hardware), read_adapters(asked)
     tunes = adapters is not None or asked.finetune
-    name = asked.runtime or (TUNING_RUNTIME if tunes else todays(DEFAULT_RUNTIME, hardware.architecture))
+    usual = TUNING_RUNTIME if tunes else todays(DEFAULT_RUNTIME, hardware.architecture)
+    name = asked.runtime or (usual if model.traced is None else MODULE_RUNTIME)
     runtime = load_runtime(name)
     if (objection := objection_to_silicon(runtime, hardware)) is not None:
         raise SpecError(f"--runtime: {objection}", f"--runtime {runtime.family}")

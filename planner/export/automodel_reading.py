@@ -184,9 +184,17 @@ def _trainers_gpus(settings: Settings) -> int | None:
 def _of_megatron(settings: Settings, gpus: int | None) -> ImportedRun:
     row, start = dialect("nemo-rl-megatron"), "policy.megatron_cfg."
     keys, names = Settings(), Named()
+    off = tuple(
+        path.removesuffix("enabled") for path, on in settings.items() if path[-8:] == ".enabled" and not is_on(on)
+    )
     for path, value in settings.items():
         key = path.removeprefix(start).rpartition(".")[2]
-        if path.startswith(start) and not row.is_harmless(path.removeprefix(start)) and key != "enabled":
+        if (
+            path.startswith(start)
+            and not path.startswith(off)
+            and not row.is_harmless(path.removeprefix(start))
+            and key != "enabled"
+        ):
             keys[key], names[key] = value, path
     if is_on(keys.pop("activation_checkpointing", False)):
         keys = {"recompute_granularity": "full", **{k: v for k, v in keys.items() if v is not None}}

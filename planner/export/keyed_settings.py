@@ -81,17 +81,9 @@ def table() -> dict[str, Fields]:
 def dialect(name: str) -> Dialect:
     """The row of a trainer."""
     row = table()[name]
-    return Dialect(
-        name,
-        row["documented"],
-        row.get("renamed", {}),
-        row.get("unasked", {}),
-        row.get("harmless", ""),
-        tuple(row.get("marks", ())),
-        row.get("launched", ""),
-        frozenset(row.get("read", "").split()),
-        row.get("refused", {}),
-    )
+    own = {column: row[column] for column in Dialect.__slots__ if column in row}
+    words = {"marks": tuple(row.get("marks", ())), "read": frozenset(row.get("read", "").split())}
+    return Dialect(**{**own, **words, "name": name})
 
 
 Settings = dict[str, Any]
@@ -168,13 +160,12 @@ def mapping_of(text: str) -> Settings:
 
 _INNERMOST = re.compile(r"\$\{([^${}]*)\}")
 _RESOLVERS: Mapping[str, Callable[[float, float], float]] = {
-    name: resolve
-    for names, resolve in (
-        ("mul multiply mult", operator.mul), ("div divide divide_ceil divide_floor", operator.truediv),
-        ("int_div floordiv", operator.floordiv), ("add sum", operator.add), ("sub subtract", operator.sub),
-        ("max", max), ("min", min),
-    )
-    for name in names.split()
+    **dict.fromkeys(("mul", "multiply", "mult"), operator.mul),
+    **dict.fromkeys(("div", "divide", "divide_ceil", "divide_floor"), operator.truediv),
+    **dict.fromkeys(("int_div", "floordiv"), operator.floordiv),
+    **dict.fromkeys(("add", "sum"), operator.add),
+    **dict.fromkeys(("sub", "subtract"), operator.sub),
+    "max": max, "min": min,
 }  # fmt: skip
 """OmegaConf's resolvers that trainers register, of two numbers."""
 _MAX_DEPTH, _MAX_TEXT = 16, 2_000

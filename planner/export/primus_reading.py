@@ -11,7 +11,7 @@ from typing import Any
 from planner.errors import SpecError
 from planner.export.followed.shell_script import read_script
 from planner.export.imported_run import ConfigFile, ImportedRun, least_gpus
-from planner.export.keyed_settings import flat, number, table
+from planner.export.keyed_settings import flat, number, table, value_of
 from planner.export.megatron.bridge_reading import model_of_recipe
 from planner.export.megatron.keyed_reading import add_lora, read_keys
 from planner.export.megatron.option_rows import PRIMUS_SCHEDULES, options_of
@@ -54,12 +54,8 @@ def _resolved(value: Any) -> Any:
 
 def _scalar(text: str) -> Any:
     """The value of a default: true, false, nothing, a number, else the text."""
-    words = {"true": True, "false": False, "null": None, "none": None, "": None}
-    if text.lower() in words:
-        return words[text.lower()]
-    if re.fullmatch(r"-?\d{1,30}", text):
-        return int(text)
-    return float(text) if _NUMBER.fullmatch(text) else text
+    value = value_of({"none": "None"}.get(text.lower(), text))
+    return float(text) if isinstance(value, str) and _NUMBER.fullmatch(text) else value
 
 
 def merged(base: Tree, over: Tree) -> Tree:

@@ -62,9 +62,9 @@ def read_recipe(config: ConfigFile) -> tuple[Fields, Named]:
     if isinstance(debug := record.get("debug"), CallRecord) and debug.get("deterministic") is True:
         settings["debug.deterministic"] = True
     if isinstance(optimizer := record.get("optimizer"), CallRecord):
-        groups = [group for group in optimizer.get("param_groups") or [] if isinstance(group, CallRecord)]
-        names = {str(group.get("optimizer_name")) for group in groups} or {optimizer.kind}
-        settings["optimizer.name"] = " and ".join(sorted(names))
+        groups = optimizer.get("param_groups") or []
+        names = {group.get("optimizer_name", "") for group in groups if isinstance(group, CallRecord)}
+        settings["optimizer.name"] = " ".join(sorted(names)) or optimizer.kind
     if record.kind and "." not in record.kind and record.kind[0].islower():
         settings["base"] = record.kind
     return settings, unreadable
@@ -297,6 +297,8 @@ def _refusals(settings: Fields, layout: Fields, num_layers: int | None) -> Itera
 def _read_recompute(imported: ImportedRun, settings: Fields, model: Model | None) -> None:
     """Layers that are recomputed by name, or every n-th of them."""
     layout, layers = imported.run["parallelism"], settings.pop(RECOMPUTED, None)
+    if policy := settings.get("compile.memory_policy"):
+        layout["recompute"] = "full" if policy == "full" else "selective"
     every = str(settings.get("activation_checkpoint.selective_ac_option", "op"))
     num_layers = num_layers_of(model)
     if layout["recompute"] == "selective" and is_count(every) and int(every) > 0 and num_layers:
@@ -313,6 +315,8 @@ def _features(settings: Fields) -> Fields:
         features["dispatcher"] = settings.pop("model.moe_comm_backend")
     if settings.get("training.dtype") == "bfloat16":
         features["no_masters"] = True
+    if policy := settings.get("compile.memory_policy"):
+        features["memory_policy"] = policy
     features["deterministic"] = first(settings, "debug.deterministic", "training.deterministic") is True
     compiled = first(settings, "compile.enable", "training.compile")
     components = first(settings, "compile.components") or ["model", "loss"]

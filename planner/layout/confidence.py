@@ -249,6 +249,7 @@ FACTS = {
     "scale": ("a measured step on as many GPUs", _MEASURED),
     "experts": ("a measured step of a mixture", _MEASURED),
     "routing": ("how uneven the experts are", "--moe-imbalance"),
+    "document_lengths": ("how long the packed texts are", "document_lengths"),
 }
 """Facts that are not known, by the names of `width_terms`, and the option or command that says each."""
 OWN_STEP = "a measured step of this job"

@@ -37,12 +37,13 @@ from planner.layout.confidence import (
     with_other_memory,
 )
 from planner.months.losses import with_sustained
+from planner.physics.passes import TEXT_TOKENS
 from planner.physics.pricing import Pricing
 from planner.schedule.orders import SCHEDULES
 from planner.specs.base import LEAST_RATE
 from planner.specs.cluster import ClusterSpec, tiers_text
 from planner.specs.model import ModelSpec
-from planner.specs.training import AdapterSpec, Recompute
+from planner.specs.training import AdapterSpec, DocumentLength, Recompute
 from planner.trainers.generations import imbalance_of, with_likely
 from planner.trainers.load import Likely, likely_of, switches_of
 from planner.trainers.rules.facts import is_tuning
@@ -403,8 +404,11 @@ def with_unsaid(candidate: Candidate, layout: PricedLayout, says_switches: bool 
     return with_sustained(layout, candidate.pricing.training.straggler_fraction)
 
 
-SELDOM_SAID = ("packed_documents", "natural_routing")
-"""Features that a run which says others may still leave unsaid: what its data does, and no option of its trainer."""
+SELDOM_SAID = ("packed_documents", "natural_routing", "document_lengths")
+"""Features that a run which says others may still leave unsaid: what its data does, and no option of its trainer. The
+last is no feature but a field of the training."""
+SHORT_TEXTS = 0.5
+"""Share of runs whose packed texts are short where nobody says their lengths. A guess: priced is one that fills all."""
 
 
 def unsaid_switches(candidate: Candidate, says_switches: bool | Collection[str]) -> list[tuple[UnsaidSwitch, Pricing]]:
@@ -424,7 +428,27 @@ def unsaid_switches(candidate: Candidate, says_switches: bool | Collection[str])
                 other_step_s=other.step_s,
             )
             unsaid.append((one, pricing))
+    unsaid += _shorter_texts(candidate)
     return sorted(unsaid, key=lambda found: -abs(math.log(found[0].other_step_s / candidate.step_s)))
+
+
+def _shorter_texts(candidate: Candidate) -> Iterator[tuple[UnsaidSwitch, Pricing]]:
+    """The pricing of texts as short as those that are counted, where attention stays within texts of unsaid lengths."""
+    pricing = candidate.pricing
+    if not (pricing.runtime.packs_documents and pricing.runtime.masks_documents) or pricing.training.document_lengths:
+        return
+    lengths = (DocumentLength(length=TEXT_TOKENS, share=1),)
+    shorter = replace(pricing, training=pricing.training.model_copy(update={"document_lengths": lengths}))
+    other_s = candidate.priced_as(shorter).step_s
+    if abs(other_s / candidate.step_s - 1) > TOLD_FRACTION:
+        one = UnsaidSwitch(
+            switch=SELDOM_SAID[-1],
+            value=pricing.training.seq_length,
+            other=TEXT_TOKENS,
+            other_fraction=SHORT_TEXTS,
+            other_step_s=other_s,
+        )
+        yield one, shorter
 
 
 def _likely(candidate: Candidate, about: Set[str], tunes: bool) -> Iterator[tuple[Likely, Pricing]]:

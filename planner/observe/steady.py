@@ -11,12 +11,12 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 import numpy as np
-from numpy.typing import NDArray
 
 from planner.observe.observation import Outlier, OutlierKind
+from planner.shape import BoolArray, FloatArray, IntArray
 
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
+Floats = FloatArray
+Ints = IntArray
 SIGMA_OF_MAD = 1.4826
 _OUTLIER_SIGMAS, _OUTLIER_FRACTION = 6.0, 0.05
 """A row is an outlier from both on: a step 5% longer is worth a word, and noise of 6σ is none."""
@@ -36,7 +36,7 @@ class Steady:
     low_s: float
     high_s: float
     """The 10th and the 90th percentile after the warm-up."""
-    warmup: NDArray[np.bool_]
+    warmup: BoolArray
     warmup_extra_s: float
     drift_fraction: float | None
     outliers: tuple[Outlier, ...] = field(default=())
@@ -127,7 +127,7 @@ def slope_of(x: Floats, y: Floats) -> float:
     return float(np.median(slopes)) if len(slopes) else 0.0
 
 
-def _named(numbers: Ints, extra: Floats, slow: NDArray[np.bool_], marks: Mapping[int, set[str]]) -> Iterator[Outlier]:
+def _named(numbers: Ints, extra: Floats, slow: BoolArray, marks: Mapping[int, set[str]]) -> Iterator[Outlier]:
     """Outliers by what is known of them: marked ones, those in a row, those at equal distances, the others."""
     left = set(np.flatnonzero(slow).tolist())
     for kind, words in (("checkpoint", "checkpoint"), ("evaluation", "evaluation"), ("periodic", "gc")):

@@ -261,8 +261,10 @@ def data_parallel_places(shape: Shape) -> tuple[Places, Places]:
     return dense, Blocks(shape.ep * shape.etp, where(outermost, 1, shape.expert_dp), replica)
 
 
-def group_of(group: Group, shape: Shape) -> tuple[Number, Number]:
-    """Number of ranks in a group, and their stride."""
+def group_of(group: Group, shape: Shape, shards: int = 1) -> tuple[Number, Number]:
+    """Number of ranks in a group, and their stride; of the `shards` of its weights instead, where there are some."""
+    if shards > 1:
+        return shards, shape.tp
     if group == "tp":
         return shape.tp, 1
     if group == "cp":
@@ -280,7 +282,7 @@ def exchange_s(collective: Collective, shape: Shape, cluster: ClusterSpec, dtype
 
 def exchange_tiers_s(collective: Collective, shape: Shape, cluster: ClusterSpec, dtype: str = "bf16") -> list[Number]:
     """The seconds of `exchange_s` on each tier, innermost first; worked out once for all recipes that exchange so."""
-    size, stride = group_of(collective.group, shape)
+    size, stride = group_of(collective.group, shape, collective.shards)
     key = (
         content(collective.num_bytes), content(size), content(stride), dtype, collective.cast, collective.kind,
         collective.choices, collective.inner_factor, collective.row_fraction, collective.row_bytes,
@@ -361,8 +363,11 @@ class Exchanges:
         # one parameter at a time, ZeRO-3's exchanges are small
         rate = where(shape.zero_stage == 3, self.runtime.fsdp_rate_fraction, 1.0)
         dense_places, expert_places = data_parallel_places(shape)
+        cut = self.runtime.weight_shards
+        if cut > 1:
+            dense, dense_places = dense / cut, shape.tp * cut
         groups = (
-            (dense, shape.dp * shape.cp, shape.shard_size, dense_places),
+            (dense, shape.dp * shape.cp / cut, shape.shard_size, dense_places),
             (expert, shape.expert_dp, memory.expert_shards(shape, self.runtime), expert_places),
         )
         for parameters, size, shards, places in groups:

@@ -74,12 +74,13 @@ def static_bytes(part: PartCost, shape: Shape, runtime: RuntimeSpec, dtype: str)
     """Bytes of weights, gradients and optimizer of a part whose parameters are counted."""
     dense, expert = part.trained_dense_parameters, part.trained_expert_parameters
     frozen = frozen_weights_bytes(part, shape, runtime, dtype)
-    weights = weights_bytes(dense, expert, shape, runtime, dtype, part.wide_parameters)
+    held = dense / runtime.weight_shards
+    weights = weights_bytes(held, expert, shape, runtime, dtype, part.wide_parameters / runtime.weight_shards)
     states = optimizer_bytes(dense, expert, shape, runtime, (part.state_bytes, part.expert_state_bytes))
     trained, copies = 1 + runtime.critics, BF16 * runtime.frozen_copies * sharded(dense, expert, shape, runtime, 3)
     return (
         weights * trained + frozen + copies + reference_bytes(part, shape, runtime, dtype),
-        gradients_bytes(dense, expert, shape, runtime),
+        gradients_bytes(held, expert, shape, runtime),
         states * trained,
     )
 
@@ -272,6 +273,16 @@ def unused_gradients(items: Sequence[Item], runtime: RuntimeSpec) -> tuple[Saved
         return ()
     products = (op for op in operators_of(items) if op.has_weight_gradient)
     return tuple(Saved(f"unused gradient: {op.name}", (op.n, op.k)) for op in products)
+
+
+def gathered_bytes(items: Sequence[Item], runtime: RuntimeSpec) -> Number:
+    """Bytes of the weights that are whole at a time where ranks share them: one that is read, and the next."""
+    if runtime.weight_shards == 1:
+        return 0.0
+    largest: Number = 0.0
+    for op in operators_of(items):
+        largest = maximum(largest, op.parameters * (not op.expert))
+    return 2 * BF16 * largest
 
 
 def working_set(op: Operator, runtime: RuntimeSpec) -> tuple[Saved, ...]:

@@ -12,9 +12,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 from operator import mul
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from planner.shape import Number, Shape, minimum, where
+from planner.specs.base import Texts
 from planner.trainers.documents import Documents, attended_fraction, rank_imbalance
 
 BF16 = 2
@@ -217,7 +218,7 @@ class Collective:
     kind: Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "ring"]
     group: Group
     num_bytes: Number
-    overlap: Literal["none", "tp", "tp_async", "cp", "ep"] = "none"
+    overlap: Literal["none", "tp", "tp_async", "cp", "ep", "weights"] = "none"
     """Name of the runtime's overlap coefficient that says how much of the exchange is hidden."""
     beside: tuple[Operator, ...] = ()
     """Products that hide an exchange of tensor parallelism, at most for as long as they take in `beside_pass`."""
@@ -227,6 +228,8 @@ class Collective:
     """Recompute modules that repeat the exchange; only forward exchanges have any."""
     for_weight: bool = False
     """True for an exchange that only the gradient of a weight needs."""
+    shards: int = 1
+    """Ranks that hold pieces of the group's weights and exchange these; 1 where the group itself exchanges."""
     waits: bool = True
     """False where another exchange just before made the ranks wait for the last of them."""
     cast: bool = False
@@ -301,6 +304,44 @@ def up_to_last_saved(items: Sequence[Item]) -> Sequence[Item]:
     """Items that recomputing a layer has to run again: all up to the last operator that keeps a tensor."""
     last = max(index for index, item in enumerate(items) if isinstance(item, Operator) and item.saved)
     return items[: last + 1]
+
+
+def with_gathered_weights(items: Sequence[Item], shards: int) -> tuple[Item, ...]:
+    """Items whose weights are cut once more, over `shards` ranks of unlike data that gather them for each pass and
+    scatter their gradients in 16 bits (Megatron-LM's generalized tensor parallelism); experts' are not."""
+    products = tuple(op for op in operators_of(items) if op.has_weight_gradient and not op.expert)
+    if shards == 1 or not products:
+        return tuple(items)
+    num_bytes = BF16 * sum(op.parameters for op in products)
+
+    def exchange(name: str, kind: Any, beside_pass: Any) -> Collective:
+        return Collective(
+            name=name, kind=kind, group="tp", shards=shards, num_bytes=num_bytes, overlap="weights", beside=products,
+            beside_pass=beside_pass, backward=beside_pass != "forward_s", cast=kind == "all_gather",
+        )  # fmt: skip
+
+    return (
+        exchange("weights gather", "all_gather", "forward_s"),
+        *items,
+        exchange("weights gather again", "all_gather", "dgrad_s"),
+        exchange("weight gradients scatter", "reduce_scatter", "wgrad_s"),
+    )
+
+
+def with_products_saved(items: Sequence[Item]) -> tuple[Item, ...]:
+    """Items of which `op` recomputes no product, and keeps what each gives that is added to something else."""
+    return tuple(_saved(item) if isinstance(item, Operator) and item.kind == "gemm" else item for item in items)
+
+
+def _saved(product: Operator) -> Operator:
+    kept = [tensor._replace(modules=_but_op(tensor.modules)) for tensor in product.saved]
+    if "op" in product.modules and not kept:
+        kept.append(Saved(f"{product.name} given", (product.m / product.gradient_shards, product.n)))
+    return replace(product, modules=_but_op(product.modules), saved=tuple(kept))
+
+
+def _but_op(modules: Texts) -> Texts:
+    return tuple(name for name in modules if name != "op")
 
 
 def kept_by_torchao(items: Sequence[Item], dtype: str) -> tuple[Item, ...]:

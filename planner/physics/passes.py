@@ -182,7 +182,7 @@ class Passes:
         `priced` has the seconds of operators that are known, by their identity.
         """
         for exchange in collectives_of(items):
-            size, _ = group_of(exchange.group, shape)
+            size, _ = group_of(exchange.group, shape, exchange.shards)
             tiers_s = self._tiers_s(exchange, shape, size)
             exchanged_s: Number = sum(tiers_s)
             if exchange.overlap == "ep":
@@ -251,6 +251,7 @@ class Passes:
             fraction = runtime.tp_overlap_fraction if self.model.mla is None else runtime.mla_tp_overlap_fraction
             return fraction * (1 - 1 / size)
         fractions = {"tp_async": runtime.tp_async_overlap_fraction, "cp": runtime.cp_overlap_fraction}
+        fractions["weights"] = runtime.fsdp_overlap_fraction
         return fractions.get(exchange.overlap, 0.0)
 
     def _other_blocks_s(self, items: Sequence[Item], exchange: Collective, size: Number) -> Number:
@@ -321,7 +322,7 @@ class Passes:
         seconds: dict[str, Number] = {"forward": texts_s, "backward": texts_s}
         for exchange in collectives_of(items) if each_s else ():
             if exchange.group in ("tp", "cp"):
-                is_sent = 1.0 * (group_of(exchange.group, shape)[0] > 1) * (exchange.num_bytes > 0)
+                is_sent = 1.0 * (group_of(exchange.group, shape, exchange.shards)[0] > 1) * (exchange.num_bytes > 0)
                 seconds[_way(exchange)] = seconds[_way(exchange)] + each_s * is_sent
         return seconds
 

@@ -41,6 +41,8 @@ from planner.physics.operators import (
     saved_bytes,
     up_to_last_saved,
     wide_parameters,
+    with_gathered_weights,
+    with_products_saved,
     within_documents,
 )
 from planner.physics.optimizers import state_costs, update_s
@@ -271,6 +273,8 @@ class Pricing:
     def as_trained(self, items: Sequence[Item], shape: Shape) -> tuple[Item, ...]:
         """Items of the model as this training runs them: within its documents, beside its adapters."""
         items = adapted(within_documents(items, shape, self._documents), self.training.adapters, self.runtime, shape)
+        items = with_gathered_weights(items, self.runtime.weight_shards)
+        items = with_products_saved(items) if self.runtime.saves_products else items
         return kept_by_torchao(items, self.training.dtype) if self.runtime.narrows_by_torchao else items
 
     @property
@@ -393,6 +397,7 @@ class Pricing:
         own = memory.transient_bytes(items, self.runtime) + memory.bytes_of(
             memory.unused_gradients(items, self.runtime)
         )
+        own = own + memory.gathered_bytes(items, self.runtime)
         part = replace(
             counted,
             **seconds,

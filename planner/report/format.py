@@ -216,6 +216,11 @@ def says_deciding(layout: PricedLayout) -> str:
     return f"±{now} would be ±{known} with {fact.option}: {fact.fact}"
 
 
+def unsure(layout: PricedLayout) -> list[tuple[str, str]]:
+    """A subject and a sentence each: the switches left unsaid, and the fact that would make a wide interval narrow."""
+    return [row for row in (("not said", says_unsaid(layout)), ("wide", says_deciding(layout))) if row[1]]
+
+
 def says_outcome(search: SearchReport) -> str:
     """`proven, gap 0.26%`, or `bounded` and what was asked for where the gap that was reached is wider."""
     gap, asked = percent(search.gap, 2), search.asked_gap_fraction

@@ -15,6 +15,7 @@ from planner.probe.evidence import load_in_words
 from planner.probe.result import ComparedQuantity, ProbeResult, ProbeStart, slowest_exchanges
 from planner.probe.run import SURE_FRACTION
 from planner.profile.doctor import EXTRAS, Extra, Findings, Package
+from planner.profile.fitting import number_at
 from planner.profile.measurements import Profiled
 from planner.profile.probe_calibration import from_probe
 from planner.report.format import digits, gibibytes, percent, seconds
@@ -217,15 +218,18 @@ def _verdict(result: ProbeResult) -> str:
     return f"{verdict}; {weak}: {'; '.join(faults or [condition.text for condition in result.conditions])}"
 
 
+_PARTS = {
+    "weights_bytes": "weights", "gradients_bytes": "grads", "optimizer_bytes": "optim", "activations_bytes": "held",
+    "moment_bytes": "moment", "reserved_bytes": "resvd", "total_bytes": "total",
+}  # fmt: skip
+"""The parts of a rank's memory, and the heads of their columns."""
+
+
 def render_start(start: ProbeStart) -> Group:
     """The report of `plan probe --dry-run`: commands, environment and bytes of all ranks, of which none was started."""
-    parts = ("weights", "grads", "optim", "held", "moment", "resvd", "total")
-    table = headed(("stage", "ranks", "layers", *parts), "rrwrrrrrrr", gap=1)
+    table = headed(("stage", "ranks", "layers", *_PARTS.values()), "rrwrrrrrrr", gap=1)
     for stage in start.stages:
-        held = (
-            stage.weights_bytes, stage.gradients_bytes, stage.optimizer_bytes, stage.activations_bytes,
-            stage.moment_bytes, stage.reserved_bytes, stage.total_bytes,
-        )  # fmt: skip
+        held = (getattr(stage, name) for name in _PARTS)
         layers = ", ".join(f"{first}-{last - 1}" if last > first else "none" for first, last in stage.layers)
         table.add_row(str(stage.stage), str(stage.num_ranks), layers, *map(gibibytes, held))
     fits = bullets(start.made_to_fit or ["nothing: it fits as planned"])
@@ -348,20 +352,19 @@ AGREES_FRACTION = 0.05
 
 def differences(shipped: Efficiency, measured: Efficiency) -> list[str]:
     """The shares of the data sheet that differ, with the shipped number and the measured one."""
-    pairs = {
-        "products forward": (shipped.gemm.forward_fraction, measured.gemm.forward_fraction),
-        "products backward": (shipped.gemm.dgrad_fraction, measured.gemm.dgrad_fraction),
-        "attention forward": (shipped.attention.forward_fraction, measured.attention.forward_fraction),
-        "attention backward": (shipped.attention.backward_fraction, measured.attention.backward_fraction),
-        "memory": (shipped.stream_fraction, measured.stream_fraction),
-        "whole stages forward": (shipped.sustained_fraction, measured.sustained_fraction),
-        "whole stages backward": (shipped.backward_sustained_fraction, measured.backward_sustained_fraction),
-    }
+    pairs = ((name, number_at(shipped, path), number_at(measured, path)) for name, path in _SHARES.items())
     return [
-        f"{name} {before:.0%} → {now:.0%}"
-        for name, (before, now) in pairs.items()
-        if abs(now / before - 1) > AGREES_FRACTION
+        f"{name} {before:.0%} → {now:.0%}" for name, before, now in pairs if abs(now / before - 1) > AGREES_FRACTION
     ]
+
+
+_SHARES = {
+    "products forward": "gemm.forward_fraction", "products backward": "gemm.dgrad_fraction",
+    "attention forward": "attention.forward_fraction", "attention backward": "attention.backward_fraction",
+    "memory": "stream_fraction", "whole stages forward": "sustained_fraction",
+    "whole stages backward": "backward_sustained_fraction",
+}  # fmt: skip
+"""Shares of the data sheet, and where a profile has them."""
 
 
 @as_group

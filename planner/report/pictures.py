@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 from markupsafe import Markup
 
 from planner.answer import Plan, PricedLayout
@@ -20,7 +19,7 @@ from planner.report.html import draw, tag
 from planner.report.rows import Entry
 from planner.report.schedules import DrawnStep, Window, caption, shown_step
 from planner.schedule.actions import KINDS
-from planner.schedule.replay import Timeline, replay
+from planner.schedule.replay import FloatArray, Timeline, replay
 from planner.specs.units import GIB
 
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#F0E442", "#999999")
@@ -231,24 +230,25 @@ _LIGHT = {
 
 def _shape(step: DrawnStep, width: float) -> Markup:
     """The whole step at a glance: where each rank runs forwards only, both in turn, and backwards only."""
-    (factor, unit), ranks, makespan_s = (
-        unit_for(step.timeline.makespan_s),
-        step.timeline.schedule.pp,
-        step.timeline.makespan_s,
-    )
-    label = f"The whole step: {ranks} ranks over {seconds(makespan_s)}"
-    high = 50 + min(_ROW * ranks, _HIGHEST)
-    plot = Plot(
-        label, (0.0, makespan_s * factor), (ranks - 0.5, -0.5), f"whole step, {unit}", "rank", width, high, whole=True
-    )
-    rank, every = np.arange(ranks), np.zeros(ranks)
+    ranks, makespan_s = step.timeline.schedule.pp, step.timeline.makespan_s
+    factor, _ = unit_for(makespan_s)
+    plot = _of_ranks(step, Window("whole step", 0.0, makespan_s), "The whole step", width)
+    rank = np.arange(ranks, dtype=np.float64)
     begins, ends = step.first_s * factor, step.final_s * factor
     turns, lasts = np.minimum(step.turns_s * factor, ends), np.minimum(step.last_forwards_s * factor, ends)
     spans = ((begins, turns, "F"), (turns, np.maximum(lasts, turns), ""), (np.maximum(lasts, turns), ends, "B"))
     for left, right, kind in spans:
         style = {"fill": ACTION_COLOURS[kind]} if kind else {"class_": "turns"}
-        plot.boxes(left, right, rank + 0.44 + every, rank - 0.44 + every, **style)
+        plot.boxes(left, right, rank + 0.44, rank - 0.44, **style)
     return plot.svg()
+
+
+def _of_ranks(step: DrawnStep, window: Window, title: str, width: float) -> Plot:
+    """A plot of a part of the step with a row for each rank."""
+    ranks, (factor, unit) = step.timeline.schedule.pp, unit_for(step.timeline.makespan_s)
+    label = f"{title}: {ranks} ranks over {seconds(window.to_s - window.from_s)}"
+    x, y, high = (window.from_s * factor, window.to_s * factor), (ranks - 0.5, -0.5), 50 + min(_ROW * ranks, _HIGHEST)
+    return Plot(label, x, y, f"{window.title}, {unit}", "rank", width, high, whole=True)
 
 
 def _kinds(step: DrawnStep) -> Iterator[tuple[str, str]]:
@@ -262,19 +262,9 @@ def _kinds(step: DrawnStep) -> Iterator[tuple[str, str]]:
 
 
 def _window(step: DrawnStep, window: Window, width: float, **place: str) -> Markup:
-    graph, (factor, unit) = step.timeline.graph, unit_for(step.timeline.makespan_s)
-    ranks, left, right = step.timeline.schedule.pp, window.from_s * factor, window.to_s * factor
-    label = f"Timeline of the pipeline, {window.title}: {ranks} ranks over {seconds(window.to_s - window.from_s)}"
-    plot = Plot(
-        label,
-        (left, right),
-        (ranks - 0.5, -0.5),
-        f"{window.title}, {unit}",
-        "rank",
-        width,
-        50 + min(_ROW * ranks, _HIGHEST),
-        whole=True,
-    )
+    graph, (factor, _) = step.timeline.graph, unit_for(step.timeline.makespan_s)
+    plot = _of_ranks(step, window, f"Timeline of the pipeline, {window.title}", width)
+    left, right = plot.x
     seen = (step.end_s > window.from_s) & (step.start_s < window.to_s)
     starts, ends = np.maximum(step.start_s * factor, left), np.minimum(step.end_s * factor, right)
     for kind, chunk in sorted({*zip(graph.kind[seen].tolist(), step.chunk[seen].tolist(), strict=True)}):
@@ -318,7 +308,6 @@ def _shade(colour: str, chunk: int, chunks: int) -> str:
     return "#" + "".join(f"{round(part + (255 - part) * white):02x}" for part in parts)
 
 
-FloatArray = npt.NDArray[np.float64]
 COLUMNS = 240
 """Columns of a curve; of what happens within one, only the most and the least can be seen."""
 

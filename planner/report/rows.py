@@ -41,10 +41,9 @@ MFU = "MFU of bf16"
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """A key figure: one value in its unit, or the two ends of an interval, and how it is written."""
+    """A key figure and how it is written."""
 
     name: str
-    values: tuple[float, ...]
     unit: Unit
     brief: str
     """The value in its unit."""
@@ -361,8 +360,20 @@ def sustained_figure(layout: PricedLayout) -> Figure | None:
     found = layout.sustained
     if found is None:
         return None
-    values, ends = (found.step_s, *found.step_s_interval), span(*found.step_s_interval, like_s=found.step_s)
-    return Figure("sustained over months", values, "s", seconds(found.step_s), ends)
+    ends = span(*found.step_s_interval, like_s=found.step_s)
+    return Figure("sustained over months", "s", seconds(found.step_s), ends)
+
+
+def quoted_figures(plan: Plan) -> tuple[Figure, Figure, Figure, Figure]:
+    """The step, its tokens a second and its MFU, which every report quotes, and its interval."""
+    step = plan.step
+    interval_s = step.step_s_interval or (step.step_s, step.step_s)
+    return (
+        Figure("step", "s", seconds(step.step_s)),
+        Figure("tokens/s", "tokens/s", f"{step.tokens_per_s:,.0f}"),
+        Figure(MFU, "fraction", percent(step.mfu)),
+        Figure("80% interval", "s", span(*interval_s, like_s=step.step_s)),
+    )
 
 
 def cost_figures(plan: Plan) -> tuple[Figure, ...]:
@@ -371,13 +382,13 @@ def cost_figures(plan: Plan) -> tuple[Figure, ...]:
     if cost is None:
         return ()
     figures = [
-        Figure("time", (cost.days,), "days", *_time(cost)),
-        Figure("GPU time", (cost.gpu_hours,), "GPU-hours", f"{large(cost.gpu_hours)} GPU-hours"),
+        Figure("time", "days", *_time(cost)),
+        Figure("GPU time", "GPU-hours", f"{large(cost.gpu_hours)} GPU-hours"),
     ]
     if cost.usd is not None:
-        figures.append(Figure("price", (cost.usd,), "USD", f"${large(cost.usd)}", _ends(cost.usd_interval, large)))
+        figures.append(Figure("price", "USD", f"${large(cost.usd)}", _ends(cost.usd_interval, large)))
     if cost.mwh is not None:
-        figures.append(Figure("energy", (cost.mwh,), "MWh", f"{digits(cost.mwh)} MWh"))
+        figures.append(Figure("energy", "MWh", f"{digits(cost.mwh)} MWh"))
     return (*figures, *_example_figures(cost))
 
 
@@ -394,12 +405,12 @@ def _example_figures(cost: RunCost) -> Iterator[Figure]:
         return
     if cost.examples is not None and cost.epochs is not None:
         seen = f"{cost.examples:,} examples × {cost.epochs:g} epoch{'' if cost.epochs == 1 else 's'}"
-        yield Figure("examples", (float(cost.examples), cost.epochs), "examples", seen)
-    yield Figure("steps", (cost.num_steps,), "steps", f"{math.ceil(cost.num_steps - 1e-6):,} steps")
+        yield Figure("examples", "examples", seen)
+    yield Figure("steps", "steps", f"{math.ceil(cost.num_steps - 1e-6):,} steps")
     if cost.padding_fraction is not None and cost.packed_days is not None:
         packed = duration(cost.packed_days * _DAY_S) if cost.packed_days < 2 else f"{digits(cost.packed_days)} days"
         padding = f"padding {percent(cost.padding_fraction)} of tokens; packed it takes {packed}"
-        yield Figure("padding", (cost.padding_fraction,), "fraction", padding)
+        yield Figure("padding", "fraction", padding)
 
 
 def _ends(interval: Interval | None, write: Callable[[float], str]) -> str:
@@ -411,16 +422,14 @@ def goodput_figures(plan: Plan) -> tuple[Figure, ...]:
     found = plan.goodput
     if found is None:
         return ()
-    effective, ends = found.effective_fraction, "–".join(f"{100 * end:.1f}" for end in found.interval)
+    ends = "–".join(f"{100 * end:.1f}" for end in found.interval)
     saved = f"checkpoint {duration(found.checkpoint_s)} every {duration(found.checkpoint_interval_s)}"
     return (
-        Figure("effective", (effective,), "fraction", percent(effective), ends),
-        Figure("interruptions", (found.failures_per_day,), "1/day", _interruptions(found)),
-        Figure("restart", (found.restart_s,), "s", f"restart {duration(found.restart_s)}{_spares(found)}"),
-        Figure("checkpoints", (found.checkpoint_s, found.checkpoint_interval_s), "s", saved),
-        Figure(
-            "evaluation", (found.evaluation_fraction,), "fraction", f"evaluation {percent(found.evaluation_fraction)}"
-        ),
+        Figure("effective", "fraction", percent(found.effective_fraction), ends),
+        Figure("interruptions", "1/day", _interruptions(found)),
+        Figure("restart", "s", f"restart {duration(found.restart_s)}{_spares(found)}"),
+        Figure("checkpoints", "s", saved),
+        Figure("evaluation", "fraction", f"evaluation {percent(found.evaluation_fraction)}"),
     )
 
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from planner.answer import Change, Layout, Plan, Room, StagePlan
 from planner.answer import is_small as is_small_job
-from planner.report.format import digits, duration, fits_with, gibibytes, large, percent, seconds, signed_seconds, span
-from planner.report.rows import MFU, Figure, StepShare, cost_figures
+from planner.report.format import digits, duration, fits_with, gibibytes, large, percent, signed_seconds
+from planner.report.rows import Figure, StepShare, cost_figures, quoted_figures
 from planner.specs.base import Texts
 from planner.specs.units import gib
 
@@ -103,16 +103,11 @@ def _checkpointing(layout: Layout, stage: StagePlan) -> str:
 
 def figures(plan: Plan) -> tuple[Figure, ...]:
     """Step, tokens and sequences a second; interval, tokens of an hour, MFU."""
-    step, training = plan.step, plan.training
-    per_s = training.global_batch_size / step.step_s
-    interval_s = step.step_s_interval or (step.step_s, step.step_s)
+    step_s = plan.step.step_s
     return (
-        Figure("step", (step.step_s,), "s", seconds(step.step_s)),
-        Figure("tokens/s", (step.tokens_per_s,), "tokens/s", f"{step.tokens_per_s:,.0f}"),
-        Figure(MFU, (step.mfu,), "fraction", percent(step.mfu)),
-        Figure("80% interval", interval_s, "s", span(*interval_s, like_s=step.step_s)),
-        Figure("sequences/s", (per_s,), "tokens/s", digits(per_s)),
-        Figure("steps an hour", (3600 / step.step_s,), "tokens/s", f"{3600 / step.step_s:,.0f}"),
+        *quoted_figures(plan),
+        Figure("sequences/s", "tokens/s", digits(plan.training.global_batch_size / step_s)),
+        Figure("steps an hour", "tokens/s", f"{3600 / step_s:,.0f}"),
     )
 
 

@@ -26,10 +26,10 @@ from planner.report.format import (
     gibibytes,
     percent,
     recipe_lines,
-    says_deciding,
     says_scope,
     says_unsaid,
     seconds,
+    unsure,
 )
 from planner.report.pieces import Parts, TextBar, as_group, bullets, columns, headed, section
 from planner.report.rows import Entry, Figure, ReportSection, Robust, Table, entry_of
@@ -311,23 +311,15 @@ def _few(entries: Sequence[Entry], robust: Robust | None) -> Parts:
 def _stages(view: View, whole: Table, num_rows: int) -> RenderableType:
     """The first runs of stages, and how many there are beside these."""
     left = len(whole.rows) - num_rows
-    heads = (*whole.heads[:-1], f"GiB of {gibibytes(view.capacity_bytes)}")
-    if left <= 0:
-        return Padding(table(replace(whole, heads=heads)), (0, 0, 0, 1))
-    few = num_rows - 1
-    rest = Text(f" … and {left + 1} more: --show stages")
-    return Group(
-        Padding(table(replace(whole, heads=heads, rows=whole.rows[:few], bars=whole.bars[:few])), (0, 0, 0, 1)), rest
-    )
+    heads, few = (*whole.heads[:-1], f"GiB of {gibibytes(view.capacity_bytes)}"), num_rows - (left > 0)
+    shown = Padding(table(replace(whole, heads=heads, rows=whole.rows[:few], bars=whole.bars[:few])), (0, 0, 0, 1))
+    return Group(shown, Text(f" … and {left + 1} more: --show stages")) if left > 0 else shown
 
 
 def _sure(plan: Plan, view: View) -> Iterator[tuple[str, str]]:
     """The evidence, and what could make another layout the better one, in a line each."""
     yield "evidence", EVIDENCE_IN_BRIEF[plan.evidence]
-    if plan.best.unsaid:
-        yield "not said", says_unsaid(plan.best)
-    if plan.best.deciding_fact is not None:
-        yield "wide", says_deciding(plan.best)
+    yield from unsure(plan.best)
     if plan.undecided and not view.is_small:
         count, total = len(plan.undecided), len(plan.alternatives)
         yield "interval", f"holds {count} of {total} alternatives too: plan probe can tell them apart"

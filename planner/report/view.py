@@ -33,14 +33,11 @@ from planner.report.format import (
     recipe_lines,
     recomputed_modules,
     says_bound,
-    says_deciding,
     says_outcome,
-    says_unsaid,
     seconds,
-    span,
+    unsure,
 )
 from planner.report.rows import (
-    MFU,
     STAGE_HEADS,
     Entry,
     Figure,
@@ -52,6 +49,7 @@ from planner.report.rows import (
     cost_figures,
     entry_of,
     goodput_figures,
+    quoted_figures,
     robust_of,
     runs_of_stages,
     says_sources,
@@ -386,27 +384,17 @@ def _batch_offer(plan: Plan) -> str:
 
 
 def _peak(layout: PricedLayout) -> Figure:
-    peak_bytes = layout.worst_stage.memory.total_bytes
-    return Figure("fullest stage", (peak_bytes,), "bytes", f"{gibibytes(peak_bytes)} GiB")
+    return Figure("fullest stage", "bytes", f"{gibibytes(layout.worst_stage.memory.total_bytes)} GiB")
 
 
 def _figures(plan: Plan) -> tuple[Figure, ...]:
     """The six numbers that people quote; the bubble stands where the interval is not known."""
-    step, interval_s = plan.step, plan.step.step_s_interval
-    if interval_s is None:
-        bubble = StepShare(BREAKDOWN["bubble_s"], step.breakdown.bubble_s, step.step_s)
-        sure = Figure(bubble.name, (bubble.fraction,), "fraction", percent(bubble.fraction))
-    else:
-        sure = Figure("80% interval", interval_s, "s", span(*interval_s, like_s=step.step_s))
-    flops, each = step.model_tflops_per_gpu, step.tokens_per_s_per_gpu
-    return (
-        Figure("step", (step.step_s,), "s", seconds(step.step_s)),
-        Figure("tokens/s", (step.tokens_per_s,), "tokens/s", f"{step.tokens_per_s:,.0f}"),
-        Figure("TFLOP/s/GPU", (flops,), "TFLOP/s", digits(flops)),
-        sure,
-        Figure("tokens/s/GPU", (each,), "tokens/s", f"{each:,.1f}"),
-        Figure(MFU, (step.mfu,), "fraction", percent(step.mfu)),
-    )
+    step, (first, rate, mfu, sure) = plan.step, quoted_figures(plan)
+    if step.step_s_interval is None:
+        sure = Figure(BREAKDOWN["bubble_s"], "fraction", percent(step.breakdown.bubble_s / step.step_s))
+    flops = Figure("TFLOP/s/GPU", "TFLOP/s", digits(step.model_tflops_per_gpu))
+    each = Figure("tokens/s/GPU", "tokens/s", f"{step.tokens_per_s_per_gpu:,.1f}")
+    return first, rate, flops, sure, each, mfu
 
 
 def _breakdown(plan: Plan) -> tuple[StepShare, ...]:
@@ -418,10 +406,7 @@ def _breakdown(plan: Plan) -> tuple[StepShare, ...]:
 def _sure(plan: Plan) -> Iterator[tuple[str, str]]:
     """A subject and a sentence each: the evidence, switches left unsaid, the risk, what intervals cannot tell apart."""
     yield "evidence", EVIDENCE[plan.evidence]
-    if plan.best.unsaid:
-        yield "not said", says_unsaid(plan.best)
-    if plan.best.deciding_fact is not None:
-        yield "wide", says_deciding(plan.best)
+    yield from unsure(plan.best)
     if plan.best.oom_probability is not None:
         yield "memory", _memory(plan)
     hardware = plan.cluster.hardware

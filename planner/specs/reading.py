@@ -48,6 +48,8 @@ MAX_DIGITS = 308
 YAML = InputLimits(2**20, 50_000, 100)
 """A spec is a page of text; the longest that ships has 6 kB and 250 values."""
 JSON = InputLimits(2**20, 2**20, 100)
+CHECKPOINT = InputLimits(2**23, 2**20, 100)
+"""A checkpoint's config.json: that of a quantized one may list every module, 3 MB in MiniMax-M3's."""
 SAVED = InputLimits(2**28, 2**23, 100)
 """JSON that the planner wrote itself: probes and observations, with a number for each of a million steps."""
 DUMP = InputLimits(300 * 10**6, 2**24, 100)

@@ -13,7 +13,7 @@ from planner.specs.hardware import HardwareSpec
 from planner.specs.machines import find_instance, instance_names, made_instance, with_host, with_network
 from planner.specs.model import ModelSpec
 from planner.specs.problems import checked, known_keys, nearest, spec_error
-from planner.specs.reading import STDIN, label, load_yaml, parse_mapping
+from planner.specs.reading import CHECKPOINT, JSON, STDIN, label, load_yaml, parse_mapping
 from planner.specs.shipped import Kind, find, hardware_names, lines, model_names, names
 
 __all__ = [
@@ -37,7 +37,7 @@ def load_model(name_or_path: str | Path) -> ModelSpec:
             raise SpecError(
                 f"{path.parent}: a directory without config.json", "name a model, a YAML file or a config.json"
             )
-    data = load_yaml(path)
+    data = load_yaml(path, CHECKPOINT if path.suffix == ".json" else JSON)
     if path.name == "config.json" or "model_type" in data or "architectures" in data:
         from planner.specs.architectures import from_config
 

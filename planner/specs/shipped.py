@@ -79,7 +79,8 @@ _AFTER_ITS_SIZE = re.compile(r"(.*\d[bm])((?!-(?:vl|vision|omni|audio|vla)\b)[-_
 _OTHERS = {
     "gpt175b": "gpt3-175b", "gpt3175b": "gpt3-175b", "llama38b": "llama-3.1-8b", "llama370b": "llama-3.1-70b",
     "deepseekr1": "deepseek-v3", "deepseekv31": "deepseek-v3", "mistralai8x7b": "mixtral-8x7b", "bloom": "bloom-176b",
-    "gptneox": "gpt-neox-20b", "llama417b16e": "llama-4-scout", "llama417b128e": "llama-4-maverick",
+    "gptneox": "gpt-neox-20b", "open35": "openchat-3.5",
+    "llama417b16e": "llama-4-scout", "llama417b128e": "llama-4-maverick",
     "llama417bx16e": "llama-4-scout", "llama417bx128e": "llama-4-maverick", "llama4scout17b16e": "llama-4-scout",
     "llama4maverick17b128e": "llama-4-maverick", "llama4e16": "llama-4-scout", "llama4e128": "llama-4-maverick",
     "llama4experts16": "llama-4-scout", "llama4experts128": "llama-4-maverick", "kimik2": "kimi-k2",
@@ -114,13 +115,13 @@ def model_called(name: str) -> str | None:
 
 @cache
 def _signless_names() -> dict[str, str]:
-    """The model of each name and alias without signs, and without the parts that say no size; names come first."""
-    found: dict[str, str] = {}
-    for shorten in (str, lambda alias: _SAYS_NO_SIZE.sub("", alias)):
-        for own, aliases in names("model").items():
-            for alias in (own, *aliases):
-                found.setdefault(_signless(shorten(alias)), own)
-    found.pop("", None)
+    """The model of each name and alias without signs, and of those with a size without the other parts; names first."""
+    pairs = [(alias, own) for own, aliases in names("model").items() for alias in (own, *aliases)]
+    found = {_signless(alias): own for alias, own in reversed(pairs)}
+    for alias, own in pairs:
+        # `qwen3` of qwen3-coder would be a family
+        if re.search(r"\d[bm]|e\d", short := _signless(_SAYS_NO_SIZE.sub("", alias))):
+            found.setdefault(short, own)
     return found
 
 

@@ -24,8 +24,11 @@ LENGTHS = (256, 512, 1024)
 MOST_KINDS = 8
 MOST_S, MOST_BYTES = 600, 16 << 30
 """Seconds and bytes of address space that the process of a user's module may take."""
-STYLES = {"colwise": "columns", "colwiseparallel": "columns", "rowwise": "rows", "rowwiseparallel": "rows"}
-"""Styles of sharding by torch's own names and those of transformers' `base_model_tp_plan`."""
+STYLES = {
+    **dict.fromkeys(("colwise", "colwiseparallel"), "columns"), **dict.fromkeys(("rowwise", "rowwiseparallel"), "rows"),
+    **dict.fromkeys(("sequence", "sequence_parallel", "sequenceparallel", "replicate"), ""),
+}  # fmt: skip
+"""Styles of sharding by torch's own names and those of transformers' `base_model_tp_plan`; the last are whole."""
 
 
 def trace(source: str, name: str, shards: Mapping[str, str] | None = None) -> ModelSpec:
@@ -37,6 +40,13 @@ def trace(source: str, name: str, shards: Mapping[str, str] | None = None) -> Mo
     styles = {pattern: _style(pattern, style) for pattern, style in (shards or {}).items()}
     told = _told(source)
     first = told[str(LENGTHS[0])]
+    products = {row["module"] for row in first["rows"] if row["kind"] == "gemm" and row["weight"]}
+    unmet = next((one for one in styles if styles[one] and not any(_is_called(name, one) for name in products)), None)
+    if unmet is not None:
+        raise SpecError(
+            f"--shard: {unmet}: no product by a weight is in a module of that name",
+            f"modules with one: {', '.join(sorted(products, key=len)[:4])}, …",
+        )
     if any(len(told[str(length)]["rows"]) != len(first["rows"]) for length in LENGTHS):
         for one in told.values():
             one["rows"] = _gathered(one["rows"])
@@ -64,6 +74,11 @@ def _style(pattern: str, style: str) -> str:
     return known
 
 
+def _is_called(module: str, pattern: str) -> bool:
+    """A module's name, or its end from a point on, is of a pattern: transformers' plans leave out `model.`."""
+    return fnmatch(module, pattern) or fnmatch(module, f"*.{pattern}")
+
+
 def _told(source: str) -> Fields:
     """The answer of the process that builds and traces the module."""
     kind, _, rest = source.partition(":")
@@ -83,9 +98,12 @@ def _told(source: str) -> Fields:
             raise PlannerError(
                 f"plan models trace needs what is not installed: {last}", "pip install torch transformers"
             )
+        is_missing = last.startswith("AttributeError: module")
         raise SpecError(
             f"{source}: cannot be traced: {last[:200]}",
-            "shapes must not depend on data: give experts a fixed capacity or a grouped product",
+            "name a function of the file that returns the module: module:FILE.py:FACTORY"
+            if is_missing
+            else "shapes must not depend on data: give experts a fixed capacity or a grouped product",
         )
     found: Fields = json.loads(done.stdout)
     return found
@@ -120,7 +138,7 @@ def _row(same: Sequence[Mapping[str, Any]], styles: Mapping[str, str]) -> tuple[
         sizes |= {name: fitted([row[name] for row in same]) for name in ("q_len", "kv_len")}
         sizes |= {name: one[name] for name in ("heads", "kv_heads", "qk_dim", "v_dim")}
     kept = [fitted([sum(row["kept"]) for row in same])] if any(row["kept"] for row in same) else []
-    split = next((style for pattern, style in styles.items() if fnmatch(one["module"], pattern)), "")
+    split = next((style for pattern, style in styles.items() if _is_called(one["module"], pattern)), "")
     operator = TracedOperator(
         name=f"{_local(one['module'])} {one['name']}".strip(), kind=one["kind"], weight=one.get("weight", False),
         kernels=one.get("kernels", 0), parameters=one.get("parameters", 0), family=one.get("family", "residual"),
@@ -205,6 +223,12 @@ def _settled(operators: Sequence[TracedOperator], styles: Mapping[str, str]) -> 
         # weights between them, of norms say, are whole on every rank only where nothing is split
         split = one.split or ("inside" if is_inside else "")
         settled.append(one.model_copy(update={"split": split, "kept": kept}))
+    if is_inside:
+        last = next(one.name for one in reversed(operators) if one.split == "columns")
+        raise SpecError(
+            f"--shard: {last}: split by columns, and no product behind it by rows",
+            "give the layer's next product rowwise: its sum makes the rows whole again",
+        )
     return tuple(settled)
 
 

@@ -219,6 +219,8 @@ class Memory(Group):
     """Modules whose saved inputs go to host memory after the forward and come back before the backward."""
     offloaded_layers: NonNegativeInt = 0
     """Layers of which all that they keep for the backward waits in host memory."""
+    weight_shards: PositiveInt = 1
+    """Ranks of unlike data that share the weights and gradients of a tensor-parallel rank, beside what ZeRO shards."""
     widens_gradients: bool = False
     """The optimizer makes fp32 copies of gradients that are 16 bits wide (Megatron-LM, optimizer.py: .float())."""
     shards_experts_apart: bool = False
@@ -471,6 +473,8 @@ class Limits(Group):
     (torch.utils.checkpoint, and graphs that torch.compile partitions); without: all of it runs again."""
     selective_recompute_modules: Texts = ("core_attn",)
     """Modules that it can recompute by themselves."""
+    saves_products: bool = False
+    """Products are no part of what `op` recomputes; without: every other one is (torchtitan)."""
     selective_default: Texts = ("core_attn",)
     """The modules that `selective` recomputes where none are named."""
     head_only_stage: bool = False

@@ -142,13 +142,7 @@ def test_a_missing_library_of_the_core_ends_with_1(monkeypatch: Any, capsys: Any
     assert said.err.endswith("pip install trainplan brings what is missing\n")
 
 
-@pytest.mark.parametrize(
-    ("version", "needs", "trouble"),
-    [
-        ("2.9.1", ">=2.10", "too old"), ("2.10", ">=2.10", ""), ("2.10.0", ">=2.10", ""), ("", ">=1", "missing"),
-        ("1.16.0", ">=1.11,<1.16", "too new"), ("1.15.1", ">=1.11,<1.16", ""), ("2.13.0+cpu", ">=2.6", ""),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("version", "needs", "trouble"), TABLES["versions_are_held_against_what_is_needed"])
 def test_versions_are_held_against_what_is_needed(version: str, needs: str, trouble: str) -> None:
     assert trouble_of(version, needs) == trouble
 

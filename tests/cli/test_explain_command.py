@@ -7,8 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from planner.cli import main
+
+TABLES = yaml.safe_load((Path(__file__).parent / "tables.yaml").read_text())
 
 JOB = ["--model", "8b", "--gpus", "16", "-s", "4096", "-b", "64", "--time-limit", "3600", "--switch", "default"]
 TIGHT = ["--model", "70b", "--gpus", "64", "-s", "4096", "-b", "64", "--time-limit", "3600", "--switch", "default"]
@@ -29,19 +32,7 @@ def shown(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
 
 
 @pytest.mark.thorough(4)
-@pytest.mark.parametrize(
-    ("pins", "reason", "numbers"),
-    [
-        ("--tp 16", "tp_across_domains", "tp 16 leaves the NVLink domain of 8"),
-        ("--tp 3", "heads_not_divisible_by_tp", "num_attention_heads 32 is no multiple of tp 3"),
-        ("--dp 3", "no_data_parallel_size", "global_batch_size 64 is no multiple of dp 3"),
-        ("--ep 2", "experts_not_divisible_by_ep", "ep 2 needs experts"),
-        ("--micro-batch-size 3", "global_batch_not_divisible", "64 is no multiple of micro_batch_size 3"),
-        ("--tp 8 --pp 4", "more_ranks_than_gpus", "tp 8 · cp 1 · pp 4 exceeds 16 GPUs"),
-        ("--schedule 1f1b --pp 2 --vpp 2", "no_schedule", "schedule 1f1b needs vpp exactly 1, not 2"),
-        ("--schedule zb-v", "schedule_not_in_trainer", "megatron cannot run the schedule zb-v"),
-    ],
-)
+@pytest.mark.parametrize(("pins", "reason", "numbers"), TABLES["a_refused_pin_names_its_rule_and_changes_that_work"])
 def test_a_refused_pin_names_its_rule_and_changes_that_work(pins: str, reason: str, numbers: str, capsys: Any) -> None:
     told = explained([*JOB, *pins.split()], capsys)
     assert (told["verdict"], told["reason"]) == ("refused", reason)

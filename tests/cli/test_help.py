@@ -11,9 +11,11 @@ import signal
 import socket
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any, get_args
 
 import pytest
+import yaml
 
 import planner
 from planner.cli import main
@@ -23,6 +25,8 @@ from planner.report.view import SECTIONS as OF_A_VIEW
 from planner.schedule.orders import SCHEDULES as ORDERS
 from planner.specs.training import Dtype
 from planner.trainers.shipped import calibration_date
+
+TABLES = yaml.safe_load((Path(__file__).parent / "tables.yaml").read_text())
 
 OF_A_JOB = ("evaluate", "explain", "sweep", "serve", "observe")
 
@@ -91,22 +95,7 @@ def test_version_names_the_calibration_the_solver_and_torch(capsys: pytest.Captu
     assert [other.split()[0] for other in others] == ["Python", "pulp", "highspy", "torch"]
 
 
-@pytest.mark.parametrize(
-    ("words", "index", "expected"),
-    [
-        ("plan --model 405", 2, "405b"),
-        ("plan --hardware h2", 2, "h200-sxm-141gb"),
-        ("plan evaluate --model mixtral-8x2", 3, "mixtral-8x22b"),
-        ("plan models deepseek-v3", 2, "deepseek-v3"),
-        ("plan --runtime torcht", 2, "torchtitan"),
-        ("plan --dtype mx", 2, "mxfp8"),
-        ("plan --schedule 1f1b,zb-", 2, "1f1b,zb-h1"),
-        ("plan --show re", 2, "recipe"),
-        ("plan --switch ep_", 2, "ep_overlap="),
-        ("plan --switch ep_overlap=d", 2, "ep_overlap=delayed"),
-        ("plan ev", 1, "evaluate"),
-    ],
-)
+@pytest.mark.parametrize(("words", "index", "expected"), TABLES["shells_complete_names"])
 def test_shells_complete_names(words: str, index: int, expected: str, monkeypatch: Any, capsys: Any) -> None:
     for name, value in {"_PLAN_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(index)}.items():
         monkeypatch.setenv(name, value)

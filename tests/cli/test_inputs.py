@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from planner.cli import inputs, main
 from planner.cli.inputs import Job, read_described, read_job, read_limits
@@ -27,6 +28,8 @@ from planner.report.rows import cost_figures
 from planner.specs.training import Parallelism, SearchLimits, TrainingSpec
 from planner.trainers.documents import example_lengths, mean_length
 from planner.trainers.switches import written
+
+TABLES = yaml.safe_load((Path(__file__).parent / "tables.yaml").read_text())
 
 JOB = {"model": "405b", "gpus": 2048}
 
@@ -151,19 +154,7 @@ def test_a_dtype_alone_sums_gradients_no_narrower() -> None:
         assert run.runtime_spec.in_dtype("fp8", "hopper").gradient_bytes == num_bytes
 
 
-@pytest.mark.parametrize(
-    ("text", "values"),
-    [
-        ("256", [256]),
-        ("512, 256", [512, 256]),
-        ("8..32", [8, 16, 32]),
-        ("256..4096", [256, 512, 1024, 2048, 4096]),
-        ("100..1000", [104, 128, 256, 512, 1000]),
-        ("8..64:24", [8, 32, 56]),
-        ("8,8..16,64", [8, 16, 64]),
-        ("1k..2k,16k", [1024, 2048, 16384]),
-    ],
-)
+@pytest.mark.parametrize(("text", "values"), TABLES["numbers_of_gpus"])
 def test_numbers_of_gpus(text: str, values: list[int]) -> None:
     assert numbers("--gpus", text, by_nodes(8)) == values
 

@@ -13,10 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from planner.answer import Plan
 from planner.cli import main
 from planner.plan_file import read_plan
+
+TABLES = yaml.safe_load((Path(__file__).parent / "tables.yaml").read_text())
 
 QUICK = ["sweep", "--model", "8b", "-s", "4096", "-b", "64", "--tp", "1", "--pp", "1", "--micro-batch-size", "1", "-q"]
 
@@ -140,17 +143,7 @@ def test_it_stops_with_exit_code_0_and_writes_nothing(plan_file: Path, tmp_path:
     assert not path.exists()
 
 
-@pytest.mark.parametrize(
-    ("words", "said", "code"),
-    [
-        (["--measured", "{plan}"], "is no observation", 2),
-        (["--measured", "{other}"], "is a run of another job: the batch: 64 × 8192", 2),
-        (["--skip", "99"], "--skip: 99 is no layout of this plan", 2),
-        (["--days", "0"], "--days: 0 is no time", 2),
-        (["{full}"], "its layout does not fit", 3),
-        (["--history", "nowhere"], "--history: nowhere: is no folder", 2),
-    ],
-)
+@pytest.mark.parametrize(("words", "said", "code"), TABLES["what_is_wrong_is_named"])
 def test_what_is_wrong_is_named(
     words: list[str], said: str, code: int, plan_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -238,13 +231,7 @@ ALIKE = ["--gpus", "64", "--pp", "1", "--micro-batch-size", "1", "--switch", "de
 
 
 @pytest.mark.thorough(2)
-@pytest.mark.parametrize(
-    ("recipe", "job", "tokens", "lengths"),
-    [
-        ("llama-3-405b", ["--model", "8b", "--tp", "8"], 15.6e12, [4096, 8192, 8192, 16384, 131072]),
-        ("deepseek-v3", ["--model", "deepseek-v2-lite", "--tp", "1", "--ep", "8"], 14.8e12, [4096, 32768, 131072]),
-    ],
-)
+@pytest.mark.parametrize(("recipe", "job", "tokens", "lengths"), TABLES["published_recipes_plan_and_sum"])
 def test_published_recipes_plan_and_sum(
     recipe: str, job: list[str], tokens: float, lengths: list[int], capsys: pytest.CaptureFixture[str]
 ) -> None:

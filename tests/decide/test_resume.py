@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from pages import printed
 from priced_plans import priced_plan
 
@@ -21,6 +23,8 @@ from planner.search.rebalance import rebalance
 from planner.shape import NEAR_FRACTION
 from planner.specs.cluster import ClusterSpec
 from planner.specs.training import OperationsSpec, Parallelism, SearchLimits, TrainingSpec
+
+TABLES = yaml.safe_load((Path(__file__).parent / "tables.yaml").read_text())
 
 QUICK = SearchLimits(top=1, schedule=("1f1b",), recompute=("none",), micro_batch_size=(1,), cp=(1,))
 LLAMA_405B = Parallelism(tp=8, cp=2, pp=16, vpp=8, dp=8, layers_per_stage=(0, *[1] * 126, 0))
@@ -224,18 +228,7 @@ def test_an_infeasible_job_names_the_fewest_gpus(small: Plan) -> None:
 
 
 @pytest.mark.thorough(2)
-@pytest.mark.parametrize(
-    ("runtime", "layout", "loads"),
-    [
-        ("megatron", {"zero_stage": 1}, {"split": "as_is", "reshard": "resave"}),
-        ("megatron", {"zero_stage": 0}, {"split": "as_is", "reshard": "as_is"}),
-        ("torchtitan", {}, {"split": "as_is", "reshard": "as_is"}),
-        ("deepspeed", {"zero_stage": 1}, {"split": "convert", "reshard": "convert"}),
-        ("nanotron", {"zero_stage": 0}, {"split": "as_is", "reshard": "as_is"}),
-        ("megatron-2022", {"zero_stage": 0}, {"split": "as_is"}),
-        ("internevo", {"zero_stage": 1, "fsdp": 2}, {"split": "as_is"}),
-    ],
-)
+@pytest.mark.parametrize(("runtime", "layout", "loads"), TABLES["each_trainers_checkpoint_decides_what_is_open"])
 def test_each_trainers_checkpoint_decides_what_is_open(
     runtime: str, layout: dict[str, Any], loads: dict[str, str]
 ) -> None:

@@ -51,6 +51,8 @@ from planner.specs.registry import load_hardware, load_model
 from planner.specs.training import AdapterSpec, Parallelism, SearchLimits, TrainingSpec
 from planner.specs.units import GIB
 
+TABLES = yaml.safe_load((Path(__file__).parent / "tables.yaml").read_text())
+
 
 def trial(num_gpus: int, model: str = "8b", hardware: str = "h100", tokens: float | None = 1e12, **pins: Any) -> Trial:
     case = Case(
@@ -261,15 +263,7 @@ def test_a_probe_without_a_step_of_its_own_is_refused() -> None:
         of_probe(probed(small, step_s=1.0, run=probe_run(small, dtype="float64")), "probe.json")
 
 
-@pytest.mark.parametrize(
-    ("names", "short"),
-    [
-        (["a.json", "b.json"], ["a", "b"]),
-        (["x/plan.json", "y/plan.json"], ["x/plan.json", "y/plan.json"]),
-        (["runs/x/plan.json", "runs/y/plan.json"], ["x/plan.json", "y/plan.json"]),
-        (["a.json", "a.json"], ["a (1)", "a (2)"]),
-    ],
-)
+@pytest.mark.parametrize(("names", "short"), TABLES["columns_are_headed_by_the_part_of_a_name_that_tells_files_apart"])
 def test_columns_are_headed_by_the_part_of_a_name_that_tells_files_apart(names: list[str], short: list[str]) -> None:
     assert short_names(names) == short
 

@@ -161,13 +161,7 @@ def test_deepspeed_offloads_a_part_at_zero_3_only(planned: Planned) -> None:
     assert read_configuration(text).run["features"]["optimizer_offload"] == 0.5
 
 
-@pytest.mark.parametrize(
-    ("trainer", "target", "name", "says"),
-    [
-        ("megatron", "megatron", "launch.sh", "--deterministic-mode"),
-        ("torchtitan", "torchtitan", "planned_recipe.py", "config.debug = DebugConfig(deterministic=True)"),
-    ],
-)
+@pytest.mark.parametrize(("trainer", "target", "name", "says"), TABLES["determinism_comes_back"])
 def test_determinism_comes_back(planned: Planned, trainer: str, target: str, name: str, says: str) -> None:
     features = {"deterministic": True} | ({} if trainer == "torchtitan" else {"cross_entropy_fusion": False})
     features |= {} if trainer == "torchtitan" else {"tp_comm_overlap": False}

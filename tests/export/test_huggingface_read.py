@@ -153,6 +153,11 @@ _SFT = "--model_name_or_path Qwen/Qwen3-8B --per_device_train_batch_size 1 --bf1
             {"seq_length": 2048},
         ),
         ("swift sft --model Qwen/Qwen3-8B --max_length 2048", {"adapters": 8, "recompute": "full"}),
+        (
+            "llamafactory-cli train --stage dpo --finetuning_type lora --model_name_or_path Qwen/Qwen3-8B "
+            "--enable_liger_kernel true --use_unsloth_gc true --cutoff_len 2048",
+            {"liger": "layers", "cpu_offloading_num_layers": 36, "recompute": "full"},
+        ),
         ("swift sft --model Qwen/Qwen3-8B --tuner_type full --max_length 2048", {"weights": "hf"}),
     ],
 )

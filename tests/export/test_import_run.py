@@ -268,14 +268,7 @@ def test_stages_on_ranks_below_0_are_refused() -> None:
         read_configuration(negative)
 
 
-@pytest.mark.parametrize(
-    ("text", "variables", "asked"),
-    [
-        ("--num-layers 4 --seq-length $SEQ_LEN --hidden-size 64 --num-attention-heads 4", {}, "SEQ_LEN"),
-        ("--num-layers 4 --recompute-granularity ${AC} --hidden-size 64 --num-attention-heads 4", {}, "AC"),
-        ("--num-layers 4 --seq-length $SEQ_LEN --hidden-size 64 --num-attention-heads 4", {"SEQ_LEN": "512"}, ""),
-    ],
-)
+@pytest.mark.parametrize(("text", "variables", "asked"), TABLES["a_variable_of_the_surroundings_is_asked_for"])
 def test_a_variable_of_the_surroundings_is_asked_for(
     tmp_path: Path, text: str, variables: dict[str, str], asked: str
 ) -> None:

@@ -13,6 +13,8 @@ from samples import BASE
 from planner.errors import SpecError
 from planner.export.import_run import read, read_configuration
 
+TABLES = yaml.safe_load((Path(__file__).parent / "tables.yaml").read_text())
+
 MANIFESTS: dict[str, dict[str, Any]] = yaml.safe_load(Path(__file__).with_name("manifests.yaml").read_text())
 
 
@@ -25,15 +27,7 @@ def test_a_manifest_is_the_script_that_it_starts(name: str) -> None:
     assert {key: found[key] for key in row["says"]} == row["says"]
 
 
-@pytest.mark.parametrize(
-    ("name", "key"),
-    [
-        ("SkyPilot", "num_nodes"), ("SkyPilot", "accelerators"), ("SkyPilot", "envs"), ("dstack", "nodes"),
-        ("dstack", "gpu"), ("dstack", "env"), ("Azure ML", "process_count_per_instance"),
-        ("Azure ML", "instance_count"), ("PyTorchJob", "replicas"),
-        ("PyTorchJob", "nvidia.com/gpu"), ("RayJob", "nvidia.com/gpu"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("name", "key"), TABLES["a_key_that_is_not_read_is_named"])
 def test_a_key_that_is_not_read_is_named(name: str, key: str) -> None:
     """The whole manifest has none; one that is renamed is unknown, or what it gives is asked for."""
     assert not read_configuration(MANIFESTS[name]["text"]).unknown

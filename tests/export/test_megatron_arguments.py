@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,6 +25,8 @@ from planner.specs.cluster import ClusterSpec
 from planner.specs.model import ModelSpec
 from planner.specs.registry import load_hardware, load_model
 from planner.specs.training import Parallelism, TrainingSpec
+
+TABLES = yaml.safe_load((Path(__file__).parent / "tables.yaml").read_text())
 
 Planned = Callable[..., Plan]
 
@@ -153,19 +156,7 @@ def test_a_smaller_shard_group_is_several_optimizer_instances(planned: Planned) 
         assert arguments["--num-distributed-optimizer-instances"] == 4
 
 
-@pytest.mark.parametrize(
-    ("features", "layout", "option"),
-    [
-        ({"tp_comm_overlap": True}, {"tp": 2}, "--tp-comm-overlap"),
-        ({"ep_overlap": True}, {"ep": 8, "pp": 2, "vpp": 2}, "--overlap-moe-expert-parallel-comm"),
-        ({"p2p_overlap": False}, {"pp": 4, "vpp": 2}, "--no-overlap-p2p-communication"),
-        ({"cuda_graph": "moe_router"}, {"tp": 2}, "--cuda-graph-modules"),
-        ({"fp32_grad_accum": False}, {}, "--grad-reduce-in-bf16"),
-        ({"cp_comm_type": "a2a"}, {"cp": 2}, "--cp-comm-type"),
-        ({"dynamic_cp": "texts"}, {"cp": 2}, "--hybrid-context-parallel"),
-        ({"dynamic_cp": "packs"}, {"cp": 2, "pp": 2}, "--dynamic-context-parallel"),
-    ],
-)
+@pytest.mark.parametrize(("features", "layout", "option"), TABLES["what_was_priced_is_switched_on"])
 def test_what_was_priced_is_switched_on(
     planned: Planned, features: dict[str, Any], layout: dict[str, Any], option: str
 ) -> None:
@@ -222,21 +213,7 @@ def refused(plan: Plan) -> list[str]:
     return [reason.name for reason in caught.value.reasons]
 
 
-@pytest.mark.parametrize(
-    ("model", "options", "hint"),
-    [
-        ("bloom-176b", {}, "leave out of the model's spec what is named here"),
-        ("gemma-3-27b", {}, "export to bridge, which can say it"),
-        ("kimi-k2", {"seq_length": 8192}, "export to bridge or torchtitan, which can say it"),
-        ("deepseek-v2-lite", {}, "export to bridge or torchtitan, which can say it"),
-        (
-            "llama-3.1-8b",
-            {"pp": 4, "schedule": "zb-h1", "runtime": "torch-eager"},
-            "plan again with --runtime megatron",
-        ),
-        ("llama-3.1-8b", {"pp": 2, "zero_stage": 3}, "plan again without what is named here"),
-    ],
-)
+@pytest.mark.parametrize(("model", "options", "hint"), TABLES["the_hint_is_what_would_help"])
 def test_the_hint_is_what_would_help(planned: Planned, model: str, options: dict[str, Any], hint: str) -> None:
     with pytest.raises(Inexpressible) as caught:
         megatron_arguments(planned(model, 64, **options))
@@ -306,13 +283,7 @@ def _plain(word: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("model", "hardware", "dtype", "recipe"),
-    [
-        ("deepseek-v3", "h100", "fp8", "blockwise"),
-        ("deepseek-v3", "b200", "fp8", "tensorwise"),
-        ("deepseek-v3", "b200", "mxfp8", "mxfp8"),
-        ("llama-3.1-8b", "h100", "fp8", "tensorwise"),
-    ],
+    ("model", "hardware", "dtype", "recipe"), TABLES["scales_are_those_that_a_model_was_published_with"]
 )
 def test_scales_are_those_that_a_model_was_published_with(
     planned: Planned, model: str, hardware: str, dtype: str, recipe: str
@@ -347,16 +318,7 @@ def test_queues_to_the_gpu_are_those_that_megatron_asks_for(
     assert number == "1" if is_split and not is_free else number != "1"
 
 
-@pytest.mark.parametrize(
-    ("name", "program", "says"),
-    [
-        ("nemotron-3-nano", "pretrain_hybrid.py",
-         {"--hybrid-layer-pattern": "MEMEM*EMEMEM*EMEMEM*EMEMEM|*EMEMEM*EMEMEMEM*EMEMEMEME", "--mamba-num-heads": 64}),
-        ("nemotron-3-super", "pretrain_hybrid.py", {"--moe-latent-size": 1024, "--mtp-num-layers": 1}),
-        ("qwen3.5-35b-a3b", "pretrain_gpt.py",
-         {"--experimental-attention-variant": "gated_delta_net", "--linear-attention-freq": 4}),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("name", "program", "says"), TABLES["hybrids_and_delta_nets_come_back"])
 def test_hybrids_and_delta_nets_come_back(planned: Planned, name: str, program: str, says: dict[str, Any]) -> None:
     plan = planned(name, 64, pp=2, ep=8)
     arguments = megatron_arguments(plan)

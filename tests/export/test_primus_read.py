@@ -27,6 +27,8 @@ from planner.export.refusal import Inexpressible
 from planner.export.trainer_files import settings
 from planner.layout.runs import Run, parse_run
 
+TABLES = yaml.safe_load((Path(__file__).parent / "tables.yaml").read_text())
+
 EXPERIMENT = TEXTS["primus experiment"]
 
 
@@ -95,19 +97,7 @@ def test_fsdp2_of_a_dense_model() -> None:
     assert layout_of(kept)["zero_stage"] == 2
 
 
-@pytest.mark.parametrize(
-    ("overrides", "schedule", "vpp"),
-    [
-        ("patch_primus_pipeline: true\npp_algorithm: zero-bubble", "zb-h1", 1),
-        ("patch_primus_pipeline: true\npp_algorithm: zbv-formatted", "zb-v", 2),
-        ("patch_primus_pipeline: true\npp_algorithm: v-min", "v-min", 2),
-        ("patch_zero_bubble: true", "zb-h1", 1),
-        ("patch_zero_bubble: true\nzero_bubble_v_schedule: true", "v-half", 2),
-        ("num_virtual_stages_per_pipeline_rank: 4", None, 4),
-        ("virtual_pipeline_model_parallel_size: 4", None, 1),
-        ("num_layers_per_virtual_pipeline_stage: 2", None, 4),
-    ],
-)
+@pytest.mark.parametrize(("overrides", "schedule", "vpp"), TABLES["schedules"])
 def test_schedules(overrides: str, schedule: str | None, vpp: int) -> None:
     layout = layout_of(imported("llama3.1_8B.yaml", f"pipeline_model_parallel_size: 4\n{overrides}"))
     assert (layout.get("schedule"), layout["vpp"]) == (schedule, vpp)
@@ -331,14 +321,7 @@ def _flat(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
             yield prefix + key, value
 
 
-@pytest.mark.parametrize(
-    ("model", "layout"),
-    [
-        ("llama-3.1-70b", {"tp": 8, "pp": 2, "vpp": 2, "zero_stage": 0, "recompute": "full", "num_microbatches": 8}),
-        ("deepseek-v2-lite", {"ep": 8, "zero_stage": 3, "recompute": "selective"}),
-        ("qwen3-32b", {"tp": 4, "zero_stage": 3, "fsdp": 8}),
-    ],
-)
+@pytest.mark.parametrize(("model", "layout"), TABLES["torchtitan_s_settings_are_known"])
 def test_torchtitan_s_settings_are_known(planned: Planned, model: str, layout: dict[str, Any]) -> None:
     known = _RECORDED["torchtitan"]
     overrides = _overrides(_amd(planned, model, 64, runtime="primus-torchtitan", **layout))

@@ -53,6 +53,11 @@ CASES: dict[str, str] = {
     "positions_below_sequence": "--max-position-embeddings 2048 --seq-length 4096",
     "group_sizes": f"{_MODEL} --group-query-attention --num-query-groups 3",
     "heads_without_channels": "--hidden-size 2048 --num-attention-heads 24",
+    "delta_heads": f"{_MODEL} --linear-num-key-heads 6 --tensor-model-parallel-size 4",
+    "experts_of_groups": f"{_MODEL} --num-experts 12 --moe-router-num-groups 8",
+    "unrotated_layers": f"{_MODEL} --no-rope-freq 5",
+    "ends_in_bf16": f"{_MODEL} --pipeline-model-parallel-size 24 --fp8-format e4m3 --first-last-layers-bf16 "
+    "--num-layers-at-end-in-bf16 2",
 }  # fmt: skip
 
 
@@ -75,6 +80,7 @@ OPTIONS = {
 } | {"--fp8-format", "--fp4-format", "--disable-bias-linear", "--recompute-layer-ids", "CUDA_DEVICE_MAX_CONNECTIONS"}
 """Options of the trainer's own source; three are fields by another name, and one is Primus'."""
 TABLES = {name: row["refused"] for name, row in dialects().items() if "refused" in row}
+OF_FOLDER = yaml.safe_load((Path(__file__).parent / "tables.yaml").read_text())
 ROWS = [(name, rows[name]) for rows in (table()["refused"], *TABLES.values()) for name in rows]
 
 
@@ -148,22 +154,7 @@ def test_what_the_parser_alone_refuses_is_none_of_bridges() -> None:
     assert [name for name, _ in named_refusals(options)] == ["overlap_without_sequence_parallel"]
 
 
-@pytest.mark.parametrize(
-    ("text", "says"),
-    [
-        ("base_model: meta-llama/Llama-3.1-8B\nsequence_len: 4096\nadapter: qlora\n", "load_in_4bit"),
-        ("base_model: meta-llama/Llama-3.1-8B\nsequence_len: 4096\nload_in_8bit: true\n", "needs adapter"),
-        ("model_name_or_path: Qwen/Qwen3-8B\nfinetuning_type: full\ncutoff_len: 8\nquantization_bit: 4\n", "lora|oft"),
-        ("swift sft --model Qwen/Qwen3-8B --tuner_type lora --packing true --max_length 4096", "attn_impl flash_attn"),
-        ('{"bf16": {"enabled": true}, "fp16": {"enabled": true}, "train_micro_batch_size_per_gpu": 1}', "fp16.enabled"),
-        ('{"train_batch_size": 10, "train_micro_batch_size_per_gpu": 4, "bf16": {"enabled": true}}', "multiple of 4"),
-        ("distributed_type: FSDP\nnum_processes: 8\nfsdp_config:\n  fsdp_version: 1\nparallelism_config:\n"
-         "  parallelism_config_tp_size: 2\n", "fsdp_version 2"),
-        ("python -m verl.trainer.main_ppo data.train_batch_size=64 actor_rollout_ref.actor.ppo_mini_batch_size=256 "
-         "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1 actor_rollout_ref.model.path=Qwen/Qwen3-8B", "below"),
-        ("model.seq_length=8192 dataset.seq_length=4096 model.tensor_model_parallel_size=2", "equal"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("text", "says"), OF_FOLDER["files_of_other_trainers_are_held_against_their_tables"])
 def test_files_of_other_trainers_are_held_against_their_tables(text: str, says: str) -> None:
     source = "bridge" if text.startswith("model.") else None
     assert any(says in reason for reason in read_configuration(text, source).refused)

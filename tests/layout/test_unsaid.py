@@ -212,6 +212,15 @@ def test_a_wide_interval_names_the_fact_that_halves_it(run: dict[str, Any], opti
         assert 2 * fact.known_half_width <= fact.half_width == pytest.approx((high - low) / 2)
 
 
+def test_packed_texts_of_unsaid_lengths_may_take_less_and_no_more() -> None:
+    run = {**PACKED, "runtime": "megatron", "seq_length": 32768, "features": {"packed_documents": True}}
+    priced = _priced(run)
+    (one,) = priced.unsaid
+    assert (one.switch, one.value) == ("document_lengths", 32768)
+    assert one.other_step_s < 0.8 * priced.step.step_s
+    assert _ends(priced)[0] < -0.3 < 0.1 > _ends(priced)[1]
+
+
 @pytest.mark.parametrize("spread", [0.0, 2.0])
 def test_a_fine_tuned_mixture_is_wider_and_its_allocator_loses_more(spread: float) -> None:
     training = {"seq_length": 4096, "global_batch_size": 256, "moe_spread": spread}

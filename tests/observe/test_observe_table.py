@@ -21,16 +21,10 @@ from planner.errors import SpecError
 from planner.observe.log_reader import TableColumns
 from planner.specs.units import GIB
 
+TABLES = yaml.safe_load((Path(__file__).parent / "tables.yaml").read_text())
 
-@pytest.mark.parametrize(
-    ("name", "unit"),
-    [
-        ("step_time_ms", 1e-3), ("step_time_s", 1.0), ("step time (ms)", 1e-3), ("iteration_time [s]", 1.0),
-        ("iteration-time", 1.0), ("time_per_iteration_ms", 1e-3), ("elapsed_ms", 1e-3), ("seconds", 1.0),
-        ("llama-run - train_step_timing in s", 1.0), ("Iteration Time", 1.0), ("train_step_time", 1.0),
-        ("step_duration_us", 1e-6),
-    ],
-)  # fmt: skip
+
+@pytest.mark.parametrize(("name", "unit"), TABLES["columns_of_time"])
 def test_columns_of_time(name: str, unit: float) -> None:
     columns = TableColumns(["loss", name, "lr"])
     assert columns.found["seconds"][0] == name

@@ -9,6 +9,7 @@ import json
 from pathlib import Path
 
 import pytest
+import yaml
 from test_observe_table import BATCH, LINE, OLD
 from written import BEGIN_S, LLAMA_8B, arguments, clock, iteration, iterations, mllog, read
 
@@ -18,6 +19,8 @@ from planner.observe.judge import shown_rows
 from planner.observe.observation import MemorySeries, Observation
 from planner.observe.record import MOST_VALUES, RunRecord
 from planner.specs.units import GB, GIB, MIB
+
+TABLES = yaml.safe_load((Path(__file__).parent / "tables.yaml").read_text())
 
 
 def gpt3(step_s: float, evaluations: int, counted: bool = True) -> str:
@@ -101,15 +104,7 @@ def test_a_slow_first_line_of_few_is_a_warm_up(tmp_path: Path, steps: list[float
     assert read(tmp_path, "\n".join(iterations(steps))).step_s == step_s
 
 
-@pytest.mark.parametrize(
-    ("line", "what", "hint"),
-    [
-        ("{'loss': 1.2, 'grad_norm': 0.5, 'learning_rate': 2e-05, 'epoch': 0.1}", "Trainer", "train_runtime"),
-        ("Epoch 0:  10%|#   | 9/2000 [00:18<1:00:00, 0.50it/s, v_num=0, train_loss=1.0]", "Lightning", "step_time_s"),
-        ("torchrun --nnodes 8 pretrain_gpt.py", "script", "plan import"),
-        ("INFO: Avg generation throughput: 61.1 tokens/s", "server", "trainer"),
-    ],
-)
+@pytest.mark.parametrize(("line", "what", "hint"), TABLES["a_file_that_is_not_read_says_what_it_looks_like"])
 def test_a_file_that_is_not_read_says_what_it_looks_like(tmp_path: Path, line: str, what: str, hint: str) -> None:
     with pytest.raises(SpecError, match=what) as refused:
         read(tmp_path, f"{line}\n" * 5)

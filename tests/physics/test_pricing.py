@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from planner.export.import_run import read_configuration
 from planner.physics.communication import exchange_s
 from planner.physics.compute import gpu_seconds, issue_seconds, operator_seconds, with_host
 from planner.physics.cost import CostTable, PartCost
@@ -145,6 +146,54 @@ def test_texts_over_as_few_ranks_as_hold_them_take_their_mean(way: str) -> None:
     assert tables[32768].cp_backward_s > tables[8192].cp_backward_s == 0
     assert tables[2048].total_s < tables[8192].total_s if way == "packs" else tables[2048].total_s > 0
     assert {part.live_bytes for part in tables.values()} == {static.live_bytes}
+
+
+@pytest.mark.parametrize(
+    ("policy", "recompute", "products", "kept"),
+    [("eager", "selective", 3, 0), ("default", "selective", 0, 0), ("sac_and_offload", "selective", 0, 1)],
+)
+def test_a_policy_by_operators_saves_recomputes_or_offloads(
+    policy: str, recompute: str, products: int, kept: int
+) -> None:
+    """Of an eager layer of Llama, whose seven products are apart, `op` repeats k, the output's and up."""
+    command = "torchrun -m torchtitan.train --module graph_trainer.llama3 --training.seq_len 8192 --model.name llama3 "
+    run = read_configuration(command + f"--model.flavor 8B --compile.memory_policy {policy}", "torchtitan").run
+    assert run["parallelism"]["recompute"] == recompute
+    runtime = load_runtime("torchtitan").with_features(run["features"])[0]
+    pricing = replace(pricing_of("llama-3.1-8b", "torchtitan"), runtime=runtime, selective_modules=("op",))
+    shape, kind = Shape.of(dp=8, zero_stage=3, seq_length=8192), pricing.model.kinds[0]
+    replayed = operators_of(pricing.replayed_items(pricing.layer(kind, shape), "selective"))
+    assert sum(one.kind == "gemm" for one in replayed) == products
+    table = pricing.table(shape)
+    saved = 8192 * 2 * (1024 + 4096 + 14336)
+    all_bytes = pricing.table(shape).layers[kind, "none"].live_bytes
+    assert (table.layers[kind, "selective"].live_bytes == 0) == kept == (all_bytes == 0)
+    eager = replace(pricing, runtime=load_runtime("torchtitan")).table(shape).layers[kind, "selective"].live_bytes
+    if not kept:
+        assert table.layers[kind, "selective"].live_bytes - eager == saved * (products == 0)
+
+
+@pytest.mark.parametrize(("shards", "tp"), [(4, 1), (8, 2)])
+def test_ranks_that_share_weights_gather_them_for_every_pass(shards: int, tp: int) -> None:
+    plain = pricing_of("llama-3.1-8b")
+    shared = replace(plain, runtime=plain.runtime.with_features({"gtp": shards})[0])
+    shape = Shape.of(tp=tp, dp=16, seq_length=4096, sequence_parallel=int(tp > 1))
+    (kind,) = plain.model.kinds
+    before, after = (pricing.table(shape).layers[kind, "none"] for pricing in (plain, shared))
+    assert after.weights_bytes == pytest.approx(before.weights_bytes / shards)
+    assert after.gradients_bytes == pytest.approx(before.gradients_bytes / shards)
+    assert after.optimizer_bytes == before.optimizer_bytes, "sharded over all replicas in any case"
+    # the fused gate and up, and the next weight, are whole
+    assert after.transient_bytes - before.transient_bytes == 2 * 2 * 2 * 14336 * 4096 / tp
+    exchanges = [one for one in collectives_of(shared.layer(kind, shape)) if one.shards > 1]
+    weights = 4096 * (4096 * 2 + 1024 * 2 + 14336 * 3) / tp
+    assert [(one.kind, one.num_bytes) for one in exchanges] == [
+        ("all_gather", 2 * weights), ("all_gather", 2 * weights), ("reduce_scatter", 2 * weights)
+    ]  # fmt: skip
+    hidden = shared.runtime.fsdp_overlap_fraction
+    each_s = exchange_s(exchanges[0], shape, GPUS) + 1e-6 * plain.runtime.collective_sync_us * np.log2(shards)
+    assert after.tp_forward_s - before.tp_forward_s == pytest.approx((1 - hidden) * each_s)
+    assert after.reduce_s < before.reduce_s
 
 
 def test_full_recomputation_keeps_the_layer_input_and_repeats_its_forward() -> None:

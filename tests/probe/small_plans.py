@@ -30,6 +30,7 @@ TRACED: dict[str, Any] = {
             [
                 {"name": "norm", "kind": "elementwise", "bytes": (0, 256, 0), "kernels": 1, "parameters": 64,
                  "kept": [{"num_bytes": (0, 132, 0)}]},
+                {"name": "scale", "kind": "elementwise", "bytes": (0, 256, 0), "kernels": 1, "parameters": 96},
                 {"name": "qkv", "kind": "gemm", "m": (0, 1, 0), "n": (192, 0, 0), "k": (64, 0, 0), "weight": True,
                  "parameters": weights, "kept": [{"num_bytes": (0, 128, 0)}]},
                 {"name": "attention", "kind": "attention", "heads": 4, "kv_heads": 4, "q_len": (0, 1, 0),

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from planner.errors import ProbeError
 
@@ -31,6 +32,8 @@ from planner.probe.compare import run_checks
 from planner.probe.launch.launcher import LOCK_FILE, launch, process_context, run_folder, sweep
 from planner.probe.launch.process import asked_bytes, failure_of
 from planner.probe.rank.groups import WAITING, Identity, Progress, disagreement, hanging_rank, require_agreement
+
+TABLES = yaml.safe_load((Path(__file__).parent / "tables.yaml").read_text())
 
 HERE = Path(__file__).parent
 PATIENCE_S = 600.0
@@ -122,11 +125,7 @@ def test_a_loss_that_is_no_number_is_a_failed_check(check: bool, make_run: Any) 
 
 @pytest.mark.thorough(2)
 @pytest.mark.parametrize(
-    ("phase", "sick_rank", "expected"),
-    [
-        ("build", 1, r"rank 1 \(.*\) has stopped in build.*: no sign of life for \d+ s"),
-        ("reference", 0, r"rank 0 \(.*\) has stopped in reference: no sign of life"),
-    ],
+    ("phase", "sick_rank", "expected"), TABLES["the_process_that_stopped_is_named_and_not_those_that_wait_for_it"]
 )
 def test_the_process_that_stopped_is_named_and_not_those_that_wait_for_it(
     phase: str, sick_rank: int, expected: str, make_run: Any, monkeypatch: pytest.MonkeyPatch
@@ -288,15 +287,7 @@ def alive(pid: int) -> bool:
     )
 
 
-@pytest.mark.parametrize(
-    ("last_error", "hint"),
-    [
-        ("Error while creating shared memory segment /dev/shm/nccl-LeXlEJ (size 9637888)", "--shm-size"),
-        ("Duplicate GPU detected : rank 0 and rank 1 both on CUDA device 7000", "one rank per GPU"),
-        ("socketStartConnect: Connect to 10.0.0.2<52822> failed : No route to host", "NCCL_SOCKET_IFNAME"),
-        ("Cuda failure 999 'unknown error'", "dmesg"),
-    ],
-)
+@pytest.mark.parametrize(("last_error", "hint"), TABLES["the_last_error_of_nccl_is_kept_with_its_hint"])
 def test_the_last_error_of_nccl_is_kept_with_its_hint(last_error: str, hint: str, make_run: Any) -> None:
     with pytest.raises(ProbeError, match=rf"rank 1 .* failed in step 0, at 1F1 .*{re.escape(last_error)}") as error:
         launch(small(make_run), partial(faulty.nccl_fails, last_error=last_error))
@@ -322,20 +313,6 @@ def test_how_much_was_asked_for(text: str, num_bytes: int | None) -> None:
     assert asked_bytes(text) == num_bytes
 
 
-@pytest.mark.parametrize(
-    ("text", "kind"),
-    [
-        ("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`", "out_of_memory"),
-        ("CUDA error: out of memory\nCUDA kernel errors might be", "out_of_memory"),
-        ("NCCL error: remote process exited or there was a network error, NCCL version 2.28", "lost_peer"),
-        ("DefaultCPUAllocator: can't allocate memory: you tried to allocate 4096 bytes", "host_memory"),
-        ("CUDA error: an illegal memory access was encountered", "error"),
-        ("NCCL error in: x, unhandled system error, NCCL version 2.21.5\nncclSystemError: …\nLast error:\n", "error"),
-        ("CUDA error: uncorrectable ECC error encountered", "device"),
-        ("Failed to CUDA host alloc 8388608 bytes", "host_memory"),
-        ("Last error:\nsocketProgress: Connection closed by remote peer n1<1>", "lost_peer"),
-        ("Last error:\nNET/IB : n1:1 async fatal event: port error", "network"),
-    ],
-)
+@pytest.mark.parametrize(("text", "kind"), TABLES["what_cuda_and_nccl_say"])
 def test_what_cuda_and_nccl_say(text: str, kind: str) -> None:
     assert failure_of(RuntimeError(text), 0, None, "build").kind == kind

@@ -68,8 +68,11 @@ def test_a_traced_layer_takes_the_flops_of_its_operators() -> None:
     operators = [op for kind in model.layers[:2] for op in operators_of(decoder_layer(model, kind, shape, EAGER))]
     products = sum(op.forward_flops for op in operators if op.kind == "gemm")
     assert counted.get_total_flops() == 3 * products, "torch counts no attention of a CPU"
-    assert len(list(chunk.parameters())) == 4, "two norms: the second layer shares the first one's matrices"
-    assert all(weight.grad is not None and weight.grad.abs().max() > 0 for weight in chunk.parameters())
+    assert len(list(chunk.parameters())) == 6, "two norms and scales: the second layer shares the first one's matrices"
+    grads = [weight.grad for weight in chunk.parameters() if weight.grad is not None]
+    assert len(grads) == 6
+    assert all(grad.abs().max() > 0 for grad in grads)
+    assert len({grad.untyped_storage().data_ptr() for grad in grads}) == 6, "none adds to another's"
 
 
 def test_what_a_small_slice_does_not_exchange_is_named() -> None:

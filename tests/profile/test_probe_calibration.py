@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 import subprocess
 import sys
+from pathlib import Path
 from statistics import median
 from typing import Any
 
 import pytest
+import yaml
 from priced_plans import priced_plan
 from probes import GAP_S, probe_result, probe_run
 
@@ -29,6 +31,8 @@ from planner.specs.units import GB, GIB
 from planner.trainers.calibration import Calibration
 from tools.calibrate.kernels import measured_model
 from tools.calibrate.tables import read_table
+
+TABLES = yaml.safe_load((Path(__file__).parent / "tables.yaml").read_text())
 
 KERNELS = ("gemm_factor", "attention_factor", "stream_factor")
 
@@ -61,19 +65,7 @@ def measured_on(plan: Plan, machine: ClusterSpec, **changes: Any) -> ProbeResult
     return probe_result(plan, lambda j: (costs[j].forward_s, costs[j].input_grad_s + costs[j].weight_grad_s), **changes)
 
 
-@pytest.mark.parametrize(
-    ("model", "layout"),
-    [
-        ("8b", {}),
-        ("8b", {"vpp": 2, "recompute": "full"}),
-        ("8b", {"recompute": "selective"}),
-        ("8b", {"cp": 4, "dp": 2}),
-        ("deepseek-v2-lite", {"tp": 1, "pp": 2, "dp": 4, "ep": 4}),
-        ("8b", {"runtime": "megatron", "dtype": "fp8", "recompute": "selective"}),
-        ("8b", {"runtime": "megatron", "cp": 4, "dp": 2}),
-        ("8b", {"runtime": "torchtitan", "tp": 1, "dp": 4, "recompute": "selective", "zero_stage": 3}),
-    ],
-)
+@pytest.mark.parametrize(("model", "layout"), TABLES["a_run_is_predicted_as_what_it_is_held_against"])
 def test_a_run_is_predicted_as_what_it_is_held_against(model: str, layout: dict[str, Any]) -> None:
     plan = make_plan(model, **layout)
     costs = chunk_costs(probe_run(plan), plan.cluster)
@@ -295,15 +287,7 @@ def test_seconds_that_no_such_gpu_can_take_are_refused(factor: float, said: str)
     assert "clocks, power limit and other processes" in (refused.value.hint or "")
 
 
-@pytest.mark.parametrize(
-    ("efficiency", "spread", "verdict", "reason"),
-    [
-        (0.8, 0.0, "confirmed", "as near as seconds repeat"),
-        (0.7, 0.2, "refused", "known to 20% only"),
-        (0.05, 0.0, "refused", "NCCL_DEBUG=INFO"),
-        (1.0, 0.0, "corrected", ""),
-    ],
-)
+@pytest.mark.parametrize(("efficiency", "spread", "verdict", "reason"), TABLES["links_are_doubted_too"])
 def test_links_are_doubted_too(efficiency: float, spread: float, verdict: str, reason: str) -> None:
     plan = make_plan(tp=8, pp=1, dp=1)
     timed = exchange(plan, "tp all-gather", 8, 1, 2**30, efficiency).model_copy(update={"spread_fraction": spread})

@@ -7,9 +7,11 @@ The largest cause is the item that loses most, in words that hold for these two 
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from pages import printed
 
 from planner.answer import Offer, Plan, PricedLayout, RecipeGain, RecipeRefusal
@@ -23,6 +25,8 @@ from planner.report.view import view_of
 from planner.search.why.recipe import OtherValue, RecipeTable, SwitchWorth
 from planner.trainers.load import load_runtime, switches_of
 from planner.trainers.switches import Value
+
+TABLES = yaml.safe_load((Path(__file__).parent / "tables.yaml").read_text())
 
 MakePlan = Callable[..., Plan]
 RECIPE = {"ep_overlap": "delayed", "cuda_graph": "none", "p2p_overlap": True, "nan_checks": True}
@@ -54,15 +58,7 @@ def test_a_recipe_that_nobody_knows_has_no_lines(make_plan: MakePlan) -> None:
     assert said(plan, recipe=plain) == {"on": "every switch is at its plainest value"}
 
 
-@pytest.mark.parametrize(
-    ("replanned", "heading"),
-    [
-        ([], "Recipe"),
-        ([False, False], "(of this layout)"),
-        ([True, True], "(planned again without it)"),
-        ([True, False], "(of this layout, or * planned again)"),
-    ],
-)
+@pytest.mark.parametrize(("replanned", "heading"), TABLES["the_heading_says_how_gains_were_priced"])
 def test_the_heading_says_how_gains_were_priced(make_plan: MakePlan, replanned: list[bool], heading: str) -> None:
     names = ["ep_overlap", "p2p_overlap"]
     gains = tuple(gain(name, True, 25.0, again) for name, again in zip(names, replanned, strict=False))

@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import yaml
 from pages import DRAWN, Page, printed
 
 from planner.answer import (
@@ -40,6 +42,8 @@ from planner.report.view import SECTIONS, View, view_of
 from planner.specs.cluster import ClusterSpec
 from planner.specs.registry import load_hardware
 from planner.specs.training import Parallelism, TrainingSpec
+
+TABLES = yaml.safe_load((Path(__file__).parent / "tables.yaml").read_text())
 
 MakePlan = Callable[..., Plan]
 
@@ -108,16 +112,7 @@ def uncalibrated(plan: Plan) -> Plan:
     return plan.model_copy(update={"best": plan.best.model_copy(update={"step": step})})
 
 
-@pytest.mark.parametrize(
-    "sizes",
-    [
-        {},
-        {"pp": 1, "num_microbatches": 4},
-        {"total_gib": 95.0, "fits": False},
-        {"stage_recompute": {"none": 5, "full": 3}},
-        {"searched": False},
-    ],
-)
+@pytest.mark.parametrize("sizes", TABLES["both_reports_show_every_line"])
 @pytest.mark.parametrize("change", [lambda plan: plan, risky, uncalibrated, with_recipe])
 def test_both_reports_show_every_line(
     make_plan: MakePlan, sizes: dict[str, Any], change: Callable[[Plan], Plan]
@@ -154,10 +149,10 @@ def test_a_probability_of_one_is_never_said(risk: float | None, says: str) -> No
 
 def test_figures_hold_the_numbers_that_they_show(make_plan: MakePlan) -> None:
     view = view_of(make_plan())
-    figures = {figure.name: (figure.values, figure.unit) for figure in (*view.figures, *view.cost)}
-    assert figures["step"] == ((22.08,), "s")
-    assert figures["80% interval"] == ((0.95 * 22.08, 1.06 * 22.08), "s")
-    assert figures["price"] == ((35_970_000,), "USD")
+    figures = {figure.name: (figure.brief, figure.unit) for figure in (*view.figures, *view.cost)}
+    assert figures["step"] == ("22.08 s", "s")
+    assert figures["80% interval"] == ("20.98–23.40 s", "s")
+    assert figures["price"] == ("$35.97M", "USD")
     assert sum(share.fraction for share in view.breakdown) == pytest.approx(1)
 
 
@@ -275,16 +270,7 @@ def test_every_report_says_it() -> None:
     assert "not said" not in summary(said.best)
 
 
-@pytest.mark.parametrize(
-    ("options", "is_said"),
-    [
-        ([], False),
-        (["--assume", "network_gb_per_s=50"], False),
-        (["--switch", "default"], True),
-        (["--switch", "attention_kernel=flash1"], True),
-        (["--assume", "fsdp_overlap_fraction=0.5"], True),
-    ],
-)
+@pytest.mark.parametrize(("options", "is_said"), TABLES["options_that_say_a_switch_say_all"])
 def test_options_that_say_a_switch_say_all(options: list[str], is_said: bool, capsys: Any) -> None:
     assert main(["evaluate", *JOB, *options, "--json"]) == 0
     assert (json.loads(capsys.readouterr().out)["best"]["unsaid"] == []) is is_said

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import fields
 from functools import cache
+from pathlib import Path
 
 import pytest
+import yaml
 from served import SMALL
 
 from planner.answer import Plan
@@ -15,6 +17,8 @@ from planner.errors import SpecError
 from planner.search.search import plan
 from planner.serve.app import plan_panel, same_layout
 from planner.serve.controls import CONTROLS, NETWORK, Catalogue, changed, form_of, options_of
+
+TABLES = yaml.safe_load((Path(__file__).parent / "tables.yaml").read_text())
 
 CATALOGUE = Catalogue.shipped({"model": "./mine.yaml"}, {})
 
@@ -31,16 +35,7 @@ def test_every_option_of_a_search_has_a_control() -> None:
     assert {*CONTROLS} - {*options, NETWORK} == set()
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"model": "405b", "gpus": "2048"},
-        {"model": "8b", "switch": "ep_overlap=false,cuda_graph=none"},
-        {"model": "8b", "switch": "default"},
-        {"model": "8b", "assume": "network_gb_per_s=25,tp_overlap_fraction=0"},
-        {"model": "./mine.yaml", "tp_across_nodes": "on"},
-    ],
-)
+@pytest.mark.parametrize("options", TABLES["controls_give_the_options_that_they_show"])
 def test_controls_give_the_options_that_they_show(options: dict[str, str]) -> None:
     assert options_of(form_of(options), CATALOGUE) == options
 

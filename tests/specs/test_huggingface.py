@@ -6,6 +6,7 @@ Every model file: named as its file, with its source, and trained as published.
 from __future__ import annotations
 
 import json
+import re
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from planner.trainers.load import load_runtime
 
 CONFIGS = Path(__file__).parent / "configs"
 TABLES = yaml.safe_load((Path(__file__).parent / "counts.yaml").read_text())
+OF_FOLDER = yaml.safe_load((Path(__file__).parent / "tables.yaml").read_text())
 REFUSED = yaml.safe_load((Path(__file__).parent / "refused_configs.yaml").read_text())
 COUNTS: dict[str, int] = TABLES["configs"]
 VARIED: dict[str, dict[str, Any]] = TABLES["varied"]
@@ -258,6 +260,24 @@ def test_any_value_under_any_key_is_read_or_refused(name: str, value: object) ->
             assert from_config(config(name, **{key: value}), "config.json").num_hidden_layers > 0
 
 
+@pytest.mark.parametrize("name", ["llama-3.1-8b", "qwen3-30b-a3b", "deepseek-v3", "gemma-3-1b", "gpt-oss-20b"])
+def test_a_size_under_another_name_is_named_or_refused(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Each size of a config doubled and renamed, and sizes that no architecture has."""
+    whole = config(name)
+    sizes = {key for key, value in whole.items() if type(value) is int and value > 1 and not _OF_NO_LAYER.search(key)}
+    renamed = [whole | {key: ..., f"new_{key}": 2 * whole[key]} for key in sizes]
+    for changed in (*renamed, whole | {"side_intermediate_size": 64}, whole | {"num_loop_layers": 2}):
+        caplog.clear()
+        key = [*changed][-1]
+        refused = True
+        with suppress(SpecError):
+            from_config({name: value for name, value in changed.items() if value is not ...}, "config.json")
+            refused = False
+        assert refused or key in caplog.text, key
+
+
+_OF_NO_LAYER = re.compile("token_id|version|position|pretraining|query_pre|group$|rope_theta|context")
+
 ASKED_FOR = {
     "llama-3.2-1b", "llama-3.1-8b", "llama-3.1-70b", "llama-3.1-405b", "llama-2-7b", "llama-2-13b", "llama-2-70b",
     "gpt3-175b", "megatron-22b", "megatron-530b", "megatron-1t", "bloom-176b", "opt-175b", "gpt-neox-20b",
@@ -285,20 +305,7 @@ def test_the_models_people_ask_for_are_there() -> None:
     assert set(model_names()) >= ASKED_FOR
 
 
-@pytest.mark.parametrize(
-    ("name", "seq_length", "sequences"),
-    [
-        ("llama-3.1-405b", 8192, 2048),
-        ("llama-2-70b", 4096, 1024),
-        ("deepseek-v3", 4096, 15_360),
-        ("kimi-k2", 4096, 16_384),
-        ("bloom-176b", 2048, 2048),
-        ("gpt-neox-20b", 2048, 1538),
-        ("nemotron-4-340b", 4096, 2304),
-        ("megatron-1008b", 2048, 3072),
-        ("megatron-1t", 2048, 512),
-    ],
-)
+@pytest.mark.parametrize(("name", "seq_length", "sequences"), OF_FOLDER["the_published_batch"])
 def test_the_published_batch(name: str, seq_length: int, sequences: int) -> None:
     training = load_model(name).training
     assert training is not None

@@ -52,6 +52,11 @@ def size(kind: str, vision: dict[str, Any], text_hidden: int) -> int:
          108_641_793_536),
         ("mistral3", {"model_type": "pixtral", "patch_size": 14}, 5120, "mistral-small-24b", 24_011_361_280),
         # towers that transformers 5.24 builds on the meta device
+        ("aria", {"model_type": "idefics3_vision", "hidden_size": 1152}, 4096, "", 184_816_000),
+        ("idefics2", {"model_type": "idefics2_vision"}, 4096, "", 819_662_848),
+        ("vipllava", {**CLIP}, 4096, "", 341_274_624),
+        ("molmo2", {"model_type": "molmo2_vit"}, 3584, "", 503_342_544),
+        ("ovis2", {"model_type": "ovis2_vision"}, 1536, "", 351_168_502),
         ("qwen2_vl", {"embed_dim": 1280, "hidden_size": 2048}, 2048, "", 667_893_248),
         ("qwen3_5_moe", {"out_hidden_size": 2048}, 2048, "", 446_571_248),
         ("internvl_chat", INTERN, 2048, "", 5_566_934_400),

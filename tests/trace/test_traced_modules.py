@@ -123,8 +123,15 @@ def test_a_plan_of_sharding_splits_what_lies_between_columns_and_rows() -> None:
     assert num_parameters(whole) - num_parameters(half) == (ATTENTION + FEED) / 2
     assert sum(op.forward_flops for op in operators_of(half)) == sum(op.forward_flops for op in operators_of(whole)) / 2
     assert {one.group for one in collectives_of(half)} == {"tp"}
-    with pytest.raises(SpecError, match="no style"):
-        traced("unfused", ("*.qkv", "diagonal"))
+    # transformers' plans leave out what stands before the layers
+    assert traced("unfused", ("mixer.qkv", "colwise"), ("mixer.out", "rowwise"), ("norm", "sequence")).traced
+    for wrong, word in {
+        ("*.qkv", "diagonal"): "no style",
+        ("*.qkw", "colwise"): "qkw",
+        ("*.qkv", "colwise"): "by rows",
+    }.items():
+        with pytest.raises(SpecError, match=word):
+            traced("unfused", wrong)
 
 
 def test_a_traced_file_plans_without_torch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -153,6 +160,7 @@ def test_a_traced_file_plans_without_torch(tmp_path: Path, capsys: pytest.Captur
     ("source", "word"),
     [
         (f"module:{ODD}:waits", "cannot be traced"),
+        (f"module:{ODD}:no_such", "no attribute 'no_such'"),
         ("module:nowhere.py:make", "no such file"),
         ("somewhere", "names no module"),
     ],
@@ -181,6 +189,14 @@ LATENT = {"q_lora_rank": 384, "kv_lora_rank": 256, "qk_nope_head_dim": 64, "qk_r
     [
         # as tools/trace_known traced them of transformers 5.24
         ("llama", GQA, 94_280),
+        ("qwen2", GQA, 94_280),
+        ("qwen3", GQA, 112_808),
+        ("mistral", GQA, 94_280),
+        ("phi3", GQA, 94_280),
+        ("starcoder2", GQA, 53_328),
+        ("granite", GQA, 94_280),
+        ("smollm3", GQA, 94_280),
+        ("olmoe", SMALL | {"num_experts": 16, "num_experts_per_tok": 4}, 144_172),
         ("gemma", GQA | {"head_dim": 128}, 102_480),
         ("gpt_neox", {"hidden_size": 2048, "intermediate_size": 8192, "num_attention_heads": 16}, 61_520),
         ("qwen3_moe", SMALL | EXPERTS | {"num_experts": 16}, 62_300),

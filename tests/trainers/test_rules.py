@@ -30,6 +30,8 @@ from planner.trainers.rules.rule_rows import SIZES, Rule, first_broken, rule_tab
 from planner.trainers.spec import RuntimeSpec
 from planner.trainers.stated import switched
 
+TABLES = yaml.safe_load((Path(__file__).parent / "tables.yaml").read_text())
+
 MEGATRON_RULES = rules_of("megatron")
 MEGATRON_CP_RULES = {
     kind: rules_of("megatron_cp", runtime=RuntimeSpec(name="mine", cp_comm_type=kind))
@@ -250,22 +252,7 @@ def test_trainers_in_torch(trainer: str, reason: str | None, model: ModelSpec, f
     assert broken(RULES_IN_TORCH[trainer], model, shape) == reason
 
 
-@pytest.mark.parametrize(
-    ("schedule", "reason", "pp", "vpp", "num_microbatches"),
-    [
-        ("1f1b", "too_few_microbatches", 4, 1, 3),
-        ("1f1b", "schedule_needs_one_stage_per_rank", 4, 2, 8),
-        ("gpipe", None, 4, 1, 1),
-        ("interleaved-1f1b", None, 4, 2, 3),
-        ("interleaved-1f1b", "microbatches_no_multiple_of_rounds", 4, 2, 9),
-        ("zb-h1", "microbatches_no_multiple_of_rounds", 4, 2, 13),
-        ("zb-v", None, 4, 2, 3),
-        ("zb-v", "schedule_needs_two_stages_per_rank", 4, 4, 8),
-        ("dualpipe-v", "too_few_microbatches", 4, 2, 7),
-        ("dualpipe-v", None, 4, 2, 8),
-        ("breadth-first", None, 4, 3, 5),
-    ],
-)
+@pytest.mark.parametrize(("schedule", "reason", "pp", "vpp", "num_microbatches"), TABLES["torch_schedules"])
 def test_torch_schedules(schedule: str, reason: str | None, pp: int, vpp: int, num_microbatches: int) -> None:
     shape = replace(DENSE, pp=pp, vpp=vpp, num_microbatches=num_microbatches)
     assert broken(TORCH_SCHEDULE_RULES[schedule], LLAMA, shape) == reason

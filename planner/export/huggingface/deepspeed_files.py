@@ -138,15 +138,6 @@ def _boundaries(stages: Stages) -> list[int]:
 DEEPSPEED_RUNTIME = "deepspeed"
 """The trainer that is DeepSpeed around a model of torch."""
 _ADAMS = ("adam", "adamw", "fusedadam", "deepspeedcpuadam", "auto", "")
-_ZERO_READ = {
-    "stage", "overlap_comm", "offload_optimizer", "offload_param", "zero_hpz_partition_size", "cpu_offload",
-}  # fmt: skip
-_ZERO_HARMLESS = beginnings(
-    "allgather_ reduce_ contiguous round_robin sub_group stage3_ load_from elastic ignore_unused cpu_offload_ "
-    "grad_hooks memory_efficient use_multi_rank legacy override max_ param_persist mics_ gather_16bit"
-)
-_OFFLOAD = {"device", "ratio", "pin_memory", "nvme_path", "buffer_count", "buffer_size", "fast_init", "max_in_cpu",
-            "pipeline", "pipeline_read", "pipeline_write"}  # fmt: skip
 _AUTO = (None, "auto")
 
 
@@ -242,15 +233,9 @@ def _offloaded(zero: Fields) -> float:
 def name_sections(imported: ImportedRun, config: Fields) -> None:
     """Note what the sections of a configuration hold and is not read."""
     zero = section(config, "zero_optimization")
-    for key, read in (("offload_optimizer", ("none", "cpu")), ("offload_param", ("none", "cpu"))):
-        if section(zero, key).get("device", "none") not in (*read, None):
+    for key, is_read in (("offload_optimizer", True), ("offload_param", zero.get("stage") == 3)):
+        if section(zero, key).get("device") not in (None, "none", *["cpu"] * is_read):
             imported.unknown[f"zero_optimization.{key}"] = json.dumps(zero[key])
-    for key, value in zero.items():
-        inner = value if isinstance(value, dict) and key.startswith("offload") else {}
-        others = inner.keys() - _OFFLOAD
-        imported.unknown |= {f"zero_optimization.{key}.{name}": str(inner[name]) for name in sorted(others)}
-        if key not in _ZERO_READ and not _ZERO_HARMLESS.match(key):
-            imported.unknown[f"zero_optimization.{key}"] = json.dumps(value)
     if zero.get("stage") == 3 and zero.get("zero_hpz_partition_size", 1) not in (1, "auto"):
         told = f"{zero['zero_hpz_partition_size']}, whose second copy of the weights in 16 bits is not priced"
         imported.unknown["zero_optimization.zero_hpz_partition_size"] = told

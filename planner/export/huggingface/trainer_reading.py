@@ -31,7 +31,6 @@ from planner.export.keyed_settings import (
     KeyedSettings,
     Settings,
     dialect,
-    first,
     flat,
     is_any_on,
     is_empty,
@@ -95,18 +94,16 @@ def read_trainer(config: ConfigFile) -> ImportedRun:
 def read_openrlhf(config: ConfigFile) -> ImportedRun:
     """The run of OpenRLHF's trainers: a fine-tuning, or an update of the actor."""
     row, keyed = dialect("openrlhf"), settings_of(config)
-    given = keyed.settings
-    names = {row.renamed[key]: key for key in {**row.unasked, **given} if row.renamed.get(key)}
-    keyed.settings = {row.renamed.get(key) or key: value for key, value in given.items()}
+    names = {row.renamed[key]: key for key in {**row.unasked, **keyed.settings} if row.renamed.get(key)}
+    given = keyed.settings = {row.renamed.get(key) or key: value for key, value in keyed.settings.items()}
     is_rl, tokens = "train_ppo" in config.text, number(given, "train.max_tokens_per_gpu") or 16192
-    answers = number(given, "generate_max_len", "rollout.max_new_tokens")
-    if "prompt_max_len" in given and answers:
-        keyed.settings["max_length"] = (number(given, "prompt_max_len") or 0) + answers
+    if answer := "prompt_max_len" in given and number(given, "generate_max_len"):
+        given["max_length"] = (number(given, "prompt_max_len") or 0) + answer
     if is_rl:
-        length = number(keyed.settings, "max_length") or 2048
+        length = number(given, "max_length") or 2048
         packed = max(1, tokens // length) if is_on(given.get("train.dynamic_batch_enable")) else 1
-        keyed.settings.setdefault("per_device_train_batch_size", packed)
-    gpus = [number(given, f"actor{sign}{name}") for sign in "_." for name in ("num_nodes", "num_gpus_per_node")]
+        given.setdefault("per_device_train_batch_size", packed)
+    gpus = [number(given, name) for name in ("actor_num_nodes", "actor_num_gpus_per_node")]
     keyed.num_gpus = keyed.num_gpus or (prod(each or 1 for each in gpus) if any(gpus) else None)
     if (other := re.search(r"train_(dpo|rm|kto|kd|prm)\b", config.text)) is not None:
         keyed.settings["stage"] = other[1]
@@ -115,39 +112,33 @@ def read_openrlhf(config: ConfigFile) -> ImportedRun:
     imported.rename(names)
     imported.source = "openrlhf"
     if is_rl:
-        critics, frozen = _models_beside(given, config.text)
-        is_beside = is_any_on(given, *_COLOCATED)
-        share = float(first(given, "vllm_gpu_memory_utilization", "vllm.gpu_memory_utilization", default=0.95))
+        is_beside = is_on(given.get("colocate_all_models"))
         imported.reinforce(
-            scored_tokens=_scored_tokens(given, imported.run["seq_length"] or 0, tokens), critics=critics,
-            frozen_copies=frozen, rollout_fraction=is_beside * share,
-            rollout_stays=is_beside and not is_any_on(given, "vllm_enable_sleep", "vllm.enable_sleep"),
-            scored_alone=is_any_on(given, "deepspeed_enable_sleep", "ds.enable_sleep"),
-        )  # fmt: skip
+            scored_tokens=_scored_tokens(given, imported.run["seq_length"] or 0, tokens),
+            rollout_fraction=is_beside * float(given.get("vllm_gpu_memory_utilization", 0.95)),
+            rollout_stays=is_beside and not is_on(given.get("vllm_enable_sleep")),
+            scored_alone=is_on(given.get("deepspeed_enable_sleep")),
+            **_models_beside(given, config.text),
+        )
         imported.notes.append("one update of the actor is priced; rollouts are not, nor models on other GPUs")
     return imported
-
-
-_COLOCATED = ("colocate_all_models", "train.colocate_all")
 
 
 def _scored_tokens(given: Settings, length: int, tokens: int) -> int:
     """Tokens of OpenRLHF's micro-batch of log-probabilities, padded unless it is packed."""
     if is_on(given.get("train.dynamic_batch_enable")):
         return max(tokens, number(given, "rollout.max_tokens_per_gpu") or 0)
-    is_packed = is_any_on(given, "packing_samples", "ds.packing_samples")
-    return 0 if is_packed else length * (number(given, "rollout.micro_batch_size", "micro_rollout_batch_size") or 1)
+    return 0 if is_on(given.get("packing")) else length * (number(given, "micro_rollout_batch_size") or 1)
 
 
-def _models_beside(given: Settings, text: str) -> tuple[int, int]:
+def _models_beside(given: Settings, text: str) -> dict[str, int]:
     """Critics and frozen models on the actor's GPUs: all of them without Ray, or as the run places them."""
-    shares = "train_ppo_ray" not in text or is_any_on(given, *_COLOCATED)
-    refers = shares or is_any_on(given, "colocate_actor_ref", "train.colocate_actor_ref")
-    has_critic = str(given.get("advantage_estimator", given.get("algo.advantage.estimator", "gae"))) == "gae"
-    elsewhere = ("remote_rm_url", "reward.remote_url", "agent_func_path", "train.agent_func_path")
-    scores = not any(given.get(name) for name in elsewhere)
+    shares = "train_ppo_ray" not in text or is_on(given.get("colocate_all_models"))
+    has_critic = shares and given.get("advantage_estimator", "gae") == "gae"
+    scores = shares and not (given.get("remote_rm_url") or given.get("agent_func_path"))
     kept = not is_on(given.get("ref_reward_offload"))
-    return int(shares and has_critic), kept * (int(refers) + int(shares and scores))
+    refers = shares or is_on(given.get("colocate_actor_ref"))
+    return {"critics": int(has_critic), "frozen_copies": kept * (int(refers) + int(scores))}
 
 
 def run_of_arguments(keyed: KeyedSettings, config: ConfigFile, tool: Dialect | None = None) -> ImportedRun:

@@ -230,7 +230,7 @@ def _read_optimizer(imported: ImportedRun, settings: Said) -> None:
     value = _OPTIMIZERS.get(given)
     if _ADAMS.fullmatch(given):
         return
-    if value in switches_of(load_runtime(imported.run["runtime"])).get("optimizer", ()):
+    if value in switches_of(load_runtime(HF_RUNTIME))["optimizer"] and imported.run["runtime"] != DEEPSPEED_RUNTIME:
         imported.run["features"]["optimizer"] = value
     else:
         imported.unknown["optim"] = given
@@ -250,7 +250,9 @@ def _read_kernels(imported: ImportedRun, settings: Said) -> None:
     if is_any_on(
         settings, "use_liger_kernel", "liger_kernel", "enable_liger_kernel", "liger_fused_linear_cross_entropy"
     ):
-        features["liger"] = True
+        # LLaMA-Factory and ms-swift take log-probabilities of logits where more than the next token is learned
+        takes_logits = _OBJECTIVES.get(stage_of(settings), "lm") != "lm" and any(name in settings for name in _KINDS)
+        features["liger"] = "layers" if takes_logits else True
     elif settings.get("loss_type") == "chunked_nll" and not is_older and "objective" not in imported.run:
         features["liger"] = "loss"
     if is_on(settings.get("activation_offloading")) or _offloads_inputs(settings):
@@ -265,9 +267,8 @@ def _offloads_inputs(settings: Said) -> bool:
     """Checkpointing keeps its layers' inputs on the host, as transformers, axolotl and Unsloth ask for it."""
     kwargs = settings.get("gradient_checkpointing_kwargs")
     named = (settings.get(name) for name in ("gradient_checkpointing", "use_gradient_checkpointing"))
-    return (isinstance(kwargs, Mapping) and is_on(kwargs.get("offload"))) or any(
-        v in ("offload", "unsloth") for v in named
-    )
+    is_asked = is_on(settings.get("use_unsloth_gc")) or (isinstance(kwargs, Mapping) and is_on(kwargs.get("offload")))
+    return is_asked or any(v in ("offload", "unsloth") for v in named)
 
 
 _READ_OF_SECTIONS = re.compile(

@@ -28,7 +28,7 @@ from planner.export.megatron.option_rows import (
     options_of,
 )
 from planner.export.megatron.script_reading import run_of
-from planner.export.named_models import Model, model_called
+from planner.export.named_models import Model, model_called, num_layers_of
 from planner.specs.base import Fields, Named, Said
 from planner.specs.reading import kind_of
 from planner.specs.registry import load_model
@@ -244,6 +244,7 @@ def _sort_fields(fields: Said, imported: ImportedRun) -> None:
 _LENGTHS = ("model.seq_length", "dataset.seq_length")
 _RANKS = ("--nnodes", "--nproc-per-node")
 """The options of torchrun that say how many ranks there are."""
+_COUNTED = ("model.account_for_embedding_in_pipeline_split", "model.account_for_loss_in_pipeline_split")
 _MARKS = ("model", "train", "ddp", "mixed_precision")
 _HARDWARE = ("h100", "h200", "b200", "b300", "gb200", "gb300", "a100")
 
@@ -264,10 +265,18 @@ def read_bridge(config: ConfigFile) -> ImportedRun:
     if not fields:
         raise SpecError("the text overrides no field of a recipe", "give bridge.json, or the script that sets fields")
     mode = others.pop("mode", "")
-    task = "peft" if mode in ("lora", "dora") else mode or "".join(re.findall("_(pretrain|sft|peft)_", recipe)[:1])
+    task = "peft" if mode in ("lora", "dora") else mode or next(iter(re.findall("_(sft|peft)_", recipe)), "pretrain")
+    if dtype := others.pop("mixed_precision", ""):
+        fields["mixed_precision"] = f"bf16_with_{dtype}_mixed"
     unasked = {path: value for path, value in BASES.get(f"_{task}_common", {}).items() if path not in fields}
     imported = _run({**unasked, **fields}, script, recipe)
+    layers, layout = num_layers_of(imported.run["model"]) or 0, imported.run["parallelism"]
+    if recipe and layers % layout["pp"] and (layers + 2) % layout["pp"] == 0 and "layout" not in layout:
+        # recipes of such models count embedding and loss as layers
+        unasked |= dict.fromkeys(_COUNTED, True)
+        imported = _run({**unasked, **fields}, script, recipe)
     imported.assumed |= {path: str(value) for path, value in unasked.items()}
+    imported.run["hardware"] = others.pop("hardware", None)
     imported.run["num_gpus"] = imported.run["num_gpus"] or (int(gpus) if is_count(gpus) else None)
     if task == "peft":
         read_peft(imported, mode or "lora")
@@ -416,14 +425,19 @@ def _arguments(words: Sequence[str]) -> tuple[list[str], Named]:
             continue
         value = word[option.end() :] if option[2] else "" if re.match(r"-|\w+\.", after) else after
         name = option[1].replace("-", "_")
-        place = next((path for path, names in _ROW["arguments"].items() if name in names.split()), None)
-        if place is None:
-            others[word[: option.end(1)]] = value
-        elif "." in place:
+        place = _PLACES.get(name, word[: option.end(1)])
+        if re.fullmatch(r"[a-z_]+(,[a-z_]+)+", value):
+            value = json.dumps(value.split(","))
+        if "." in place and place[0] != "-":
             said.append(f"{place}={value}")
-        elif place != "harmless":
+        else:
             others[place] = value
+    others.pop("harmless", None)
     return said, others
+
+
+_PLACES = {name: path for path, names in _ROW["arguments"].items() for name in names.split()}
+"""Options of Bridge's launch scripts, and the fields that they set."""
 
 
 def _field(word: str) -> tuple[str, Any]:

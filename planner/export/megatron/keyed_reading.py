@@ -26,6 +26,7 @@ from planner.export.megatron.option_rows import Options, OptionWords, all_rows, 
 from planner.export.megatron.script_reading import READ_OPTIONS, run_of
 from planner.export.named_models import Model, model_called
 from planner.specs.base import Fields, Named
+from planner.specs.expressions import value_of
 
 _CONFIG_KEYS = {
     "virtual_pipeline_model_parallel_size": "--num-virtual-stages-per-pipeline-rank",
@@ -284,29 +285,11 @@ def _options(given: Settings) -> OptionWords:
     options = {
         option: [str(given[key])] for key, option in _ROW.renamed.items() if given.get(key) not in (None, "", 0, [], {})
     }
-    heads, kv = given.get("num_attention_heads"), given.get("num_kv_heads")
-    flags = {
-        "--untie-embeddings-and-output-weights": is_on(given["no_weight_tying"]),
-        "--checkpoint-activations": is_on(given["checkpoint_activations"]),
-        "--sequence-parallel": is_on(given["sequence_parallel"]),
-        "--disable-bias-linear": is_off(given["use_bias_in_attn_linear"]) and is_off(given["use_bias_in_mlp"]),
-        "--swiglu": given["activation"] in _GATED,
-        "--qk-layernorm": is_on(given.get("use_qk_layernorm")),
-        "--bf16": _precision(given) == "bf16",
-        "--fp16": _precision(given) == "fp16",
-    }
-    options |= {name: [] for name, is_set in flags.items() if is_set}
-    if given.get("vocab_file") and given.get("tokenizer_type") != "GPT2BPETokenizer":
-        options["--tokenizer-model"] = [str(given["vocab_file"])]
-    options["--ffn-hidden-size"] = [str(_width(given))]
-    options["--normalization"] = ["RMSNorm" if given["norm"] == "rmsnorm" else "LayerNorm"]
-    options["--position-embedding-type"] = [
-        {"rotary": "rope", "learned": "learned_absolute"}.get(str(given["pos_emb"]), str(given["pos_emb"]))
-    ]
-    if kv and kv != heads:
-        options |= {"--group-query-attention": [], "--num-query-groups": [str(kv)]}
-    if (given.get("moe_num_experts") or 1) > 1:
-        options["--num-experts"] = [str(given["moe_num_experts"])]
+    names = {"given": given, "is_on": is_on, "is_off": is_off, "gated": _GATED}
+    names |= {"precision": _precision(given), "width": _width(given)}
+    for option, text in table()["neox"]["says"].items():
+        if (value := value_of(text, names)) not in (None, False, ""):
+            options[option] = [] if value is True else [str(value)]
     return options
 
 

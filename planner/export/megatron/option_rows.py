@@ -190,7 +190,7 @@ class OptionRow(BaseModel):
     def read(self, options: Options, unasked: Mapping[str, Callable[[Options], Any]]) -> Fields:
         """The fields that the options say by this one."""
         if self.reads:
-            return self._read(_reading(options))
+            return self._read(reading(options))
         if self.says:
             return dict(self.says) if self.name in options else {}
         if self.size:
@@ -219,7 +219,8 @@ def _of_model(model: ModelSpec) -> Fields:
     }  # fmt: skip
 
 
-def _reading(options: Options) -> Fields:
+def reading(options: Options) -> Fields:
+    """The names that expressions of the table read options by."""
     readers = (text, size, number, positive, decimal, given)
     return {
         "options": options,

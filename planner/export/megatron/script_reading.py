@@ -17,7 +17,7 @@ from planner.export.megatron.deepspeed_options import (
     read_zero,
 )
 from planner.export.megatron.model_options import MODEL_OPTIONS, PATTERNS, read_model, resized, with_pattern
-from planner.export.megatron.option_rows import Options, broken_rows, number, options_of, read_fields, text
+from planner.export.megatron.option_rows import Options, broken_rows, number, options_of, read_fields, reading, text
 from planner.export.megatron.option_rows import table as option_table
 from planner.export.megatron.plan_options import (
     KERNELS,
@@ -32,6 +32,7 @@ from planner.export.megatron.plan_options import (
 from planner.export.named_models import Model, moe_of, num_layers_of
 from planner.export.spelling import canonical, read_switches, unexplained
 from planner.specs.base import Fields, Named
+from planner.specs.expressions import text_of, value_of
 from planner.trainers.switches import SWITCHES
 
 _OF_MIXTURES = ("dispatcher", "shared_expert_overlap", "fused_experts", "ep_overlap", "token_drop")
@@ -285,66 +286,13 @@ def named_refusals(options: Options, parsers: Collection[str] = _PARSERS["megatr
     """
     rows = option_table()["refused"].items()
     yield from broken_rows({name: row for name, row in rows if row.get("by") in (None, *parsers)}, options)
-    yield from _refused_stages(options)
-    positions, length, heads, groups, hidden = (
-        number(options, f"--{name}", 0) or 0
-        for name in (
-            "max-position-embeddings", "seq-length", "num-attention-heads", "num-query-groups", "hidden-size",
-        )
-    )  # fmt: skip
-    if parsers and 0 < positions < length:
-        yield "positions_below_sequence", f"--max-position-embeddings {positions} is below --seq-length {length}"
-    if "--group-query-attention" in options and heads and groups and heads % groups:
-        yield "group_sizes", f"{heads} heads are no multiple of {groups} groups"
-    if parsers and "--kv-channels" not in options and hidden and heads and hidden % heads:
-        yield "heads_without_channels", f"hidden size {hidden} is no multiple of {heads} heads"
-
-
-def _refused_stages(options: Options) -> Iterator[tuple[str, str]]:
-    """Splits of layers that do not divide, or that lose some."""
-    layers, pp = number(options, "--num-layers", 0) or 0, max(1, number(options, _PP, 1) or 1)
-    vpp = max(1, number(options, "--num-virtual-stages-per-pipeline-rank", 1) or 1)
-    ends = {name: count for name in _ENDS if (count := number(options, name)) is not None}
-    if ends and pp == 1:
-        option, count = next(iter(ends.items()))
-        _lost(f"{option} without a pipeline builds {count} of {layers or 'all'} layers")
-    if any(count < 1 for count in ends.values()):
-        yield "empty_end", "the first and the last stage need a layer, where their layers are given"
-    if any(count % vpp for count in ends.values()):
-        yield (
-            "virtual_stages_of_ends",
-            f"layers of the first and the last stage must be multiples of the {vpp} virtual stages",
-        )
-    if ends and layers:
-        left, stages = layers - sum(ends.values()), pp - len(ends)
-        if left < 0 or bool(left) != bool(stages):
-            _lost(f"{left} layers are left for {stages} middle stages")
-        if stages and left % stages:
-            yield "middle_layers", f"{left} layers are no multiple of the {stages} middle stages"
-        elif stages and pp > 2 and left // stages % vpp:
-            yield (
-                "virtual_stages_of_middle",
-                f"{left // stages} layers of a middle stage are no multiple of {vpp} virtual stages",
-            )
-    counted = layers + sum(name in options for name in _COUNTED)
-    per_stage = number(options, "--num-layers-per-virtual-pipeline-stage")
-    if not layers or ends or "--pipeline-model-parallel-layout" in options:
-        return
-    if per_stage is not None and (counted % pp or counted // pp % max(1, per_stage)):
-        says = f"{counted} layers on {pp} stages are no multiple of {per_stage} a virtual stage"
-        yield "layers_of_virtual_stage", says
-    elif per_stage is None and counted % pp:
-        yield "layers_per_stage", f"{counted} layers are no multiple of the {pp} pipeline stages"
-    elif counted // pp % vpp:
-        says = f"{counted // pp} layers of a stage are no multiple of its {vpp} virtual stages"
-        yield "layers_per_virtual_stage", says
-
-
-def _lost(says: str) -> None:
-    """An older version went on with fewer layers than the model has."""
-    raise SpecError(says, "give the pipeline that these layers are for, or leave them out")
-
-
-_PP = "--pipeline-model-parallel-size"
-_ENDS = ("--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers")
-_COUNTED = ("--account-for-embedding-in-pipeline-split", "--account-for-loss-in-pipeline-split")
+    names, sizes = reading(options), option_table()["sizes"]
+    for name, expression in sizes["names"].items():
+        names[name] = value_of(expression, names)
+    for name, row in sizes["refused"].items():
+        if row.get("by") in (None, *parsers) and value_of(row["when"], names):
+            if row.get("loses"):
+                # an older version went on with fewer layers than the model has
+                hint = "give the pipeline that these layers are for, or leave them out"
+                raise SpecError(text_of(row["says"], names), hint)
+            yield name, text_of(row["says"], names)

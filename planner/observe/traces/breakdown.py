@@ -14,7 +14,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
-from numpy.typing import NDArray
 
 from planner.observe.traces.events import (
     COMMUNICATION,
@@ -41,6 +40,7 @@ from planner.observe.traces.events import (
     union,
     window,
 )
+from planner.shape import BoolArray, IntArray
 from planner.specs.base import Texts
 
 _STEP = re.compile(r"^(?:ProfilerStep#|(?:train_)?step[ _#:]*|iteration[ _#:]*)(\d{1,12})$", re.IGNORECASE)
@@ -98,7 +98,7 @@ def _on_gpu(trace: RankTrace, starts: list[int], ends: list[int]) -> list[int]:
     launched_ns = trace.launches["start"][launch[known]]
     began = trace.gpu["start"][known]
     ended = trace.gpu["end"][known]
-    step: NDArray[np.int64] = np.searchsorted(np.array(starts), launched_ns, side="right") - 1
+    step: IntArray = np.searchsorted(np.array(starts), launched_ns, side="right") - 1
     inside = (step >= 0) & (launched_ns < np.array(ends)[np.maximum(step, 0)])
     bounds = []
     for index in range(len(starts)):
@@ -133,11 +133,11 @@ class Sorted:
     """A rank's GPU events with the family and the group of each."""
 
     trace: RankTrace
-    family: NDArray[np.int64]
-    group: NDArray[np.int64]
+    family: IntArray
+    group: IntArray
     """An index in `labels`, −1 for what does not communicate."""
     labels: Texts
-    launch: NDArray[np.int64]
+    launch: IntArray
     waits: tuple[tuple[str, Spans], ...]
     """Times at which the host waits or is busy with something else, by name."""
     reach_ns: Times
@@ -165,21 +165,19 @@ class Sorted:
 
     def exchanges(self) -> Sorted:
         """The communication alone: what is kept of a rank while the next one's file is read."""
-        chosen = self.group >= 0
-        trace = replace(
-            self.trace, gpu=self.trace.gpu[chosen], launches=NO_EVENTS,
-            operators=NO_EVENTS, marks=NO_EVENTS,
-        )  # fmt: skip
-        cut = (self.family[chosen], self.group[chosen], self.labels, self.launch[chosen])
-        return Sorted(trace, *cut, (), self.reach_ns[chosen])
+        kept = self._only(self.group >= 0)
+        trace = replace(kept.trace, launches=NO_EVENTS, operators=NO_EVENTS, marks=NO_EVENTS)
+        return replace(kept, trace=trace, waits=())
 
     def near(self, step: StepWindow) -> Sorted:
         """The events that may run in a step, and the one behind it: a step costs what is in it, not in the trace."""
         first = int(np.searchsorted(self.reach_ns, step.start_ns, side="right"))
-        part = slice(first, int(np.searchsorted(self.trace.gpu["start"], step.end_ns)) + 1)
+        return self._only(slice(first, int(np.searchsorted(self.trace.gpu["start"], step.end_ns)) + 1))
+
+    def _only(self, part: slice | BoolArray) -> Sorted:
         trace = replace(self.trace, gpu=self.trace.gpu[part])
-        cut = (self.family[part], self.group[part], self.labels, self.launch[part])
-        return Sorted(trace, *cut, self.waits, self.reach_ns[part])
+        cut = {name: getattr(self, name)[part] for name in ("family", "group", "launch", "reach_ns")}
+        return replace(self, trace=trace, **cut)
 
 
 def _label_of_name(name: str) -> str:
@@ -223,11 +221,11 @@ def break_down(events: Sorted, step: StepWindow) -> TraceStep:
     )
 
 
-def _union(gpu: Events, chosen: NDArray[np.bool_]) -> Spans:
+def _union(gpu: Events, chosen: BoolArray) -> Spans:
     return union(gpu["start"][chosen], gpu["end"][chosen])
 
 
-def _families(events: Sorted, computing: NDArray[np.bool_], inside: Spans) -> tuple[FamilyTime, ...]:
+def _families(events: Sorted, computing: BoolArray, inside: Spans) -> tuple[FamilyTime, ...]:
     taken = NONE
     times = []
     for index, name in enumerate(NAMES):
@@ -245,7 +243,7 @@ def _families(events: Sorted, computing: NDArray[np.bool_], inside: Spans) -> tu
     return tuple(sorted(rows, key=lambda row: -row.seconds))
 
 
-def _largest(events: Sorted, chosen: NDArray[np.bool_], family: int) -> Texts:
+def _largest(events: Sorted, chosen: BoolArray, family: int) -> Texts:
     """The names that take most time, for kernels that no pattern knows."""
     if NAMES[family] != OTHER:
         return ()
@@ -256,9 +254,7 @@ def _largest(events: Sorted, chosen: NDArray[np.bool_], family: int) -> Texts:
     return tuple(events.trace.names[name][:80] for name, _ in total.most_common(MAX_NAMES))
 
 
-def _groups(
-    events: Sorted, near: NDArray[np.bool_], inside: Spans, compute: Spans
-) -> tuple[tuple[GroupTime, ...], Spans]:
+def _groups(events: Sorted, near: BoolArray, inside: Spans, compute: Spans) -> tuple[tuple[GroupTime, ...], Spans]:
     """Communication by group, and all of it."""
     times = []
     all_of_it = NONE

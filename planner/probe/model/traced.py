@@ -125,7 +125,7 @@ class _Step(torch.autograd.Function):
         weight_grad = None
         if operator.kind != "gemm":
             grad = _moved(grad, float(operator.backward_bytes), operator.backward_kernels)
-            # a copy: what is added to a gradient later must not be added to what it was taken of
+            # a copy: two kernels with weights one after another would add to one gradient
             weight_grad = None if weight is None else _part(grad, *weight.shape).clone()
         else:
             count, m, n, k = _factors(operator, weight)

@@ -238,7 +238,7 @@ def warn_of_towers(config: Config, where: str) -> None:
 
 _TOWERS = (
     "vit_config", "audio_config", "talker_config", "code2wav_config", "vision_tower_config",
-    "img_processor", "embd_layer", "vision_model",
+    "img_processor", "embd_layer", "vision_model", "visual_tokenizer_config",
 )  # fmt: skip
 """Keys of what a multimodal model has beside its language model, and which is not planned."""
 
@@ -267,15 +267,17 @@ class _Looked(dict[str, Any]):
 _DECIDES = re.compile(
     r"hidden_size|intermediate|latent|expert|_rank$|heads?$|layers?$|_dim$|kernel|block_size|gate$|gated?_|_size$|_freq$"
     r"|interval|pattern|mtp|nextn|attn_res|compress|conv_|state_size|shared?_|(?<!un)tied?_|merge|stride"
+    r"|window|_expand$|d_(model|state|conv|ssm|rel)$|n_embd|hc_mult|(?<!norm_)(?<!grouped_)topk$|groups$|dense_replace"
+    r"|layer_(end|period|offset)|expert_num$|num_inputs$"
 )
 """Names of keys that may say sizes, layers or parts of a model."""
 _SAYS_NOTHING = re.compile(
-    r"max_position|_token_id|dropout|initializer|rope_|_loss|loss_|num_(beams|return|labels)|chunk_size|ep_size|pretraining"
-    r"|vocab_size_per|image|vision|audio|video|_rms_|first_token|quantiz|softmax_in|fan_in|router_(jitter|aux|z)|_eps|epsilon"
+    r"max_position|_token_id|dropout|initializer|rope_(?!head|layer)|_loss|loss_|num_(beam|return|labels)|chunk_size|ep_size|pretraining"
+    r"|^vocab_size_per|image|vision|audio|video|_rms_|first_token|quantiz|softmax_in|fan_in|router_(jitter|aux|z)|_eps|epsilon"
     r"|init_|resid_|num_logits|seq_length|training_tp|use_cache|architectures|position|encoder|classifier|mrope|hidden_act"
-    r"|mtp_hybrid|num_expert_group|n_shared_experts|zero_expert|index_share|index_topk_freq|qk_head_dim|moe_layer_freq|block_dim"
-    r"|attn_output_gate|expert_(parallel|capacity)|intermediate_size$|num_hidden_layers|num_experts$|moe_k$|^head_dim"
-    r"|group_norm_size|kda_|granularity|router_enable|sliding_window$|max_window_layers|attention_chunk|temperature|original_|tie_encoder|keep_last|generation|dtype"
+    r"|mtp_hybrid|num_expert_group|n_shared_experts|zero_expert|index_share|index_topk_freq|^qk_head_dim|moe_layer_freq|block_dim"
+    r"|attn_output_gate|expert_(parallel|capacity)|^(moe_|shared_|moe_shared_expert_)?intermediate_size$|^num_(hidden_layers|experts)$|^moe_k$|^head_dim"
+    r"|group_norm_size|kda_|granularity|router_enable|^(use_)?sliding_window$|^no_rope_layer_interval$|^first_k_dense_replace$|^max_window_layers|attention_chunk|temperature|original_|tie_encoder|keep_last|generation|dtype"
     r"|_kernels$|_overlap$|^mtp_layers_block|num_hash_layers|output_gate_type|^[lr]m_head$"
 )
 """Names among them that say nothing of what a layer is."""
@@ -363,7 +365,7 @@ def _architecture(config: Config, where: str) -> tuple[Config, Architecture]:
         warn_of_towers(config, where)
         # transformers 5 writes at the top whether the language model's embeddings are tied, and never ties if not there
         tied = {name: config[name] for name in ("tie_word_embeddings",) if name in config}
-        inner = {**inner, **tied} if tied.get("tie_word_embeddings") is False else inner
+        inner = inner if tied.get("tie_word_embeddings") is None else {**inner, **tied}
         named = {"_name_or_path": config.get("_name_or_path")}
         stated = {} if "model_type" in inner else {"model_type": WRAPPERS.get(kind, kind)}
         return _architecture({**tied, **stated, **inner, **named}, where)
