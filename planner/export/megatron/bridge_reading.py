@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -221,7 +221,8 @@ def _derived(fields: Said, options: Options) -> OptionWords:
         derived["--accumulate-allreduce-grads-in-fp32" if in_fp32 else "--grad-reduce-in-bf16"] = []
     for option, field in OF_BRIDGE["moment_fields"].items():
         if dtype := fields.get(field):
-            derived[option] = [_OPTION_MOMENTS.get(str(dtype), str(dtype))]
+            name = str(dtype["_target_"] if isinstance(dtype, Mapping) else dtype).rpartition(".")[2]
+            derived[option] = [_OPTION_MOMENTS.get(name, name)]
     if fields.get("model.bias_activation_fusion") is False and "--swiglu" in options:
         derived["--no-bias-swiglu-fusion"] = []
     return derived

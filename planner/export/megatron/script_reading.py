@@ -56,6 +56,9 @@ def read_features(options: Options) -> Fields:
         features.setdefault("dispatcher", "allgather")
     else:
         features = {name: value for name, value in features.items() if name not in _OF_MIXTURES}
+    if "--use-megatron-fsdp" in options:
+        # those of its shards have the weights' dtype unless they are asked to be 32 bits wide
+        features["bf16_gradients"] = text(options, "--megatron-fsdp-main-grads-dtype", "auto") != "fp32"
     if read_dtype(options) == "fp16":
         # gradients of fp16 are 16 bits wide unless they are asked to be 32
         del features["bf16_gradients"]
