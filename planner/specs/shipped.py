@@ -119,8 +119,8 @@ def _signless_names() -> dict[str, str]:
     pairs = [(alias, own) for own, aliases in names("model").items() for alias in (own, *aliases)]
     found = {_signless(alias): own for alias, own in reversed(pairs)}
     for alias, own in pairs:
-        # `qwen3` of qwen3-coder would be a family
-        if re.search(r"\d[bm]|e\d", short := _signless(_SAYS_NO_SIZE.sub("", alias))):
+        # `qwen3` of qwen3-coder would be a family, and `14b` of hermes-4-14b a size
+        if re.search(r"[a-z].*(\d[bm]|e\d)", short := _signless(_SAYS_NO_SIZE.sub("", alias))):
             found.setdefault(short, own)
     return found
 

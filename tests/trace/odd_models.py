@@ -49,8 +49,8 @@ class Experts(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.router = nn.Linear(HIDDEN, 8, bias=False)
-        self.up = nn.Parameter(torch.empty(8, HIDDEN, 2 * HIDDEN))
-        self.down = nn.Parameter(torch.empty(8, 2 * HIDDEN, HIDDEN))
+        self.up = nn.Parameter(0.02 * torch.randn(8, HIDDEN, 2 * HIDDEN))
+        self.down = nn.Parameter(0.02 * torch.randn(8, 2 * HIDDEN, HIDDEN))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         weights = self.router(x).softmax(-1).amax(-1, keepdim=True)
