@@ -286,8 +286,8 @@ def _lines(plan: Plan) -> Iterator[Line]:
         yield Line(_recommended(best))
         yield Line(("" if best.fits else _misfit(best, hardware.memory_bytes),), "alarm")
         yield measured
-    if search is not None:  # of what it took to fit: a switch, or more risk than was asked for
-        yield Line(best.warnings[:1], "offer")
+    # the trainer's refusal of a given layout, or what it took to fit: a switch, or more risk than was asked for
+    yield Line(best.warnings[:1], "offer")
     if search is not None and search.outcome == "feasible":
         yield Line((f"The search stopped early: {longer(plan)} goes on",), "offer")
 

@@ -89,6 +89,12 @@ def test_evaluate_answers_as_the_main_job_does_without_a_search(capsys: pytest.C
     assert Plan.from_json(data).to_json() == data
 
 
+def test_evaluate_shows_what_the_trainer_refuses(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["evaluate", "--model", "70b", "--gpus", "16", "--runtime", "torchtitan", "--tp", "16", "-b", "64"]
+    assert main(words) == 0
+    assert "num_key_value_heads 8" in capsys.readouterr().out
+
+
 def test_evaluate_shows_the_planners_own_choice_beside_it(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(LAYOUT) == 0
     lines = capsys.readouterr().out.splitlines()
