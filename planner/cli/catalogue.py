@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import logging
 import sys
 from collections.abc import Sequence
@@ -55,6 +56,7 @@ def models_command(
     \b
     Example:
       plan models
+      plan models "qwen3*"
       plan models deepseek-v3
       plan models trace module:my_model.py:make -o my-model.yaml
       plan models trace hf-code:./checkpoint -o my-model.yaml
@@ -65,7 +67,13 @@ def models_command(
     from planner.specs.registry import load_model
     from planner.specs.shipped import names
 
-    models = [load_model(known) for known in ([name] if name is not None else names("model"))]
+    known = {own: (own, *aliases) for own, aliases in names("model").items()}
+    if name is not None and "*" in name:
+        known = {own: spoken for own, spoken in known.items() if fnmatch.filter(spoken, name.lower())}
+        if not known:
+            raise SpecError(f"models: no name is like {name[:100]!r}", "`plan models` lists the names")
+        name = None
+    models = [load_model(one) for one in ([name] if name is not None else known)]
     if json:
         data = [
             _plain(model) | {key: getattr(_totals(model), key) for key in ("num_parameters", "num_active_parameters")}

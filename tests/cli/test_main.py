@@ -190,6 +190,7 @@ def test_models_and_hardware_can_be_listed_and_shown(capsys: pytest.CaptureFixtu
     for arguments, expected in (
         (["models"], "405.9B"),
         (["models", "405b"], "405,853,388,800 parameters"),
+        (["models", "*405B"], "llama-3.1-405b"),
         (["models", "405b", "--json"], '"num_parameters": 405853388800'),
         (["models", "--json"], '"llama-3.1-405b"'),
         (["hardware", "h100", "--json"], '"memory_gib": 79.1'),
