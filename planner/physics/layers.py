@@ -398,6 +398,8 @@ def model_totals(
 BACKWARD_FACTOR = 2.0
 """Bytes and kernels of an element-by-element operation's backward over those of its forward: the output's gradient and
 what was kept are read, and the input's gradient is written."""
+BACKWARD_FACTORS = {"norm": 2.5, "cast": 1.0}
+"""Those of families: a norm without a kernel as `physics/layer/blocks.py` counts one, and a cast back."""
 
 
 def traced(model: ModelSpec, kind: LayerKind, shape: Shape, runtime: RuntimeSpec) -> Iterator[Item]:
@@ -442,11 +444,12 @@ def _operator(row: TracedOperator, shape: Shape) -> Operator:
             qk_dim=row.qk_dim, v_dim=row.v_dim, saved=saved,
         )  # fmt: skip
     moved = _at(row.bytes, length) * sequences * share
+    factor = BACKWARD_FACTORS.get(row.family, BACKWARD_FACTOR)
     return Operator(
         name=row.name, kind="elementwise", family=row.family, forward_bytes=moved,
-        backward_bytes=BACKWARD_FACTOR * moved, forward_kernels=row.kernels,
-        backward_kernels=round(BACKWARD_FACTOR * row.kernels), parameters=parameters, saved=saved,
-        working_bytes=2 / 3 * BACKWARD_FACTOR * moved / max(row.kernels, 1),
+        backward_bytes=factor * moved, forward_kernels=row.kernels,
+        backward_kernels=round(factor * row.kernels), parameters=parameters, saved=saved,
+        working_bytes=2 / 3 * factor * moved / max(row.kernels, 1),
     )  # fmt: skip
 
 
