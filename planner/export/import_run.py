@@ -130,7 +130,8 @@ def _exported(name: str) -> tuple[str, Fields]:
 
     The file itself and nothing where the manifest beside it is none of ours, or does not list the file.
     """
-    folder, _, last = (name, "", "") if os.path.isdir(name) else name.rpartition("/")
+    path = Path(name)
+    folder, last = (path, "") if os.path.isdir(name) else (path.parent, path.name)
     text = text_beside(Path(folder, "manifest.json"))
     try:
         said = _Manifest.model_validate_json(text or "")

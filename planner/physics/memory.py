@@ -279,10 +279,8 @@ def gathered_bytes(items: Sequence[Item], runtime: RuntimeSpec) -> Number:
     """Bytes of the weights that are whole at a time where ranks share them: one that is read, and the next."""
     if runtime.weight_shards == 1:
         return 0.0
-    largest: Number = 0.0
-    for op in operators_of(items):
-        largest = maximum(largest, op.parameters * (not op.expert))
-    return 2 * BF16 * largest
+    least: Number = 0.0
+    return 2 * BF16 * reduce(maximum, (op.parameters for op in operators_of(items) if not op.expert), least)
 
 
 def working_set(op: Operator, runtime: RuntimeSpec) -> tuple[Saved, ...]:
