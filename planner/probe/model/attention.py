@@ -364,7 +364,7 @@ class CoreAttention(nn.Module):
         super().__init__()
         self.around = around
         self.slides = kind.attention != "full"
-        self.window = window_of(model, kind)
+        self.model, self.kind = model, kind
         self.heads = model.num_attention_heads // around.tp.size
         self.output = Linear(
             model.num_attention_heads * v_dim, model.hidden_size, around, parallel="row", bias=model.output_bias
@@ -375,7 +375,8 @@ class CoreAttention(nn.Module):
     def attend(self, q: Tensor, k: Tensor, v: Tensor, tables: AttentionTables) -> Tensor:
         mask = tables.window_mask if self.slides else tables.alibi
         core: Callable[..., Tensor] = recomputable("core_attn", core_attention, self.around)
-        out: Tensor = self.output(core(q, k, v, mask, self.window, self.sinks, self.around.cp))
+        window = window_of(self.model, self.kind, q.shape[0] * self.around.cp.size)
+        out: Tensor = self.output(core(q, k, v, mask, window, self.sinks, self.around.cp))
         return out
 
 
