@@ -264,8 +264,9 @@ class ImportedRun:
         """Put in what settings say (readings.yaml): fields, layout, features, what is not understood, and texts."""
         layout, features = self.run["parallelism"], self.run["features"]
         places = {"run": self.run, "layout": layout, "features": features, "unknown": self.unknown}
-        for part, place in places.items():
-            place.update(said.get(part, {}))
+        for part, place in (places | {"model": self.run["model"]}).items():
+            if found := said.get(part):
+                place.update(found)
         self.notes += said["notes"]
         self.refused += said["refused"]
         self.microbatches_per_rank = said.get("microbatches_per_rank", self.microbatches_per_rank)

@@ -428,7 +428,11 @@ def readings(name: str, settings: Said, /, **more: Any) -> Fields:
     }
     names: Fields = {"settings": settings, "get": settings.get, "is_on": is_on, "is_off": is_off, "is_count": is_count}
     names |= {called: partial(read, settings) for called, read in of_settings.items()}
-    names |= {"is_list": lambda value: isinstance(value, list), "found": lambda mark, said: re.search(mark, str(said))}
+    names |= {
+        "is_list": lambda value: isinstance(value, list),
+        "is_number": lambda value: isinstance(value, (int, float)),
+    }
+    names |= {"is_whole": lambda value: type(value) is int, "found": lambda mark, said: re.search(mark, str(said))}
     names |= more
     for own, expression in rows.get("names", {}).items():
         names[own] = computed(expression, names)
