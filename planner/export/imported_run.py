@@ -272,8 +272,8 @@ class ImportedRun:
         self.microbatches_per_rank = said.get("microbatches_per_rank", self.microbatches_per_rank)
         for name, value in said.get("offloads", {}).items():
             self.offload_all(name, value)
-        if "beside" in said:
-            self.reinforce(**said["beside"])
+        if beside := said.get("beside"):
+            self.reinforce(**beside)
 
     def offload_all(self, name: str, value: object = "true") -> None:
         """FSDP's CPUOffload, which the setting `name` says, of a run that shards its weights."""
