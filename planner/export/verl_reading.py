@@ -106,7 +106,7 @@ def _of_fsdp(settings: Settings, model: str, is_rl: bool) -> ImportedRun:
     imported.put(said)
     imported.source = "verl"
     actor, own = (_ACTOR, _MODEL) if is_rl else ("", "model.")
-    unsaid = {f"{own}enable_gradient_checkpointing": True, f"{actor}fsdp_config.fsdp_size": -1}
+    unsaid: Settings = {f"{own}enable_gradient_checkpointing": True, f"{actor}fsdp_config.fsdp_size": -1}
     unsaid[f"{_ACTOR}ppo_micro_batch_size_per_gpu" if is_rl else "data.micro_batch_size_per_gpu"] = None if is_rl else 4
     imported.assumed = {path: str(value) for path, value in unsaid.items() if path not in settings}
     _offload(imported, settings, f"{actor}fsdp_config." if is_rl else "model.fsdp_config.")
