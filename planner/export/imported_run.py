@@ -264,7 +264,7 @@ class ImportedRun:
         """Put in what settings say (readings.yaml): fields, layout, features, what is not understood, and texts."""
         layout, features = self.run["parallelism"], self.run["features"]
         places = {"run": self.run, "layout": layout, "features": features, "unknown": self.unknown}
-        for part, place in (places | {"model": self.run["model"]}).items():
+        for part, place in (places | {"model": self.run["model"] or {}}).items():
             if found := said.get(part):
                 place.update(found)
         self.notes += said["notes"]

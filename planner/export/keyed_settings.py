@@ -416,7 +416,7 @@ def count(values: Sequence[str]) -> int | None:
 _OF_A_VALUE: Fields = {
     "is_on": is_on, "is_off": is_off, "is_count": is_count,
     "is_list": lambda value: isinstance(value, list), "is_mapping": lambda value: isinstance(value, Mapping),
-    "is_number": lambda value: isinstance(value, (int, float)), "is_whole": lambda value: type(value) is int,
+    "is_number": lambda value: type(value) in (int, float), "is_whole": lambda value: type(value) is int,
     "found": lambda mark, said: re.search(mark, str(said)),
 }  # fmt: skip
 _OF_SETTINGS: Mapping[str, Callable[..., Any]] = {
