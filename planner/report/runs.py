@@ -61,7 +61,7 @@ def _days(days: float) -> str:
 
 
 def _keeping(change: LayoutChange) -> str:
-    """What it would be to keep the layout at a stop."""
+    """The price of keeping the layout at a stop."""
     return next(sentences("phase_keeping", it=change, days=_days))
 
 
