@@ -92,7 +92,7 @@ def listed(item: str, rows: Iterable[object], gap: int = 2, bold: Container[int]
 
     A column is `head side: cell`: the side as `columns` has it, and an expression.
     """
-    known = WORDS | names
+    known = WORDS | {"text": Text} | names
     heads, cells = zip(*(pair for column in shipped_table("report/answers.yaml")[item] for pair in column.items()),
                        strict=True)  # fmt: skip
     titles, sides = zip(*(head.rpartition(" ")[::2] for head in heads), strict=True)
