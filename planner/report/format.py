@@ -416,8 +416,13 @@ WORDS: Fields = {
 
 def sentences(item: str, path: str = "report/answers.yaml", **names: Any) -> Iterator[str]:
     """The sentences of an item of a table of words whose conditions hold; one without a condition always does."""
+    return ("".join(cells) for cells in told(item, path, **names))
+
+
+def told(item: str, path: str = "report/answers.yaml", **names: Any) -> Iterator[list[str]]:
+    """The rows of such an item; a sentence is a row of one cell."""
     known = WORDS | names
     for row in shipped_table(path)[item]:
         says, when = (row["says"], row["when"]) if isinstance(row, dict) else (row, "True")
         if value_of(when, known):
-            yield text_of(says, known)
+            yield [text_of(cell, known) for cell in ([says] if isinstance(says, str) else says)]
