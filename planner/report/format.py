@@ -406,6 +406,7 @@ def _num_lines(text: str) -> int:
     return len(wrap(text, LINE, break_long_words=False, break_on_hyphens=False))
 
 
+ANSWERS = "report/answers.yaml"
 WORDS: Fields = {
     "percent": percent, "seconds": seconds, "signed_seconds": signed_seconds, "span": span, "digits": digits,
     "duration": duration, "large": large, "gibibytes": gibibytes, "counted": counted, "ends": ends, "sizes": sizes,
@@ -414,15 +415,15 @@ WORDS: Fields = {
 """The names that tables of words have beside those that they are given."""
 
 
-def sentences(item: str, path: str = "report/answers.yaml", **names: Any) -> Iterator[str]:
+def sentences(item: str, path: str = ANSWERS, /, **names: Any) -> Iterator[str]:
     """The sentences of an item of a table of words whose conditions hold; one without a condition always does."""
     return ("".join(cells) for cells in told(item, path, **names))
 
 
-def told(item: str, path: str = "report/answers.yaml", **names: Any) -> Iterator[list[str]]:
+def told(item: str, path: str = ANSWERS, /, **names: Any) -> Iterator[list[str]]:
     """The rows of such an item; a sentence is a row of one cell."""
     known = WORDS | names
     for row in shipped_table(path)[item]:
-        says, when = (row["says"], row["when"]) if isinstance(row, dict) else (row, "True")
+        says, when = (row["says"], row.get("when", "True")) if isinstance(row, dict) else (row, "True")
         if value_of(when, known):
             yield [text_of(cell, known) for cell in ([says] if isinstance(says, str) else says)]
