@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from textwrap import wrap
 
 from rich.console import Console, Group, RenderableType
@@ -31,7 +32,7 @@ from planner.report.format import (
     seconds,
     unsure,
 )
-from planner.report.pieces import Parts, TextBar, as_group, bullets, columns, headed, section
+from planner.report.pieces import Parts, TextBar, as_group, bullets, columns, headed, listed, section
 from planner.report.rows import Entry, Figure, ReportSection, Robust, Table, entry_of
 from planner.report.view import View, seconds_table, stage_table, view_of
 from planner.specs.base import Texts
@@ -353,7 +354,10 @@ def render_memory(answer: MemoryAnswer, stage: MemoryOfStage) -> Iterator[Render
         _largest(answer, stage),
     )
     if answer.changes:
-        yield section(f"What would make room on stage {stage.stage}", _freeing(answer, stage))
+        yield section(
+            f"What would make room on stage {stage.stage}",
+            listed("room_on_stage", answer.changes, stage=stage, longer=partial(_longer, answer)),
+        )
     notes = dict.fromkeys(f"{tensor.name}: {tensor.note}" for tensor in stage.tensors if tensor.note)
     if notes:
         yield section("Rows that are no tensor of their own", bullets(notes))
@@ -403,15 +407,3 @@ def _largest(answer: MemoryAnswer, stage: MemoryOfStage) -> RichTable:
 def _longer(answer: MemoryAnswer, change: MemoryChange) -> str:
     ratio = change.step_s / answer.step_s - 1
     return f"{'+' if ratio >= 0 else '−'}{percent(abs(ratio))}"
-
-
-def _freeing(answer: MemoryAnswer, stage: MemoryOfStage) -> RichTable:
-    table = headed(("change", "peak", "frees", "step", ""), "wrrrr")
-    for change in answer.changes:
-        peak = change.peak_bytes[stage.stage]
-        freed = gibibytes(stage.peak_bytes - peak)
-        fits = "" if change.fits else " (does not fit)"
-        table.add_row(
-            change.change + fits, gibibytes(peak), freed, seconds(change.step_s), _longer(answer, change)
-        )  # fmt: skip
-    return table
