@@ -23,7 +23,6 @@ from planner.report import small
 from planner.report.format import (
     EVIDENCE_IN_BRIEF,
     LINE,
-    MEMORY,
     gibibytes,
     percent,
     recipe_lines,
@@ -345,7 +344,9 @@ def render_memory(answer: MemoryAnswer, stage: MemoryOfStage) -> Iterator[Render
     """The stages' peaks, the largest tensors of `stage`, and what would make room there."""
     capacity = gibibytes(stage.capacity_bytes)
     yield Text(f"{answer.model}  {answer.layout}")
-    yield section(f"Memory at the peak of each stage, GiB of the GPU's {capacity}", _peaks(answer))
+    yield section(
+        f"Memory at the peak of each stage, GiB of the GPU's {capacity}", listed("memory_peaks", _alike(answer.stages))
+    )
     when = seconds(stage.peak_s)
     flying = len({(tensor.microbatch, tensor.from_s) for tensor in stage.tensors if tensor.item == "activations"})
     passes = "micro-batches" if len(stage.chunks) == 1 else "chunks of micro-batches"
@@ -361,17 +362,6 @@ def render_memory(answer: MemoryAnswer, stage: MemoryOfStage) -> Iterator[Render
     notes = dict.fromkeys(f"{tensor.name}: {tensor.note}" for tensor in stage.tensors if tensor.note)
     if notes:
         yield section("Rows that are no tensor of their own", bullets(notes))
-
-
-def _peaks(answer: MemoryAnswer) -> RichTable:
-    items = [name for name in MEMORY if name != "total_bytes"]
-    heads = [_SHORT.get(MEMORY[name], MEMORY[name]) for name in items]
-    table = headed(("stage", *heads, "total", "peak at"), "r" * (len(items) + 3))
-    for first, last in _alike(answer.stages):
-        sizes = [gibibytes(getattr(first.memory, name)) for name in items]
-        name = str(first.stage) if first is last else f"{first.stage}–{last.stage}"
-        table.add_row(name, *sizes, gibibytes(first.memory.total_bytes), seconds(first.peak_s))
-    return table
 
 
 def _alike(stages: Sequence[MemoryOfStage]) -> Iterator[tuple[MemoryOfStage, MemoryOfStage]]:
