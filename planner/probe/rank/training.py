@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from planner.probe.model.attention import AttentionTables
 from planner.probe.model.chunk import Chunk, copy_shard, initialise, local, whole_name
 from planner.probe.model.layers import Experts, takes_groups
-from planner.probe.model.peers import EmulatedPeers, ExpertPeers, GroupPeers, Surroundings
+from planner.probe.model.peers import EmulatedPeers, ExpertPeers, GroupPeers, Surroundings, marks_of
 from planner.probe.rank.gradients import (
     FlatParameters,
     ShardedParameters,
@@ -89,21 +89,20 @@ class Parameters:
         others: list[nn.Parameter] = []
         seen: set[str] = set()
         for name, stage, parameter in self.named:
-            if hasattr(parameter, "expert") != expert:
+            marks = marks_of(parameter)
+            if marks.expert != expert:
                 continue
             first_holder = self.holders[name, stage][0] == pp_rank and name not in seen
             seen.add(name)
-            once = expert or hasattr(parameter, "shard") or tp_rank == 0
+            once = expert or marks.shard is not None or tp_rank == 0
             (counted if first_holder and once else others).append(parameter)
         return counted, others
 
     def partial_over_tp(self) -> Iterator[Tensor]:
         """Main gradients that must be summed over tensor-parallel ranks, each of which has a part."""
         for _, _, parameter in self.named:
-            partial = getattr(parameter, "partial", None)
-            if not hasattr(parameter, "expert") and (
-                partial == "always" or (partial == "sequence" and self.run.sequence_parallel)
-            ):
+            marks = marks_of(parameter)
+            if not marks.expert and marks.partial in ("always", "sequence" if self.run.sequence_parallel else "always"):
                 yield main_gradient(parameter)
 
     def replicas(self) -> dict[Ints, dict[str, list[Tensor]]]:
