@@ -11,8 +11,8 @@ import re
 from collections import Counter
 from collections.abc import Callable, Collection
 from contextlib import suppress
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
-from typing import NamedTuple
 
 from planner.answer import Plan, StagePlan
 from planner.errors import ProbeError
@@ -23,13 +23,13 @@ from planner.physics.cost import CostTable, PartCost, sum_parts
 from planner.physics.memory import communicators
 from planner.physics.pricing import Pricing
 from planner.physics.stage_memory import StageBytes, stage_memory
-from planner.probe.plan_runs import ranks_run, require_runnable
+from planner.probe.plan_runs import PlannedRun, ranks_run, require_runnable
 from planner.probe.plan_slice import ProbeOptions, recompute_modules
 from planner.probe.result import ProbeStart, StartedStage
 from planner.probe.run import ChunkSpec, ProbeRun, num_communicators
 from planner.schedule.orders import SCHEDULES
 from planner.shape import Shape
-from planner.specs.base import Fields, Texts
+from planner.specs.base import Fields
 from planner.specs.cluster import ClusterSpec
 from planner.specs.model import ModelSpec
 from planner.specs.training import Recompute, TrainingSpec
@@ -223,16 +223,10 @@ def run_bytes(run: ProbeRun, cluster: ClusterSpec, alone: bool = False) -> list[
     ]
 
 
-class Fitted(NamedTuple):
-    """A plan that fits where it is probed, and how it differs from the one that was asked for."""
-
-    plan: Plan
-    changes: Texts = ()
-    """Sizes that are other than planned, in words; none where the plan fits as it is."""
-
-
-def made_to_fit(plan: Plan, run_of: Callable[[Plan], ProbeRun], capacity_bytes: float, alone: bool = False) -> Fitted:
-    """The plan, or as little changed as fits into `capacity_bytes` of each GPU; `run_of` gives the run of a plan.
+def made_to_fit(
+    plan: Plan, run_of: Callable[[Plan], PlannedRun], capacity_bytes: float, alone: bool = False
+) -> PlannedRun:
+    """The run of a plan, or of one as little changed as fits into `capacity_bytes` of each GPU.
 
     Raises ProbeError where one recomputed layer a stage does not fit.
     """
@@ -240,14 +234,14 @@ def made_to_fit(plan: Plan, run_of: Callable[[Plan], ProbeRun], capacity_bytes: 
     most_bytes = (1 - ROOM_FRACTION) * capacity_bytes
 
     def needed(changed: Plan) -> float:
-        return max(stage.total_bytes for stage in run_bytes(run_of(changed), plan.cluster, alone))
+        return max(stage.total_bytes for stage in run_bytes(run_of(changed).run, plan.cluster, alone))
 
     def fits(changed: Plan) -> bool:
         return needed(changed) <= most_bytes
 
     plan, changes = _with_known_zero(plan)
     if (before := needed(plan)) <= most_bytes:
-        return Fitted(plan, tuple(changes))
+        return run_of(plan)._replace(changes=tuple(changes))
     if plan.parallelism.zero_stage == 0 and plan.parallelism.dp > 1:
         plan = _with_zero(plan, 1)
         changes.append("ZeRO-0 → 1: optimizer states are sharded")
@@ -268,7 +262,7 @@ def made_to_fit(plan: Plan, run_of: Callable[[Plan], ProbeRun], capacity_bytes: 
     if fewest:
         changes.append(f"{fewest} layers of each chunk are recomputed whole, or more as planned")
     changes[-1] += f" (without, {gib(before):.1f} GiB of {gib(capacity_bytes):.1f} in eager torch)"
-    return Fitted(recomputing(plan, fewest), tuple(changes))
+    return run_of(recomputing(plan, fewest))._replace(changes=tuple(changes))
 
 
 def _with_known_zero(plan: Plan) -> tuple[Plan, list[str]]:
@@ -380,8 +374,8 @@ def what_starts(plan: Plan, options: ProbeOptions, probe: str) -> ProbeStart:
     num_ranks = plan.parallelism.num_gpus_used
     node = plan.cluster.node_size
     capacity_bytes = plan.cluster.hardware.memory_bytes
-    fitted = made_to_fit(plan, lambda changed: ranks_run(changed, options, num_ranks)[0], capacity_bytes)
-    run, _, _ = ranks_run(fitted.plan, options, num_ranks)
+    fitted = made_to_fit(plan, partial(ranks_run, options=options, num_gpus=num_ranks), capacity_bytes)
+    run = fitted.run
     each = min(node, run.world_size)
     nodes = -(-run.world_size // node)
     queues = {"GPU_MAX_HW_QUEUES": "16"} if plan.cluster.hardware.is_amd else {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}

@@ -144,7 +144,7 @@ def results(
 
 
 def _stages(plan: Plan, run: ProbeRun) -> list[int]:
-    return ranks_run(plan, ProbeOptions(device="cuda"), run.world_size)[2]
+    return list(ranks_run(plan, ProbeOptions(device="cuda"), run.world_size).stages)
 
 
 def _chunk(stage: int, own: dict[tuple[int, str], float]) -> ChunkSeconds:
