@@ -53,15 +53,20 @@ def in_eager_torch(plan: Plan, kernels: Collection[str] = (), alone: bool = Fals
 
     `kernels` are those of attention that ran; without any, the price is of those that torch is expected to take. Stages
     that run `alone` copy in their own memory what ranks exchange, and wait for no late node."""
-    eager = plan.model_copy(
-        update={
-            "cluster": plan.cluster.changed(num_gpus=plan.cluster.node_size) if alone else plan.cluster,
-            "runtime": EAGER.name,
-            "runtime_spec": runtime_of(plan, kernels, alone),
-            "training": training_of(plan.training.seq_length, plan.training.global_batch_size),
-        }
+    runtime = eager_runtime(plan.parallelism.zero_stage, kernels, alone)
+    return _priced_again(
+        plan,
+        cluster=plan.cluster.changed(num_gpus=plan.cluster.node_size) if alone else plan.cluster,
+        runtime=EAGER.name,
+        runtime_spec=runtime.model_copy(update={"microbatch_overhead_s": plan.runtime_spec.microbatch_overhead_s}),
+        training=training_of(plan.training.seq_length, plan.training.global_batch_size),
     )
-    return eager.model_copy(update={"best": layout_again(eager, repriced(eager))})
+
+
+def _priced_again(plan: Plan, **changes: object) -> Plan:
+    """The same layout, priced with other fields of its plan."""
+    changed = plan.model_copy(update=changes)
+    return changed.model_copy(update={"best": layout_again(changed, repriced(changed))})
 
 
 def without_waits(eager: Plan) -> Plan:
@@ -88,13 +93,8 @@ def without_exchanges(eager: Plan) -> Plan:
 
 def _with(eager: Plan, cluster: Fields, runtime: Fields) -> Plan:
     """The same layout, priced with other fields of its cluster and of its runtime."""
-    changed = eager.model_copy(
-        update={
-            "cluster": eager.cluster.changed(**cluster),
-            "runtime_spec": eager.runtime_spec.model_copy(update=runtime),
-        }
-    )
-    return changed.model_copy(update={"best": layout_again(changed, repriced(changed))})
+    runtime_spec = eager.runtime_spec.model_copy(update=runtime)
+    return _priced_again(eager, cluster=eager.cluster.changed(**cluster), runtime_spec=runtime_spec)
 
 
 def static_bytes(eager: Plan, stage: int) -> float:
@@ -123,21 +123,13 @@ def repriced(plan: Plan) -> Candidate:
     return reprice(plan, plan.best, recompute_modules(plan.best))
 
 
-def runtime_of(plan: Plan, kernels: Collection[str] = (), alone: bool = False) -> RuntimeSpec:
-    """Eager torch with the kernels of attention that ran, and the host time per micro-batch that the plan takes from an
-    earlier probe."""
-    sharded = MASTERS_ARE_WEIGHTS if plan.parallelism.zero_stage == 3 else {}
-    overhead = {"microbatch_overhead_s": plan.runtime_spec.microbatch_overhead_s}
-    return eager_with(kernels, alone).model_copy(update={**overhead, **sharded})
-
-
-def eager_with(kernels: Collection[str], alone: bool, torch_version: str = "") -> RuntimeSpec:
-    """Eager torch of a version (the one installed here by default), whose ranks ran these kernels of attention, among
-    others or `alone`."""
-    update = {
+def eager_runtime(zero_stage: int, kernels: Collection[str], alone: bool) -> RuntimeSpec:
+    """Eager torch as installed here, whose ranks ran these kernels of attention, among others or `alone`."""
+    update: Fields = {
         "attention_kernel": torch_took(kernels),
-        "fused_norm": fuses_norms(torch_version),
+        "fused_norm": fuses_norms(),
         "copies_exchanged": alone,
+        **(MASTERS_ARE_WEIGHTS if zero_stage == 3 else {}),
     }
     return EAGER.model_copy(update=update)
 
@@ -169,16 +161,18 @@ def run_shape(run: ProbeRun, dp: int, zero_stage: int) -> Shape:
     )  # fmt: skip
 
 
-def _priced(run: ProbeRun, cluster: ClusterSpec, shape: Shape, kernels: Collection[str], alone: bool) -> Pricing:
+def _priced(
+    run: ProbeRun, cluster: ClusterSpec, shape: Shape, kernels: Collection[str], alone: bool
+) -> tuple[Pricing, CostTable]:
     """The prices of a run in eager torch. Late nodes are those among which it ran: it has not waited for others."""
-    sharded = MASTERS_ARE_WEIGHTS if int(shape.zero_stage) == 3 else {}
-    return Pricing(
+    pricing = Pricing(
         model=run.model,
         training=training_of(int(shape.seq_length), run.dp * run.micro_batch_size * run.num_microbatches),
         cluster=cluster.changed(num_gpus=cluster.node_size if alone else run.world_size),
-        runtime=eager_with(kernels, alone).model_copy(update=sharded),
+        runtime=eager_runtime(int(shape.zero_stage), kernels, alone),
         selective_modules=run.recompute_modules,
     )
+    return pricing, pricing.table(shape)
 
 
 def _cost(run: ProbeRun, chunk: ChunkSpec, table: CostTable, head: PartCost) -> PartCost:
@@ -195,8 +189,7 @@ def chunk_costs(
 ) -> list[PartCost]:
     """The cost model's price of each virtual stage of a probe's run, in eager torch on `cluster`, with the `kernels` of
     attention that ran, if they are known, on all ranks together or each stage `alone`."""
-    shape = run_shape(run, run.dp, int(run.zero))
-    table = _priced(run, cluster, shape, kernels, alone).table(shape)
+    _, table = _priced(run, cluster, run_shape(run, run.dp, int(run.zero)), kernels, alone)
     return [_cost(run, chunk, table, table.head) for chunk in run.chunks]
 
 
@@ -205,12 +198,11 @@ def run_bytes(run: ProbeRun, cluster: ClusterSpec, alone: bool = False) -> list[
     `alone`."""
     zero_stage = 3 if run.fully_sharded else int(run.zero)
     shape = run_shape(run, run.dp * run.dp_stands_for, zero_stage)
-    pricing = _priced(run, cluster, shape, (), alone)
-    table = pricing.table(shape)
+    pricing, table = _priced(run, cluster, shape, (), alone)
     places = run.stage_to_rank
     with_embedding = {rank for stage, rank in enumerate(places) if run.chunk_of(stage).embedding}
-    heads = {rank: table.head_beside_embedding if rank in with_embedding else table.head for rank in places}
-    costs = [_cost(run, run.chunk_of(stage), table, heads[rank]) for stage, rank in enumerate(places)]
+    heads = (table.head_beside_embedding if rank in with_embedding else table.head for rank in places)
+    costs = [_cost(run, run.chunk_of(stage), table, head) for stage, head in enumerate(heads)]
     held = durations_of(pricing, table, costs, places).activation_bytes
     assert held is not None
     made = [0] * run.pp if alone else num_communicators(run)

@@ -13,7 +13,8 @@ import mmap
 import os
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -26,6 +27,7 @@ from planner.distribution import __version__
 from planner.errors import ProbeError
 from planner.probe.model.peers import ExpertGroup, ExpertPeers, GroupPeers, Surroundings, TensorPeers
 from planner.probe.rank.gradients import Sharding
+from planner.probe.result import RankResult
 from planner.probe.run import Place, ProbeRun, Purpose, group_keys, groups_of
 from planner.specs.base import Texts
 
@@ -151,13 +153,18 @@ class StatusFile:
         return in_words(self.phase, self.detail)
 
 
-def read_status(path: Path) -> Progress | None:
-    """The progress that a rank wrote, or None if it has not written any yet."""
-    try:
-        phase, detail, since_s, beat_s, _ = path.read_text(errors="replace").split("|")
+def read_status(folder: Path, rank: int, start_s: float) -> Progress:
+    """The progress that a rank wrote, which starts at `start_s` where it has not written any yet."""
+    with suppress(OSError, ValueError):
+        phase, detail, since_s, beat_s, _ = (folder / STATUS_FILE.format(rank)).read_text(errors="replace").split("|")
         return Progress(phase, detail, float(since_s), float(beat_s))
-    except (OSError, ValueError):
-        return None
+    return Progress("start", "", start_s, time.monotonic())
+
+
+def read_results(folder: Path, ranks: Iterable[int]) -> tuple[RankResult, ...]:
+    """The measurements that ranks have left in a folder."""
+    paths = (folder / RESULT_FILE.format(rank) for rank in ranks)
+    return tuple(RankResult.model_validate_json(path.read_text()) for path in paths)
 
 
 _KEY, _VERDICT = "progress {}", "stands still"
