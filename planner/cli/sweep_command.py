@@ -7,6 +7,7 @@ import math
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from itertools import product
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -96,16 +97,17 @@ def _goal(asked: SweepOptions, deadline: float | None, usd: float | None) -> Goa
 
 def _swept(asked: SweepOptions, goal: Goal) -> Sweep:
     """Plan the points that the options name, or look for the number of GPUs that meets the goal."""
-    from planner.decide.sweep import of_points, planners, sweep
+    from planner.decide.sweep import of_points, plan_all
 
     if asked.gpus is None:
         raise SpecError("--gpus: is missing", "for example --gpus 256,512, 256..4096 or auto")
     trials = list(_trials(asked))
     if asked.gpus == AUTO:
-        with progress("looking for the fewest GPUs", None) as advance, planners(MOST_GPUS, advance) as plan_all:
-            return of_points([point for trial in trials for point in _auto(trial, goal, plan_all)], goal)
-    with progress("planning", len(trials)) as advance, planners(len(trials), advance) as plan_all:
-        return sweep(trials, goal, plan_all)
+        with progress("looking for the fewest GPUs", None) as advance:
+            each = partial(plan_all, advance=advance)
+            return of_points([point for trial in trials for point in _auto(trial, goal, each)], goal)
+    with progress("planning", len(trials)) as advance:
+        return of_points(plan_all(trials, advance), goal)
 
 
 def _auto(trial: Trial, goal: Goal, plan_all: Any) -> list[Any]:
