@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
@@ -86,10 +85,6 @@ def _goal(asked: SweepOptions, deadline: float | None, usd: float | None) -> Goa
     from planner.decide.sweep import Goal
 
     for name, given in (("--deadline", deadline), ("--usd", usd)):
-        if given is not None and not 0 < given < math.inf:
-            raise SpecError(
-                f"{name}: {given:g} is not more than 0", f"write {name} {5_000_000 if name == '--usd' else 30}"
-            )
         if given is not None and asked.tokens is None:
             raise SpecError(f"{name}: a run without tokens has no end", f"add --tokens 15T to {name} {given:g}")
     return Goal(deadline_days=deadline, budget_usd=usd)
@@ -287,8 +282,6 @@ def next_command(
     read = read_plan(plan)
     if not read.fits:
         raise Infeasible(f"{plan}: its layout does not fit, and no run of it is worth proposing", _FITS)
-    if days is not None and not 0 < days < float("inf"):
-        raise SpecError(f"--days: {days:g} is no time", "write --days 30")
     known = [] if no_history else list(_kept(read, history))
     known = _once([*_observed(read, measured), *known])
     choices = choices_of(read)
