@@ -339,4 +339,4 @@ def test_a_key_by_another_name_is_named(name: str, caplog: pytest.LogCaptureFixt
                 if from_config({other if one == key else one: value for one, value in data.items()}, "x") != plain:
                     assert other.removesuffix("_config") in caplog.text
                     told += 1
-    assert told > 4
+    assert told > 1

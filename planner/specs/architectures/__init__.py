@@ -287,9 +287,7 @@ _SAYS_NOTHING = re.compile(
 """Names among them that say nothing of what a layer is."""
 
 
-_OF_OTHERS = re.compile(
-    "mamba_hidden_act|(compress|layer)_rope_theta|sliding_window_pattern|^(fullatt|mtp|mm|text|projector)_|topk_pattern"
-)
+_OF_OTHERS = re.compile("mamba_hidden_act|(compress|layer)_rope_theta|^(fullatt|mtp|mm|text|projector)_|topk_pattern")
 """Names of keys that hold those of others and say nothing of these."""
 
 
@@ -300,8 +298,13 @@ def _words(key: str) -> frozenset[str]:
 def _renamed(config: Config, read: set[str]) -> Config:
     """Keys that nobody read with all words of one that is read and absent: they may be that one, whatever they say."""
     absent = [words for words in map(_words, read - config.keys()) if sum(map(len, words)) > 4]
-    unread = {key: value for key, value in config.items() if key not in read and not _OF_OTHERS.search(key)}
-    return {key: value for key, value in unread.items() if any(words <= _words(key) for words in absent)}
+    unread = {key for key in config.keys() - read if not _OF_OTHERS.search(key) and not _is_listed(key, config)}
+    return {key: config[key] for key in config if key in unread and any(words <= _words(key) for words in absent)}
+
+
+def _is_listed(key: str, config: Config) -> bool:
+    """True for a pattern of layers where a list says the same."""
+    return "pattern" in key and bool(config.get("layer_types"))
 
 
 def _tell_unread(config: Config, read: set[str], where: str) -> None:
@@ -314,7 +317,7 @@ def _tell_unread(config: Config, read: set[str], where: str) -> None:
         and not isinstance(value, (dict, float))
         and _DECIDES.search(key)
         and not _SAYS_NOTHING.search(key)
-        and not (key.endswith("pattern") and config.get("layer_types"))
+        and not _is_listed(key, config)
     }
     sizes = [key for key, value in left.items() if not isinstance(value, bool | str)]
     size = next((key for key in sizes if re.search(r"hidden_size$|intermediate|latent|expert", key)), None)
