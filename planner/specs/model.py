@@ -297,9 +297,11 @@ class ModelSpec(Spec):
 
     @cached_property
     def predicting_layers(self) -> tuple[LayerKind, ...]:
-        """The layers of a multi-token-prediction block: one like the last; where each is half a layer, attention and
-        the MLP (Nemotron 3's pattern ends in `/*E`)."""
+        """The layers of a multi-token-prediction block: one like the last, which chooses keys itself (GLM-5.2); where
+        each is half a layer, attention and the MLP (Nemotron 3's pattern ends in `/*E`)."""
         last = self.layers[-1]
+        if last.attention == "sparse":
+            last = next((kind for kind in self.kinds if kind[:2] == ("indexed", last.mlp)), last)
         attends = next((kind for kind in self.kinds if kind[:2] == ("full", "none")), None)
         mlp = next((kind for kind in reversed(self.kinds) if kind.attention == "none"), None)
         return (last,) if attends is None or mlp is None else (attends, mlp)
