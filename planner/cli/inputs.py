@@ -110,7 +110,7 @@ def read_job(asked: JobOptions, said: set[str] | None = None) -> Job:
     model = _seeing(model, asked.images, training)
     if runtime.runs_transformers and model.num_nextn_predict_layers:
         _log.info("%s is trained without multi-token prediction, which transformers' models have none of", model.name)
-        model = model.model_copy(update={"num_nextn_predict_layers": 0})
+        model = model.without_predictions()
     _note_doubts(asked, cluster, tunes)
     if training.operations.num_spare_nodes is not None:
         from planner.months.whole_run import check_spares

@@ -307,7 +307,8 @@ def _loss(name: str, model: ModelSpec, shape: Shape, runtime: RuntimeSpec, share
 def mtp_block(model: ModelSpec, shape: Shape, runtime: RuntimeSpec, moe_imbalance: Number = 1.0) -> tuple[Item, ...]:
     """One multi-token-prediction block (DeepSeek-V3 §2.2): two norms, 2h projected to h, decoder layer, shared head."""
     before, behind = around_mtp_layer(model, shape, runtime)
-    return (*before, *decoder_layer(model, model.layers[-1], shape, runtime, moe_imbalance), *behind)
+    layers = (decoder_layer(model, kind, shape, runtime, moe_imbalance) for kind in model.predicting_layers)
+    return (*before, *chain.from_iterable(layers), *behind)
 
 
 def around_mtp_layer(model: ModelSpec, shape: Shape, runtime: RuntimeSpec) -> tuple[tuple[Item, ...], tuple[Item, ...]]:

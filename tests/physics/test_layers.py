@@ -136,13 +136,22 @@ def test_a_tied_head_beside_its_embedding_has_no_matrix_of_its_own() -> None:
     assert flops[0] == flops[1]
 
 
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [("nemotron-3-super-120b-a12b", 2_942_325_248), ("deepseek-v3", 11_610_068_224), ("glm-5.2", 9_952_920_576)],
+)
+def test_predictions_have_the_layers_of_the_checkpoint(name: str, parameters: int) -> None:
+    """Megatron-LM's pattern of Nemotron 3 ends in `/*E`; a block chooses its keys where the last layer takes others'."""
+    assert model_totals(load_model(name), MEGATRON, 8192).num_predicting_parameters == parameters
+
+
 def test_a_prediction_block_is_a_layer_with_a_projection_and_a_head_of_others() -> None:
     """DeepSeek-AI 2024, section 2.2: embedding and head are the main model's."""
     model = load_model("deepseek-v3")
     h = model.hidden_size
     layer = num_parameters(decoder_layer(model, model.layers[-1], ONE, TORCH))
     assert num_parameters(mtp_block(model, ONE, TORCH)) == layer + 2 * h * h + 3 * h
-    plain = model.model_copy(update={"num_nextn_predict_layers": 0})
+    plain = model.without_predictions()
     with_block, without = (model_totals(m, MEGATRON, 4096) for m in (model, plain))
     assert with_block.num_parameters == without.num_parameters
     assert with_block.model_flops_per_token > without.model_flops_per_token
