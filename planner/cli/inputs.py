@@ -322,7 +322,7 @@ def _seeing(model: ModelSpec, asked: str | None, training: TrainingSpec) -> Mode
         return model.model_copy(update={"vision": None})
     if match[3] and training.adapters is not None:
         raise SpecError(f"--images {asked}: adapters leave the tower frozen", f"--images {number}")
-    most = training.seq_length // number
+    most = training.seq_length // number if vision.in_sequence else vision.image_tokens
     tokens = int(match[2]) if match[2] else max(min(vision.image_tokens, most), 1)
     if tokens > most:
         raise SpecError(
