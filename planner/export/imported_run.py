@@ -235,7 +235,7 @@ class ImportedRun:
         if not self.predicts_further and isinstance(run["model"], str):
             spec = load_model(run["model"])
             if spec.num_nextn_predict_layers:
-                run["model"] = spec.model_copy(update={"num_nextn_predict_layers": 0}).model_dump(mode="json")
+                run["model"] = spec.without_predictions().model_dump(mode="json")
         if self.accumulates_whole:
             each = layout.get("micro_batch_size", 1) * (layout.get("dp") or run["num_gpus"] // ranks)
             layout["zero_stage"] = 1 if run["global_batch_size"] > each else layout["zero_stage"]

@@ -9,7 +9,7 @@ from itertools import chain
 from typing import Any, NamedTuple
 
 from planner.physics.adapters import adapted
-from planner.physics.layer.attention import attention
+from planner.physics.layer.attention import attention, cross_attention
 from planner.physics.layer.blocks import (
     attend_snapshots,
     dense_mlp,
@@ -59,6 +59,7 @@ MIXERS: dict[AttentionKind, tuple[Mixer, ...]] = {
     "kimi_delta": (kimi_delta,),
     "lightning": (lightning,),
     "conv": (short_conv,),
+    "cross": (cross_attention,),
     "linear": (lambda model, kind, shape, runtime: square(model, shape),),
     "none": (),
 }
@@ -116,12 +117,15 @@ def decoder_layer(
     """The operators and exchanges of one decoder layer of `kind` on one rank, for one micro-batch."""
     replayed = runtime.graphed_modules if kind.mlp != "dense" else set(runtime.graphed_modules) & {"attn", "mlp"}
     vectors = model.of_layer(kind).vector_parameters
-    return (
+    items = (
         *((_graph_buffers(model, shape),) if replayed else ()),
         *((Operator(name="vectors", kind="elementwise", parameters=vectors),) if vectors else ()),
         *mixer_block(model, kind, shape, runtime),
         *mlp_block(model, kind, shape, runtime, moe_imbalance),
     )
+    # layers that attend to images are left out where there are none
+    left_out = kind.attention == "cross" and model.vision is None
+    return (Operator(name="unused", kind="elementwise", parameters=num_parameters(items)),) if left_out else items
 
 
 def _graph_buffers(model: ModelSpec, shape: Shape) -> Operator:
@@ -307,7 +311,8 @@ def _loss(name: str, model: ModelSpec, shape: Shape, runtime: RuntimeSpec, share
 def mtp_block(model: ModelSpec, shape: Shape, runtime: RuntimeSpec, moe_imbalance: Number = 1.0) -> tuple[Item, ...]:
     """One multi-token-prediction block (DeepSeek-V3 §2.2): two norms, 2h projected to h, decoder layer, shared head."""
     before, behind = around_mtp_layer(model, shape, runtime)
-    return (*before, *decoder_layer(model, model.layers[-1], shape, runtime, moe_imbalance), *behind)
+    layers = (decoder_layer(model, kind, shape, runtime, moe_imbalance) for kind in model.predicting_layers)
+    return (*before, *chain.from_iterable(layers), *behind)
 
 
 def around_mtp_layer(model: ModelSpec, shape: Shape, runtime: RuntimeSpec) -> tuple[tuple[Item, ...], tuple[Item, ...]]:
