@@ -125,7 +125,7 @@ def read_job(asked: JobOptions, said: set[str] | None = None) -> Job:
     model = _seeing(model, asked.images, training)
     if runtime.runs_transformers and model.num_nextn_predict_layers:
         _log.info("%s is trained without multi-token prediction, which transformers' models have none of", model.name)
-        model = model.model_copy(update={"num_nextn_predict_layers": 0})
+        model = model.without_predictions()
     _note_doubts(asked, cluster, tunes)
     if training.operations.num_spare_nodes is not None:
         from planner.months.whole_run import check_spares
@@ -337,7 +337,7 @@ def _seeing(model: ModelSpec, asked: str | None, training: TrainingSpec) -> Mode
         return model.model_copy(update={"vision": None})
     if match[3] and training.adapters is not None:
         raise SpecError(f"--images {asked}: adapters leave the tower frozen", f"--images {number}")
-    most = training.seq_length // number
+    most = training.seq_length // number if vision.in_sequence else vision.image_tokens
     tokens = int(match[2]) if match[2] else max(min(vision.image_tokens, most), 1)
     if tokens > most:
         raise SpecError(

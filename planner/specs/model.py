@@ -106,6 +106,8 @@ class ModelSpec(Spec):
     qk_norm_over: Literal["head_dim", "per_head", "hidden", "plain"] = "head_dim"
     """Extent of such a norm: a head, with one weight for all heads; a head, with a weight for each; all heads at once
     (OLMo 2); a head, without weights."""
+    norm_gate_rank: PositiveInt | None = None
+    """Rank of a gate on what the norms before attention and experts give (A.X-K2); null for none."""
     pre_norms: bool = True
     """A norm before attention and before the MLP; false where the norms are after them alone (OLMo 2, EXAONE 4)."""
     post_norms: bool = False
@@ -296,6 +298,21 @@ class ModelSpec(Spec):
         return tuple(dict.fromkeys(self.layers))
 
     @cached_property
+    def predicting_layers(self) -> tuple[LayerKind, ...]:
+        """The layers of a multi-token-prediction block: one like the last, which chooses keys itself (GLM-5.2); where
+        each is half a layer, attention and the MLP (Nemotron 3's pattern ends in `/*E`)."""
+        last = self.layers[-1]
+        if last.attention == "sparse":
+            last = next((kind for kind in self.kinds if kind[:2] == ("indexed", last.mlp)), last)
+        attends = next((kind for kind in self.kinds if kind[:2] == ("full", "none")), None)
+        mlp = next((kind for kind in reversed(self.kinds) if kind.attention == "none"), None)
+        return (last,) if attends is None or mlp is None else (attends, mlp)
+
+    def without_predictions(self) -> Self:
+        """The model as a trainer without multi-token prediction trains it."""
+        return self.model_copy(update={"num_nextn_predict_layers": 0})
+
+    @cached_property
     def runs(self) -> tuple[tuple[LayerKind, int], ...]:
         """Maximal runs of layers of one kind, in order: (kind, length)."""
         return tuple((kind, len(list(group))) for kind, group in groupby(self.layers))
@@ -303,7 +320,9 @@ class ModelSpec(Spec):
     @cached_property
     def state_kinds(self) -> frozenset[AttentionKind]:
         """The kinds of layers that hand a state from token to token, or mix them by a convolution."""
-        return frozenset(kind.attention for kind in self.kinds) - {"full", "sliding", "chunked", "none"} - SPARSE
+        return (
+            frozenset(kind.attention for kind in self.kinds) - {"full", "sliding", "chunked", "cross", "none"} - SPARSE
+        )
 
     def of_layer(self, kind: LayerKind) -> "ModelSpec":
         """The model with the sizes that layers of `kind` have."""
@@ -439,7 +458,9 @@ class VisionSpec(Spec):
     other_parameters: NonNegativeInt = 0
     """Parameters beside the layers and the weights of products: norms, biases, positions."""
     image_tokens: PositiveInt = Field(default=1024, le=2**27)
-    """Tokens of the language model that an image becomes; they are part of the sequence."""
+    """Tokens of the language model that an image becomes; of the sequence where the next field says so."""
+    in_sequence: bool = True
+    """The tokens are part of the sequence; false where `cross` layers alone read them (Llama 3.2 Vision)."""
     images_per_sequence: PositiveInt = Field(default=1, le=10**6)
     """Images of a sequence."""
     is_trained: bool = False

@@ -214,6 +214,9 @@ def block_pattern(config: Config) -> Derived:
     for block in blocks:
         if block not in _HALVES:
             raise InexpressibleError(f"hybrid_override_pattern: {block!r:.60} is none of {', '.join(_BLOCKS)}")
+    predicted = config.get("mtp_hybrid_override_pattern")
+    if predicted not in (None, "", "*E", "*-"):
+        raise InexpressibleError(f"mtp_hybrid_override_pattern: {predicted!r:.60}, expected *E or *-")
     pairs = [_HALVES[block] for block in blocks[:MAX_LAYERS]]
     return {
         "num_hidden_layers": len(blocks),
@@ -319,6 +322,14 @@ def rotated_layers(config: Config) -> Derived:
     if stated != [int((layer + 1) % interval != 0) for layer in range(count)]:
         raise InexpressibleError("no_rope_layers: layers without rotary positions that are not every n-th")
     return {"no_rope_layer_interval": interval}
+
+
+def mllama_layers(config: Config) -> Derived:
+    """Llama 3.2 Vision's listed layers attend to images, through two gates of one number each."""
+    stated = config.get("cross_attention_layers")
+    crosses = [isinstance(stated, list) and layer in stated for layer in range(num_layers(config))]
+    sizes = tuple({"vector_parameters": 2} if one else {} for one in crosses)
+    return {"layer_types": shortest(["cross" if one else "full" for one in crosses]), "layer_sizes": sizes}
 
 
 def lfm3_layers(config: Config) -> Derived:
