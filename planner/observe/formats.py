@@ -30,7 +30,6 @@ from planner.observe.record import (
     whole,
 )
 from planner.specs.base import Fields, Said, Texts
-from planner.specs.reading import shipped_table
 from planner.specs.units import GB, GIB, KIB, MIB
 
 UNITS = {"": 1.0, "s": 1.0, "ms": 1e-3, "GB": GB, "KiB": KIB, "MiB": MIB, "GiB": GIB}
@@ -462,15 +461,14 @@ class Grammar:
         return cls(**names, rows=tuple(LineRow.of(**row) for row in rows), finish=way)
 
 
-_TABLE = shipped_table("observe/log_formats.yaml")
-GRAMMARS = tuple(Grammar.of(**row) for row in _TABLE["formats"])
+GRAMMARS = tuple(Grammar.of(**row) for row in trainer_lines.TABLE["formats"])
 """Every format of lines."""
-COMMON_ROWS = tuple(LineRow.of(**row) for row in _TABLE["common"])
+COMMON_ROWS = tuple(LineRow.of(**row) for row in trainer_lines.TABLE["common"])
 """Lines that torch prints in every trainer's log."""
-LOOKS_LIKE: list[tuple[str, str, str]] = _TABLE["looks_like"]
+LOOKS_LIKE: list[tuple[str, str, str]] = trainer_lines.TABLE["looks_like"]
 """Other files that people have: a pattern of a line, what such a file is, and what is missing or to do."""
 
-COLUMNS: Fields = _TABLE["columns"]
+COLUMNS: Fields = trainer_lines.TABLE["columns"]
 """Columns of tables of steps: patterns of their names, and the sizes of units that end them."""
 
 
