@@ -9,7 +9,7 @@ from itertools import chain
 from typing import Any, NamedTuple
 
 from planner.physics.adapters import adapted
-from planner.physics.layer.attention import attention
+from planner.physics.layer.attention import attention, cross_attention
 from planner.physics.layer.blocks import (
     attend_snapshots,
     dense_mlp,
@@ -59,6 +59,7 @@ MIXERS: dict[AttentionKind, tuple[Mixer, ...]] = {
     "kimi_delta": (kimi_delta,),
     "lightning": (lightning,),
     "conv": (short_conv,),
+    "cross": (cross_attention,),
     "linear": (lambda model, kind, shape, runtime: square(model, shape),),
     "none": (),
 }
@@ -116,12 +117,15 @@ def decoder_layer(
     """The operators and exchanges of one decoder layer of `kind` on one rank, for one micro-batch."""
     replayed = runtime.graphed_modules if kind.mlp != "dense" else set(runtime.graphed_modules) & {"attn", "mlp"}
     vectors = model.of_layer(kind).vector_parameters
-    return (
+    items = (
         *((_graph_buffers(model, shape),) if replayed else ()),
         *((Operator(name="vectors", kind="elementwise", parameters=vectors),) if vectors else ()),
         *mixer_block(model, kind, shape, runtime),
         *mlp_block(model, kind, shape, runtime, moe_imbalance),
     )
+    # layers that attend to images are left out where there are none
+    left_out = kind.attention == "cross" and model.vision is None
+    return (Operator(name="unused", kind="elementwise", parameters=num_parameters(items)),) if left_out else items
 
 
 def _graph_buffers(model: ModelSpec, shape: Shape) -> Operator:

@@ -106,6 +106,8 @@ class ModelSpec(Spec):
     qk_norm_over: Literal["head_dim", "per_head", "hidden", "plain"] = "head_dim"
     """Extent of such a norm: a head, with one weight for all heads; a head, with a weight for each; all heads at once
     (OLMo 2); a head, without weights."""
+    norm_gate_rank: PositiveInt | None = None
+    """Rank of a gate on what the norms before attention and experts give (A.X-K2); null for none."""
     pre_norms: bool = True
     """A norm before attention and before the MLP; false where the norms are after them alone (OLMo 2, EXAONE 4)."""
     post_norms: bool = False
@@ -318,7 +320,9 @@ class ModelSpec(Spec):
     @cached_property
     def state_kinds(self) -> frozenset[AttentionKind]:
         """The kinds of layers that hand a state from token to token, or mix them by a convolution."""
-        return frozenset(kind.attention for kind in self.kinds) - {"full", "sliding", "chunked", "none"} - SPARSE
+        return (
+            frozenset(kind.attention for kind in self.kinds) - {"full", "sliding", "chunked", "cross", "none"} - SPARSE
+        )
 
     def of_layer(self, kind: LayerKind) -> "ModelSpec":
         """The model with the sizes that layers of `kind` have."""
@@ -454,7 +458,9 @@ class VisionSpec(Spec):
     other_parameters: NonNegativeInt = 0
     """Parameters beside the layers and the weights of products: norms, biases, positions."""
     image_tokens: PositiveInt = Field(default=1024, le=2**27)
-    """Tokens of the language model that an image becomes; they are part of the sequence."""
+    """Tokens of the language model that an image becomes; of the sequence where the next field says so."""
+    in_sequence: bool = True
+    """The tokens are part of the sequence; false where `cross` layers alone read them (Llama 3.2 Vision)."""
     images_per_sequence: PositiveInt = Field(default=1, le=10**6)
     """Images of a sequence."""
     is_trained: bool = False

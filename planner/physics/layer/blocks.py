@@ -187,9 +187,23 @@ def enter_half(
             # experts read a sum whose last term `op` computes again
             input_modules=() if output_is_cast else ("op",),
         )  # fmt: skip
+        if model.norm_gate_rank is not None and (name == "attention" or not output_is_cast):
+            yield from _norm_gate(name, model.norm_gate_rank, model, shape, runtime)
         return
     kept = Saved("input", (shape.shard_tokens, model.hidden_size), gemm_input=output_is_cast)
     yield Operator(name=f"{name} input", kind="elementwise", saved=(kept,))
+
+
+def _norm_gate(name: str, rank: int, model: ModelSpec, shape: Shape, runtime: RuntimeSpec) -> Iterator[Operator]:
+    """A norm's output times a sigmoid of it, projected to a low rank, activated and projected back."""
+    tokens, hidden = shape.shard_tokens, model.hidden_size
+    for part, columns, inputs in (("down", rank, hidden), ("up", hidden, rank)):
+        yield Operator(
+            name=f"{name} norm gate {part}", kind="gemm", m=tokens, n=columns, k=inputs, parameters=hidden * rank,
+            saved=(Saved(f"{part} input", (tokens, inputs)), Saved(part, (tokens, columns))),
+        )  # fmt: skip
+    gate = _passes(f"{name} norm gate", (2 * hidden, hidden), shape, runtime)
+    yield replace(gate, forward_kernels=2, backward_kernels=4)
 
 
 def leave_half(

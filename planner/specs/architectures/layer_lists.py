@@ -324,6 +324,14 @@ def rotated_layers(config: Config) -> Derived:
     return {"no_rope_layer_interval": interval}
 
 
+def mllama_layers(config: Config) -> Derived:
+    """Llama 3.2 Vision's listed layers attend to images, through two gates of one number each."""
+    stated = config.get("cross_attention_layers")
+    crosses = [isinstance(stated, list) and layer in stated for layer in range(num_layers(config))]
+    sizes = tuple({"vector_parameters": 2} if one else {} for one in crosses)
+    return {"layer_types": shortest(["cross" if one else "full" for one in crosses]), "layer_sizes": sizes}
+
+
 def lfm3_layers(config: Config) -> Derived:
     """LFM3 has windows among LFM2's layers."""
     turns = ("sliding", "conv", "full", "conv")

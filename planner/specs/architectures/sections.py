@@ -441,6 +441,7 @@ def vision_of(config: Config, text_hidden: int) -> Derived | None:
         "projector": [[*map(sizes.sum_of, each), 1][:3] for each in projector * (1 + again)],
         "other_parameters": sizes.sum_of(row["other"]) + sizes.sum_of(behind.get("other", 0)),
         "image_tokens": image_tokens,
+        "in_sequence": row.get("in_sequence", True),
     }
 
 
