@@ -18,6 +18,7 @@ from planner.physics.layer.blocks import (
     join_streams,
     leave_half,
     leave_tp,
+    ngrams,
     norm,
     per_layer_input,
     square,
@@ -116,10 +117,12 @@ def decoder_layer(
 ) -> tuple[Item, ...]:
     """The operators and exchanges of one decoder layer of `kind` on one rank, for one micro-batch."""
     replayed = runtime.graphed_modules if kind.mlp != "dense" else set(runtime.graphed_modules) & {"attn", "mlp"}
-    vectors = model.of_layer(kind).vector_parameters
+    own = model.of_layer(kind)
+    vectors = own.vector_parameters
     items = (
         *((_graph_buffers(model, shape),) if replayed else ()),
         *((Operator(name="vectors", kind="elementwise", parameters=vectors),) if vectors else ()),
+        *(() if own.ngram_size is None else ngrams(own.ngram_size, own, shape, runtime)),
         *mixer_block(model, kind, shape, runtime),
         *mlp_block(model, kind, shape, runtime, moe_imbalance),
     )

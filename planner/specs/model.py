@@ -197,6 +197,12 @@ class ModelSpec(Spec):
     """A map of n × n weights mixes the streams; false where halves of layers alone add to them (Hunyuan 4)."""
     weighs_streams: bool = True
     """The head reads streams by weights of their own; false where it reads their mean (GLM-5 Next)."""
+    stream_rank: PositiveInt | None = None
+    """Rank of the weights by which half a layer reads each feature of the streams, which are normed (Qwen4)."""
+    ngram_size: PositiveInt | None = Field(default=None, le=10**6)
+    """Width of an embedding of n-grams that a layer adds to the streams; said of layers by `layer_sizes` (Qwen4)."""
+    ngram_parameters: NonNegativeInt = Field(default=0, le=10**13)
+    """Parameters of its table."""
     attn_res_block_size: PositiveInt | None = None
     """Layers between snapshots of the residual, to all of which every half layer attends (Kimi-K3); null for none."""
     mamba: MambaSpec | None = None
@@ -260,7 +266,7 @@ class ModelSpec(Spec):
         if self.sliding_window is not None and self.attention_chunk_size is not None:
             raise ValueError("sliding_window and attention_chunk_size: both given, layers slide or attend in chunks")
         self._check_patterns()
-        if not (self.pre_norms or self.post_norms):
+        if not (self.pre_norms or self.post_norms or self.stream_rank):
             raise ValueError("pre_norms and post_norms: both false, a layer needs norms before or after its halves")
         if any(kind.mlp == "dense" and self.of_layer(kind).intermediate_size is None for kind in self.kinds):
             raise ValueError("intermediate_size is missing and the model has dense layers")

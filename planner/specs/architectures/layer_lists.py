@@ -80,12 +80,10 @@ def window(is_full: IsOne, key: str = "sliding_window") -> Callable[[Config], De
     return derive
 
 
-def mixers(kind: str, is_full: IsOne, **other: str) -> Callable[[Config], Derived]:
-    """A function that lists the layers of `kind` among those with full attention.
-
-    `other` are further names that `layer_types` may hold.
-    """
-    names = ATTENTIONS | {"attention": "full", **dict.fromkeys((*STATE_NAMES, kind), kind), **other}
+def mixers(kind: str, is_full: IsOne) -> Callable[[Config], Derived]:
+    """A function that lists the layers of `kind` among those with full attention, or to chosen keys."""
+    names = ATTENTIONS | {"attention": "full", "indexed_attention": "indexed"}
+    names |= dict.fromkeys((*STATE_NAMES, kind), kind)
 
     def derive(config: Config) -> Derived:
         types = listed(config, names) or listed(config, names, "layers_block_type")
