@@ -55,6 +55,7 @@ def size(kind: str, vision: dict[str, Any], text_hidden: int) -> int:
         # towers that transformers 5.24 builds on the meta device
         ("aria", {"model_type": "idefics3_vision", "hidden_size": 1152}, 4096, "", 184_816_000),
         ("idefics2", {"model_type": "idefics2_vision"}, 4096, "", 819_662_848),
+        ("inkling2", {"model_type": "inkling2_vision"}, 4608, "", 327_693_312),
         ("mllama", {"model_type": "mllama_vision_model", "image_size": 560}, 4096, "", 895_028_755),
         ("vipllava", {**CLIP}, 4096, "", 341_274_624),
         ("molmo2", {"model_type": "molmo2_vit"}, 3584, "", 503_342_544),
