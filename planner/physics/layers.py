@@ -213,9 +213,10 @@ def vision_tower(model: ModelSpec, shape: Shape, runtime: RuntimeSpec) -> tuple[
     if tower is None:
         return ()
     encoder, images = tower.encoder, shape.micro_batch_size * tower.images_per_sequence
-    patches = tower.image_tokens * tower.patches_per_token
-    own = Shape(seq_length=patches + tower.num_extra_patches, micro_batch_size=images)
-    first = _plain_product("patches", patches * images, tower.patch_values, encoder.hidden_size)
+    tile = min(tower.tile_tokens or tower.image_tokens, tower.image_tokens)
+    patches, tiles = tile * tower.patches_per_token, images * tower.image_tokens / tile
+    own = Shape(seq_length=patches + tower.num_extra_patches, micro_batch_size=tiles)
+    first = _plain_product("patches", patches * tiles, tower.patch_values, encoder.hidden_size)
     first = replace(first, parameters=first.parameters + tower.other_parameters)
     layers = {
         kind: _of_tower((*mixer_block(encoder, kind, own, runtime), *mlp_block(encoder, kind, own, runtime)), tower)

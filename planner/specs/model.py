@@ -465,6 +465,8 @@ class VisionSpec(Spec):
     """Parameters beside the layers and the weights of products: norms, biases, positions."""
     image_tokens: PositiveInt = Field(default=1024, le=2**27)
     """Tokens of the language model that an image becomes; of the sequence where the next field says so."""
+    tile_tokens: PositiveInt | None = None
+    """Those of a tile, which the tower sees by itself (InternVL, LLaVA-NeXT); null where it sees whole images."""
     in_sequence: bool = True
     """The tokens are part of the sequence; false where `cross` layers alone read them (Llama 3.2 Vision)."""
     images_per_sequence: PositiveInt = Field(default=1, le=10**6)

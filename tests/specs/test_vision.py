@@ -214,3 +214,20 @@ def test_layers_that_attend_to_images_alone() -> None:
     blind = decoder_layer(model.model_copy(update={"vision": None}), model.layers[3], shape, RUNTIME)
     assert num_parameters(blind) == num_parameters(layers[3]) == 218_112_258
     assert not any(op.forward_flops for op in operators_of(blind))
+
+
+@pytest.mark.parametrize(
+    ("name", "tokens", "tiles"),
+    [("internvl3-8b", 1280, 5), ("llava-v1.6-mistral-7b", 2880, 5), ("smolvlm2-2.2b", 1377, 17)],
+)
+def test_a_tower_sees_each_tile_by_itself(name: str, tokens: int, tiles: int) -> None:
+    """Tiles of an image of 896 × 896, as transformers' processors cut it."""
+    model = load_model(name)
+    assert model.vision is not None
+    assert model.vision.image_tokens == tokens
+    one = model.vision.model_copy(update={"image_tokens": tokens // tiles})
+    flops = [
+        sum(float(op.forward_flops) for op in vision_tower(each, Shape(seq_length=4096), RUNTIME))
+        for each in (model, model.model_copy(update={"vision": one}))
+    ]
+    assert flops[0] == pytest.approx(tiles * flops[1])

@@ -479,7 +479,8 @@ def vision_of(config: Config, text_hidden: int) -> Derived | None:
         "num_extra_patches": row.get("extra", 0),
         "projector": [[*map(sizes.sum_of, each), 1][:3] for each in projector * (1 + again)],
         "other_parameters": sizes.sum_of(row["other"]) + sizes.sum_of(behind.get("other", 0)),
-        "image_tokens": image_tokens,
+        "image_tokens": image_tokens * behind.get("tiles", row.get("tiles", 1)),
+        "tile_tokens": image_tokens if {"tiles"} & {*behind, *row} else None,
         "in_sequence": row.get("in_sequence", True),
     }
 
