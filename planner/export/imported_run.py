@@ -260,6 +260,21 @@ class ImportedRun:
                 multiple = f", a multiple of {least}" if name == "num_gpus" and least > 1 else ""
                 raise SpecError(f"{self.source}: {name} is not in the configuration", hint + multiple)
 
+    def put(self, said: Said) -> None:
+        """Put in what settings say (readings.yaml): fields, layout, features, what is not understood, and texts."""
+        layout, features = self.run["parallelism"], self.run["features"]
+        places = {"run": self.run, "layout": layout, "features": features, "unknown": self.unknown}
+        for part, place in (places | {"model": self.run["model"] or {}}).items():
+            if found := said.get(part):
+                place.update(found)
+        self.notes += said["notes"]
+        self.refused += said["refused"]
+        self.microbatches_per_rank = said.get("microbatches_per_rank", self.microbatches_per_rank)
+        for name, value in said.get("offloads", {}).items():
+            self.offload_all(name, value)
+        if beside := said.get("beside"):
+            self.reinforce(**beside)
+
     def offload_all(self, name: str, value: object = "true") -> None:
         """FSDP's CPUOffload, which the setting `name` says, of a run that shards its weights."""
         if self.run["parallelism"].get("zero_stage") == 3:

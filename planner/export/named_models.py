@@ -135,6 +135,14 @@ def num_layers_of(model: Model | None) -> int | None:
     return None if model is None else int(model["num_hidden_layers"])
 
 
+def has_plain_attention(model: Model | None) -> bool:
+    """Attention that torch's own kernel does not compute: capped scores, or learned sinks."""
+    if isinstance(model, str):
+        spec = load_model(model)
+        return spec.attention_sinks or spec.attn_logit_softcapping is not None
+    return model is not None and bool(model.get("attention_sinks") or model.get("attn_logit_softcapping"))
+
+
 def moe_of(model: Model | None) -> Fields | None:
     """Fields of a model's mixture of experts; None where it has none."""
     if isinstance(model, str):

@@ -31,6 +31,8 @@ from planner.observe.record import FallBack, RunRecord
 from planner.observe.steady import steady
 from planner.observe.trainer_lines import facts_of
 from planner.specs.base import Fields, Named, Texts
+from planner.specs.expressions import told
+from planner.specs.reading import shipped_table
 from planner.specs.units import is_count
 
 TIMER_TERMS = (
@@ -231,8 +233,7 @@ def described(record: RunRecord, trainer: str, sources: tuple[SourceFile, ...]) 
         {row: set(kinds) for row, kinds in record.marks.items()}, precision,
     )  # fmt: skip
     tokens_per_s, asks = _tokens_per_s(record, facts, found.step_s)
-    refused = _only_first(record) or _only_grows(record) or _in_a_hole(record, found.step_s)
-    refused = refused or _contradicted(record, facts, found.step_s)
+    refused = _refusal(record, facts, found.step_s)
     if refused:
         return Observation(**common, num_steps=sum(record.covers), series=_series(record), notes=(refused, *notes))
     before = record.numbers[0] - record.covers[0]
@@ -273,53 +274,32 @@ def _last_run(record: RunRecord) -> None:
             return
 
 
-def _in_a_hole(record: RunRecord, step_s: float) -> str:
-    """A sentence where steps are of two kinds, and hardly any takes as long as the median of all."""
+def _refusal(record: RunRecord, facts: JobFacts, step_s: float) -> str:
+    """The reason why no step can be said; empty where there is none."""
     seconds = np.frombuffer(record.seconds, dtype=float)
-    near = np.count_nonzero(np.abs(seconds / step_s - 1) < 0.03)
-    low = seconds[seconds < step_s]
-    high = seconds[seconds > step_s]
-    if len(seconds) < 2 * LEAST_OF_RUN or near > 0.02 * len(seconds) or not (len(low) and len(high)):
-        return ""
-    low_s = float(np.median(low))
-    high_s = float(np.median(high))
-    if high_s <= (1 + MOST_APART) * low_s:
-        return ""
-    return f"no step is said: steps are of two kinds, of {low_s:.4g} and of {high_s:.4g} s, and none takes the median"
+    low, high = seconds[seconds < step_s], seconds[seconds > step_s]
+    names: Fields = {
+        "record": record, "seconds": record.seconds, "step_s": step_s, "pairwise": pairwise,
+        "LEAST_OF_RUN": LEAST_OF_RUN, "MOST_APART": MOST_APART,
+        "near": np.count_nonzero(np.abs(seconds / step_s - 1) < 0.03),
+        "low_s": float(np.median(low)) if len(low) else 0.0, "high_s": float(np.median(high)) if len(high) else 0.0,
+        "others": [one for one in _otherwise(record, facts, step_s) if abs(one[0] / step_s - 1) > MOST_APART],
+    }  # fmt: skip
+    rows = shipped_table("observe/gap.yaml")["refusals"]
+    return next((says for (says,) in told(rows, names)), "")
 
 
-def _only_first(record: RunRecord) -> str:
-    """A sentence where the first iteration alone is there, which holds the start of everything."""
-    if len(record.numbers) > 1 or "first is alike" in record.state or record.covers[0] > 1 or record.numbers[0] > 1:
-        return ""
-    return f"only the first iteration is there, of {record.seconds[0]:.4g} s: no steady step can be said of it"
-
-
-def _only_grows(record: RunRecord) -> str:
-    """A sentence where the seconds of a table grow from row to row, as those since the begin of a run do."""
-    seconds = record.seconds
-    if record.grammar != "table" or len(seconds) < LEAST_OF_RUN or any(b <= a for a, b in pairwise(seconds)):
-        return ""
-    return f"no step is said: its seconds grow from {seconds[0]:.4g} to {seconds[-1]:.4g}: they count from a begin"
-
-
-def _contradicted(record: RunRecord, facts: JobFacts, step_s: float) -> str:
-    """A sentence where the wall clock or the tokens per second of the same log say another step by over 10%."""
-    said = [(step_s * ratio, "by the times of its lines") for ratio in (_wall_ratio(record),) if ratio]
+def _otherwise(record: RunRecord, facts: JobFacts, step_s: float) -> Iterator[tuple[float, str]]:
+    """The step by the wall clock of the lines, and by the tokens or samples per second of the same log."""
+    if ratio := _wall_ratio(record):
+        yield step_s * ratio, "by the times of its lines"
     batch = None if record.state.get("batch") == "grows" else facts.global_batch_size
-    length = facts.seq_length
-    gpus = facts.num_gpus
     per_gpu = record.middle("tokens_per_s_per_gpu")
-    speed = record.middle("tokens_per_s")
-    speed = per_gpu * gpus if per_gpu and gpus else speed
-    if batch and length and speed:
-        said.append((batch * length / speed, "by its tokens per second"))
+    speed = per_gpu * facts.num_gpus if per_gpu and facts.num_gpus else record.middle("tokens_per_s")
+    if batch and facts.seq_length and speed:
+        yield batch * facts.seq_length / speed, "by its tokens per second"
     if batch and (samples := record.middle("samples_per_s")):
-        said.append((batch / samples, "by its samples per second"))
-    for other_s, how in said:
-        if abs(other_s / step_s - 1) > MOST_APART:
-            return f"no step is said: {step_s:.4g} s by the lines of steps, {other_s:.4g} s {how}"
-    return ""
+        yield batch / samples, "by its samples per second"
 
 
 def _wall_ratio(record: RunRecord) -> float | None:

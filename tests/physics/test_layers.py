@@ -190,6 +190,22 @@ def test_layers_that_attend_in_chunks_take_them_for_sequences(seq_length: int, c
     assert (full.batch, full.q_len, full.kv_len) == (2, seq_length, seq_length)
 
 
+@pytest.mark.parametrize(("seq_length", "window"), [(1024, 0), (1025, 1024)])
+def test_a_window_as_long_as_the_sequence_is_none(seq_length: int, window: int) -> None:
+    model = load_model("gemma-3-27b")
+    layer = decoder_layer(model, model.layers[0], Shape(seq_length=seq_length), MEGATRON)
+    assert [op.window for op in operators_of(layer) if op.name == "attention"] == [window]
+
+
+def test_a_router_in_fp32_makes_fp32_of_the_rows_that_transformers_weights() -> None:
+    model, hf = load_model("deepseek-v3"), load_runtime("hf")
+    (rows,) = (op for op in operators_of(decoder_layer(model, model.layers[-1], ONE, hf)) if op.name == "rows in fp32")
+    token_bytes = 2 * 4096 * 7168
+    assert (rows.forward_bytes, rows.backward_bytes) == (4 * 9 * token_bytes, (17 * 8 + 2) * token_bytes)
+    ours = operators_of(decoder_layer(model, model.layers[-1], ONE, MEGATRON))
+    assert "rows in fp32" not in {op.name for op in ours}
+
+
 @pytest.mark.parametrize(("fused", "forward", "backward"), [(True, 2, 3), (False, 4, 10)])
 def test_the_square_of_relu_is_kernels_of_its_own_unless_fused(fused: bool, forward: int, backward: int) -> None:
     model = load_model("nemotron-4-340b")
