@@ -126,6 +126,8 @@ def decoder_layer(
         *mixer_block(model, kind, shape, runtime),
         *mlp_block(model, kind, shape, runtime, moe_imbalance),
     )
+    if own.shares_weights:
+        items = tuple(replace(item, parameters=0) if isinstance(item, Operator) else item for item in items)
     # layers that attend to images are left out where there are none
     left_out = kind.attention == "cross" and model.vision is None
     return (Operator(name="unused", kind="elementwise", parameters=num_parameters(items)),) if left_out else items

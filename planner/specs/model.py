@@ -133,6 +133,8 @@ class ModelSpec(Spec):
     """Sizes of each layer where they differ from the model's, `{}` where they do not; a shorter list repeats."""
     shares_keys: bool = False
     """Keys and values are an earlier layer's; said of layers by `layer_sizes`."""
+    shares_weights: bool = False
+    """All weights are an earlier layer's, which runs again; said of layers by `layer_sizes`."""
     per_layer_input_size: PositiveInt | None = Field(default=None, le=10**5)
     """Width of an embedding that each layer has of its own (Gemma 4 E); null for none."""
     per_layer_vocab_size: PositiveInt | None = Field(default=None, le=10**8)

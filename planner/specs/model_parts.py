@@ -81,6 +81,8 @@ class LayerSizesSpec(Spec):
     """Latent attention."""
     vector_parameters: NonNegativeInt | None = None
     """Parameters of a layer that are vectors."""
+    shares_weights: bool | None = None
+    """All weights are those of an earlier layer, which runs again (Ouro)."""
     ngram_size: PositiveInt | None = None
     """Width of an embedding of n-grams that the layer adds to the streams."""
     ngram_parameters: NonNegativeInt | None = None

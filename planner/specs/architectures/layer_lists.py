@@ -330,6 +330,19 @@ def mllama_layers(config: Config) -> Derived:
     return {"layer_types": shortest(["cross" if one else "full" for one in crosses]), "layer_sizes": sizes}
 
 
+def looped(key: str, default: int) -> Callable[[Config], Derived]:
+    """A function that writes all layers again for each further time that they run, which stands under a key."""
+
+    def derive(config: Config) -> Derived:
+        layers, times = num_layers(config), whole(config, key, default)
+        if not 0 < times * layers <= MAX_LAYERS:
+            raise InexpressibleError(f"{key}: {times}, and {layers} layers")
+        again = ({"shares_weights": True},) * (layers * (times - 1))
+        return {"num_hidden_layers": layers * times, "layer_sizes": ({},) * layers + again if again else None}
+
+    return derive
+
+
 def lfm3_layers(config: Config) -> Derived:
     """LFM3 has windows among LFM2's layers."""
     turns = ("sliding", "conv", "full", "conv")
