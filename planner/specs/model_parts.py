@@ -81,6 +81,12 @@ class LayerSizesSpec(Spec):
     """Latent attention."""
     vector_parameters: NonNegativeInt | None = None
     """Parameters of a layer that are vectors."""
+    shares_weights: bool | None = None
+    """All weights are those of an earlier layer, which runs again (Ouro)."""
+    ngram_size: PositiveInt | None = None
+    """Width of an embedding of n-grams that the layer adds to the streams."""
+    ngram_parameters: NonNegativeInt | None = None
+    """Parameters of its table."""
 
 
 class MambaSpec(Spec):
@@ -181,6 +187,8 @@ class IndexerSpec(Spec):
     """Width of such a head."""
     index_topk: PositiveInt
     """Keys that each query attends to."""
+    tokens_per_key: PositiveInt = 1
+    """Tokens whose keys are pooled to the one that is scored (Qwen4, GLM-5 Next)."""
     weighs_heads: bool = True
     """A weight for each head and token, of a projection of its own (not in MiniMax-M3)."""
 

@@ -55,6 +55,7 @@ def size(kind: str, vision: dict[str, Any], text_hidden: int) -> int:
         # towers that transformers 5.24 builds on the meta device
         ("aria", {"model_type": "idefics3_vision", "hidden_size": 1152}, 4096, "", 184_816_000),
         ("idefics2", {"model_type": "idefics2_vision"}, 4096, "", 819_662_848),
+        ("inkling2", {"model_type": "inkling2_vision"}, 4608, "", 327_693_312),
         ("mllama", {"model_type": "mllama_vision_model", "image_size": 560}, 4096, "", 895_028_755),
         ("vipllava", {**CLIP}, 4096, "", 341_274_624),
         ("molmo2", {"model_type": "molmo2_vit"}, 3584, "", 503_342_544),
@@ -213,3 +214,20 @@ def test_layers_that_attend_to_images_alone() -> None:
     blind = decoder_layer(model.model_copy(update={"vision": None}), model.layers[3], shape, RUNTIME)
     assert num_parameters(blind) == num_parameters(layers[3]) == 218_112_258
     assert not any(op.forward_flops for op in operators_of(blind))
+
+
+@pytest.mark.parametrize(
+    ("name", "tokens", "tiles"),
+    [("internvl3-8b", 1280, 5), ("llava-v1.6-mistral-7b", 2880, 5), ("smolvlm2-2.2b", 1377, 17)],
+)
+def test_a_tower_sees_each_tile_by_itself(name: str, tokens: int, tiles: int) -> None:
+    """Tiles of an image of 896 × 896, as transformers' processors cut it."""
+    model = load_model(name)
+    assert model.vision is not None
+    assert model.vision.image_tokens == tokens
+    one = model.vision.model_copy(update={"image_tokens": tokens // tiles})
+    flops = [
+        sum(float(op.forward_flops) for op in vision_tower(each, Shape(seq_length=4096), RUNTIME))
+        for each in (model, model.model_copy(update={"vision": one}))
+    ]
+    assert flops[0] == pytest.approx(tiles * flops[1])
