@@ -34,6 +34,7 @@ from planner.specs.base import Fields, Texts
 from planner.specs.model import ModelSpec
 from planner.trainers.rules.facts import TORCH_CLASSES, rotary_method
 from planner.trainers.rules.rule_rows import rules_of, torchtitan_rules
+from planner.trainers.switches import SWITCHES, Value
 
 _LLAMA3 = {
     "scaling_factor": "factor", "low_freq_factor": "low_freq_factor", "high_freq_factor": "high_freq_factor",
@@ -161,6 +162,10 @@ PLACEHOLDERS = (
 _CHECKPOINT_MODULE = "torchtitan.distributed.activation_checkpoint"
 _CHECKPOINT = {"selective": "SelectiveAC", "full": "FullAC"}
 _LOSS = ["from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss"]
+_GRAPH_TRAINER = (
+    "from torchtitan.experiments.graph_trainer.configs import GraphTrainerCompileConfig, to_graph_trainer_config",
+    "from torchtitan.experiments.graph_trainer.{family} import model_registry as graph_registry",
+)
 _MTP_LOSS = ["from torchtitan.models.deepseek_v3.mtp import MTPLoss"]
 
 
@@ -169,12 +174,13 @@ def recipe_source(plan: Plan, stages: Stages) -> str:
     layout = plan.parallelism
     attention = "varlen" if splits_backward(plan) else "flex"
     model_imports, model = model_source(plan.model.spec, plan.training.seq_length, attention)
+    policy, compiling = _graph_policy(plan), "" if plan.runtime_spec.saves_products else "CompileConfig, "
     debug = "DebugConfig, " if plan.runtime_spec.deterministic else ""
     imports = [
         "import os",
         *(["from pathlib import Path"] if has_order_of_its_own(plan) else []),
         "from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw",
-        f"from torchtitan.config import CompileConfig, {debug}ParallelismConfig, TrainingConfig",
+        f"from torchtitan.config import {compiling}{debug}ParallelismConfig, TrainingConfig",
         "from torchtitan.models.llama3.config_registry import llama3_debugmodel",
         "from torchtitan.trainer import Trainer",
         *([] if layout.recompute == "none" else [f"from {_CHECKPOINT_MODULE} import {_CHECKPOINT[layout.recompute]}"]),
@@ -186,6 +192,8 @@ def recipe_source(plan: Plan, stages: Stages) -> str:
     others = [line for line in imports if "torchtitan" not in line]
     recomputed = zip(stages, recomputed_layers(plan.best, stages), strict=True) if _recomputes_some(plan) else ()
     run, spec = run_settings(plan), stated(plan.model.spec)
+    if policy:
+        torchtitan += [line.format(family=_family_of(spec)) for line in _GRAPH_TRAINER]
     body = rendered(
         "torchtitan_recipe.py",
         model_source=model,
@@ -203,6 +211,7 @@ def recipe_source(plan: Plan, stages: Stages) -> str:
         mtp_scale=spec.mtp_loss_scaling_factor if spec.num_nextn_predict_layers else None,
         policy="PlannedAC" if _recomputes_some(plan) else _CHECKPOINT.get(layout.recompute),
         compiled=_compiled(plan),
+        graph_policy=policy,
         deterministic=plan.runtime_spec.deterministic,
     )
     return "\n".join([*_standard_first(others), "", *torchtitan, "", "", body])
@@ -235,10 +244,16 @@ def _schedule_class(plan: Plan) -> str:
 def _compiled(plan: Plan) -> str:
     """Arguments of CompileConfig: layers and loss, the loss alone, or nothing."""
     runtime = plan.runtime_spec
-    if runtime.fused_cross_entropy and (not runtime.compiled or splits_backward(plan)):
+    if not runtime.saves_products and runtime.fused_cross_entropy and (not runtime.compiled or splits_backward(plan)):
         return 'enable=True, components=["loss"]'
     overlaps = runtime.compiled and runtime.tp_overlap_fraction > 0
     return f"enable={runtime.compiled}{', enable_async_tensor_parallel=True' if overlaps else ''}"
+
+
+def _graph_policy(plan: Plan) -> Value:
+    """The policy of operators that torchtitan's graph trainer has and its plain one has not; empty for that one's."""
+    policy = SWITCHES["memory_policy"].value_of(plan.runtime_spec)
+    return "" if policy == "eager" else policy
 
 
 def has_order_of_its_own(plan: Plan) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from planner.errors import SpecError
@@ -36,6 +37,7 @@ _POLICIES = {"FullAC": "full", "PlannedAC": "full", "SelectiveAC": "selective", 
 """Mode of each class of activation checkpointing; PlannedAC is the one that an exported recipe defines."""
 _CONVERTERS = {"Float8": "fp8", "MXFP8": "mxfp8", "NVFP4": "nvfp4"}
 """Beginnings of the names of converters of linear layers, and the dtype that they compute in."""
+_COUNTS_TOKENS = {"training.max_context_length", "training.num_tokens_per_microbatch_per_dp_rank"}
 _MAX_SHOWN_CHARACTERS = 80
 _ROW = dialect("torchtitan")
 
@@ -49,6 +51,10 @@ def read_recipe(config: ConfigFile) -> tuple[Fields, Named]:
     record = chosen_recipe(evaluator, config.recipe, _SECTIONS) or _at_top(evaluator)
     settings: Fields = {}
     unreadable: Named = {}
+    if record.kind == "to_graph_trainer_config":  # the recipe of the plain trainer, with what is set afterwards
+        plain = record.arguments[0] if record.arguments and isinstance(record.arguments[0], CallRecord) else record
+        record = replace(plain, fields={**plain.fields, **record.fields})
+        settings["compile.memory_policy"] = "default"
     for section in _SECTIONS:
         value = record.get(section)
         for path, setting in value.flat(f"{section}.") if isinstance(value, CallRecord) else ():
@@ -313,14 +319,22 @@ def _features(settings: Fields) -> Fields:
     features: Fields = {"async_tp": dist_gemm or bool(first(settings, "compile.enable_async_tensor_parallel"))}
     if settings.get("model.moe_comm_backend") in ("deepep", "hybridep"):
         features["dispatcher"] = settings.pop("model.moe_comm_backend")
-    if policy := settings.get("compile.memory_policy"):
-        features["memory_policy"] = policy
+    policy = settings.get("compile.memory_policy")
+    features["memory_policy"] = policy or "eager"
+    # since 13 August 2026 a step is captured unasked; recipes that count tokens are a week younger
+    captures = settings.get("training.disable_cuda_graphs", _COUNTS_TOKENS.isdisjoint(settings)) is False
+    if policy:
+        captures = "cudagraph_pass" not in (settings.get("compile.disable_passes") or ())
+    if captures:
+        features |= {"cuda_graph": "full_iteration", "fused_experts": False, "ep_overlap": False}
     if settings.get("training.dtype") == "bfloat16":
         features["no_masters"] = True
     features["deterministic"] = first(settings, "debug.deterministic", "training.deterministic") is True
     compiled = first(settings, "compile.enable", "training.compile")
     components = first(settings, "compile.components") or ["model", "loss"]
-    if isinstance(compiled, bool):
+    if policy:  # the graph trainer: all of a step's operators, or attention alone
+        features["compile"] = features["cross_entropy_fusion"] = settings.get("compile.inductor_compilation") == "full"
+    elif isinstance(compiled, bool):
         features["compile"] = compiled and "model" in components
         if "compile.enable" in settings:  # the older switch compiled no loss
             features["cross_entropy_fusion"] = compiled and "loss" in components

@@ -474,7 +474,8 @@ class Limits(Group):
     selective_recompute_modules: Texts = ("core_attn",)
     """Modules that it can recompute by themselves."""
     saves_products: bool = False
-    """Products are no part of what `op` recomputes; without: every other one is (torchtitan)."""
+    """Products are no part of what `op` recomputes, the one way to recompute; without: every other one is (torchtitan).
+    Of layers that wait on the host, the last does not."""
     selective_default: Texts = ("core_attn",)
     """The modules that `selective` recomputes where none are named."""
     head_only_stage: bool = False
