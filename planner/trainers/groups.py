@@ -219,6 +219,8 @@ class Memory(Group):
     """Modules whose saved inputs go to host memory after the forward and come back before the backward."""
     offloaded_layers: NonNegativeInt = 0
     """Layers of which all that they keep for the backward waits in host memory."""
+    shards_states_over_groups: bool = False
+    """States of the optimizer are sharded over all ranks under ZeRO-3, weights and gradients over those of a group."""
     weight_shards: PositiveInt = 1
     """Ranks of unlike data that share the weights and gradients of a tensor-parallel rank, beside what ZeRO shards."""
     widens_gradients: bool = False

@@ -174,6 +174,22 @@ def test_a_policy_by_operators_saves_recomputes_or_offloads(policy: str, product
     assert table.layers[kind, "selective"].live_bytes / GRAPH_POOL == pytest.approx(kept)
 
 
+@pytest.mark.parametrize("model", ["llama-3.1-8b", "qwen3-30b-a3b"])
+def test_states_alone_are_sharded_over_groups_too(model: str) -> None:
+    plain = pricing_of(model)
+    outer = replace(plain, runtime=plain.runtime.with_features({"outer_dp_sharding": True})[0])
+    kind = plain.model.kinds[0]
+    for zero_stage, share, gradients in ((3, 1 / 4, 0.75), (1, 1, 1)):
+        shape = Shape.of(dp=32, zero_stage=zero_stage, shard_size=8, seq_length=4096)
+        before, after = (pricing.table(shape).layers[kind, "none"] for pricing in (plain, outer))
+        assert after.optimizer_bytes == pytest.approx(before.optimizer_bytes * share)
+        assert (after.weights_bytes, after.gradients_bytes) == (before.weights_bytes, before.gradients_bytes)
+        # gradients of four bytes are scattered, weights of two gathered, where gradients were all-reduced
+        scatter_s = plain.exchanges.part_s(before, replace(shape, dp=8))[0]
+        among_s = plain.exchanges.part_s(before, shape)[0] - scatter_s
+        assert outer.exchanges.part_s(before, shape)[0] == pytest.approx(scatter_s + gradients * among_s)
+
+
 @pytest.mark.parametrize(("shards", "tp"), [(4, 1), (8, 2)])
 def test_ranks_that_share_weights_gather_them_for_every_pass(shards: int, tp: int) -> None:
     plain = pricing_of("llama-3.1-8b")
