@@ -478,6 +478,8 @@ class Limits(Group):
     saves_products: bool = False
     """Products are no part of what `op` recomputes, the one way to recompute; without: every other one is (torchtitan).
     Of layers that wait on the host, the last does not."""
+    recomputes_unasked: bool = False
+    """Its compiler recomputes what `selective` does, and no option keeps it from that."""
     selective_default: Texts = ("core_attn",)
     """The modules that `selective` recomputes where none are named."""
     head_only_stage: bool = False

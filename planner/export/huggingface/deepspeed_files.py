@@ -209,7 +209,7 @@ def _layout(config: Fields, zero: Fields) -> Fields:
         raise SpecError(f"tensor_parallel: autotp_size: {tp!r:.60} is no number", "write a number")
     layout["tp"] = tp
     if isinstance(cp := config.get("sequence_parallel_size"), int) and cp > 1:
-        layout |= {"cp": cp} | ({"recompute": "selective"} if _is_autosp(config) else {})
+        layout["cp"] = cp
     checkpointing = section(config, "activation_checkpointing")
     if any(value for name, value in checkpointing.items() if name != "profile"):
         layout["recompute"] = "full"
