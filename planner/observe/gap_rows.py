@@ -275,6 +275,7 @@ class GapRow:
     name: str
     says: str
     record: str
+    evidence: str = ""
     terms: Texts = ()
     helps: str = ""
     switches: Texts = ()
