@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
-import math
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from itertools import product
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -69,11 +69,16 @@ def sweep_command(
 
     for path in (csv, plot):
         refuse_to_overwrite(path, force)
-    draw = None if plot is None else _drawing_to(plot)
+    if plot is not None:
+        from planner.report.plots import check_picture
+
+        check_picture(plot, "sweep")
     goal = _goal(asked, deadline, usd)
     answer = _swept(asked, goal)
-    if draw is not None and plot is not None:
-        draw(answer, plot, force)
+    if plot is not None:
+        from planner.report.plots import draw_sweep
+
+        draw_sweep(answer, plot, force)
     if csv is not None:
         write_text(csv, as_csv(answer), force)
     if csv == STDOUT:
@@ -85,10 +90,6 @@ def _goal(asked: SweepOptions, deadline: float | None, usd: float | None) -> Goa
     from planner.decide.sweep import Goal
 
     for name, given in (("--deadline", deadline), ("--usd", usd)):
-        if given is not None and not 0 < given < math.inf:
-            raise SpecError(
-                f"{name}: {given:g} is not more than 0", f"write {name} {5_000_000 if name == '--usd' else 30}"
-            )
         if given is not None and asked.tokens is None:
             raise SpecError(f"{name}: a run without tokens has no end", f"add --tokens 15T to {name} {given:g}")
     return Goal(deadline_days=deadline, budget_usd=usd)
@@ -96,16 +97,17 @@ def _goal(asked: SweepOptions, deadline: float | None, usd: float | None) -> Goa
 
 def _swept(asked: SweepOptions, goal: Goal) -> Sweep:
     """Plan the points that the options name, or look for the number of GPUs that meets the goal."""
-    from planner.decide.sweep import of_points, planners, sweep
+    from planner.decide.sweep import of_points, plan_all
 
     if asked.gpus is None:
         raise SpecError("--gpus: is missing", "for example --gpus 256,512, 256..4096 or auto")
     trials = list(_trials(asked))
     if asked.gpus == AUTO:
-        with progress("looking for the fewest GPUs", None) as advance, planners(MOST_GPUS, advance) as plan_all:
-            return of_points([point for trial in trials for point in _auto(trial, goal, plan_all)], goal)
-    with progress("planning", len(trials)) as advance, planners(len(trials), advance) as plan_all:
-        return sweep(trials, goal, plan_all)
+        with progress("looking for the fewest GPUs", None) as advance:
+            each = partial(plan_all, advance=advance)
+            return of_points([point for trial in trials for point in _auto(trial, goal, each)], goal)
+    with progress("planning", len(trials)) as advance:
+        return of_points(plan_all(trials, advance), goal)
 
 
 def _auto(trial: Trial, goal: Goal, plan_all: Any) -> list[Any]:
@@ -124,9 +126,8 @@ def _auto(trial: Trial, goal: Goal, plan_all: Any) -> list[Any]:
 
 def _trials(asked: SweepOptions) -> Iterator[Trial]:
     """One trial for each combination of the options' values."""
-    from planner.cli.inputs import read_job, read_limits
+    from planner.cli.inputs import read_case
     from planner.decide.sweep import Trial
-    from planner.search.case import Case
 
     axes, said = _axes(asked), set[str]()
     single = {field.name: getattr(asked, field.name) for field in fields(SearchOptions)}
@@ -140,10 +141,8 @@ def _trials(asked: SweepOptions) -> Iterator[Trial]:
         if num_others * len(numbers_of_gpus) > MOST_POINTS:
             raise _too_many(num_others * len(numbers_of_gpus))
         for gpus in numbers_of_gpus:
-            job = read_job(replace(point, gpus=gpus), said)
-            limits = read_limits(point, job)
-            case = Case(job.model, job.cluster, job.training, job.runtime_spec, limits)
-            yield Trial({"gpus": gpus, **{name: value for name, value in options.items() if len(axes[name]) > 1}}, case)
+            told = {name: value for name, value in options.items() if len(axes[name]) > 1}
+            yield Trial({"gpus": gpus, **told}, read_case(replace(point, gpus=gpus), said))
 
 
 def _too_many(num_points: int) -> SpecError:
@@ -178,14 +177,6 @@ def _gpus(asked: SweepOptions, point: SearchOptions) -> list[int]:
     if asked.gpus == AUTO:
         return [node_size]
     return numbers("--gpus", str(asked.gpus), by_nodes(node_size))
-
-
-def _drawing_to(path: str) -> Callable[[Sweep, str, bool], None]:
-    """The function that draws a sweep, once it is known that it can draw to `path`."""
-    from planner.report.plots import check_picture, draw_sweep
-
-    check_picture(path, "sweep")
-    return draw_sweep
 
 
 MOST_STEPS = 1024
@@ -285,8 +276,6 @@ def next_command(
     read = read_plan(plan)
     if not read.fits:
         raise Infeasible(f"{plan}: its layout does not fit, and no run of it is worth proposing", _FITS)
-    if days is not None and not 0 < days < float("inf"):
-        raise SpecError(f"--days: {days:g} is no time", "write --days 30")
     known = [] if no_history else list(_kept(read, history))
     known = _once([*_observed(read, measured), *known])
     choices = choices_of(read)

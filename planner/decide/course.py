@@ -32,16 +32,18 @@ from planner.decide.phases import (
     run_in,
     tried,
 )
-from planner.decide.sweep import Each
 from planner.errors import PlannerError, SpecError
 from planner.months.losses import SECONDS_PER_DAY, losses_of
 from planner.months.whole_run import Standstill
+from planner.search.why.recipe import side_by_side
 from planner.trainers.documents import attended_fraction, masked_documents
 from planner.trainers.load import AXES, Checkpoint, checkpoint_of
 from planner.trainers.spec import RuntimeSpec
 
 Key = tuple[object, ...]
 SECONDS_PER_HOUR = 3600
+PHASE_S = 1.0
+"""Seconds in which a phase is planned: from three on, processes are worth their start."""
 
 
 def shortest(costs_s: Sequence[Mapping[Key, float]], change_s: Callable[[int, Key, Key], float]) -> list[Key]:
@@ -219,10 +221,13 @@ class Course:
         return {key: run for (at, key), run in self.known.items() if at == number and isinstance(run, PhaseRun)}
 
 
-def course_of(phases: Sequence[Phase], each: Each, reshard_hours: float = 0.0) -> Course:
-    """Plan every phase, and try it in the layouts of the others. Raises the error of a phase that cannot be planned."""
+def course_of(phases: Sequence[Phase], reshard_hours: float = 0.0, tick: Callable[[], None] = lambda: None) -> Course:
+    """Plan every phase, and try it in the layouts of the others; `tick` is called after each.
+
+    Raises the error of a phase that cannot be planned.
+    """
     plans = []
-    for phase, plan in zip(phases, each(found, phases), strict=True):
+    for phase, plan in zip(phases, side_by_side(found, phases, PHASE_S, tick), strict=True):
         if isinstance(plan, PlannerError):
             plan.args = (f"phase {phase.name}: {plan.message}",)
             plan.message = plan.args[0]
@@ -232,7 +237,7 @@ def course_of(phases: Sequence[Phase], each: Each, reshard_hours: float = 0.0) -
     numbers = range(len(phases))
     own = {number: [key_of(layout) for layout in plans[number].layouts] for number in numbers}
     asked = [course.asked(number, own[number], course.searches(number)) for number in numbers]
-    for number, (answers, more) in enumerate(each(tried, asked)):
+    for number, (answers, more) in enumerate(side_by_side(tried, asked, PHASE_S, tick)):
         layouts = tuple(layout for layout, _ in more)
         plans[number] = replace(plans[number], layouts=plans[number].layouts + layouts, for_others=layouts)
         course.learn(number, map(key_of, layouts), (run for _, run in more))
@@ -242,7 +247,7 @@ def course_of(phases: Sequence[Phase], each: Each, reshard_hours: float = 0.0) -
     course = replace(course, found=tuple(plans))
     waiting = {number: keys for number in numbers if (keys := course.of_neighbours(number))}
     asked = [course.asked(number, keys) for number, keys in waiting.items()]
-    for number, (answers, _) in zip(waiting, each(tried, asked), strict=True):
+    for number, (answers, _) in zip(waiting, side_by_side(tried, asked, PHASE_S, tick), strict=True):
         course.learn(number, waiting[number], answers)
     return course
 
@@ -270,11 +275,6 @@ def _no_layout(phase: Phase, plan: PhaseLayouts, reason: str) -> SpecError:
 
 
 COSTS = ("days", "days_interval", "gpu_hours", "usd", "usd_interval", "mwh")
-
-
-def run_of_phases(phases: Sequence[Phase], each: Each, reshard_hours: float = 0.0, command: str = "") -> PhasesAnswer:
-    """Plan every phase, choose the course through them, and add up. Raises the error of a phase without a plan."""
-    return answer_of(course_of(phases, each, reshard_hours), command)
 
 
 def answer_of(course: Course, command: str = "") -> PhasesAnswer:
@@ -395,14 +395,18 @@ def _total(course: Course, phases: Sequence[PhaseAnswer], chosen: Sequence[Key])
         known = all(value is not None for value in values)
         return sum(value * (1 + share) for value, share in zip(values, shares, strict=True)) if known else None
 
+    def between(a_day: Sequence[float]) -> Interval:
+        low, high = (sum(x * end[side] for x, end in zip(a_day, ends, strict=True)) for side in (0, 1))
+        return low, high
+
     usd = total("usd")
     return RunTotal(
         tokens=sum(phase.tokens for phase in phases),
         days=days,
-        days_interval=(sum(low for low, _ in ends), sum(high for _, high in ends)),
+        days_interval=between([1.0] * len(ends)),
         gpu_hours=total("gpu_hours") or 0.0,
         usd=usd,
-        usd_interval=None if usd is None else _usd_interval(phases, ends),
+        usd_interval=None if usd is None else between([(phase.usd or 0.0) / phase.days for phase in phases]),
         mwh=total("mwh"),
         stops_s=sum(phase.stop_s for phase in phases),
         effective_fraction=sum(phase.days * phase.effective_fraction for phase in phases) / days,
@@ -418,9 +422,3 @@ def _ends(course: Course, number: int, phase: PhaseAnswer, chosen: Sequence[Key]
     stop = course.stop(number, (course.loads(number, before, after) or "as_is") if before[0] != after[0] else "as_is")
     (low_s, high_s), beside_s = stop.interval_s, phase.stop_s - stop.value_s
     return low + (low_s + beside_s) / SECONDS_PER_DAY, high + (high_s + beside_s) / SECONDS_PER_DAY
-
-
-def _usd_interval(phases: Sequence[PhaseAnswer], ends: Sequence[Interval]) -> Interval:
-    prices = [(phase.usd or 0.0) / phase.days for phase in phases]
-    low, high = (sum(price * end[side] for price, end in zip(prices, ends, strict=True)) for side in (0, 1))
-    return low, high

@@ -15,12 +15,10 @@ from planner.export.keyed_settings import (
     dialect,
     first,
     flat,
-    fraction,
-    is_any_on,
-    is_off,
     is_on,
     number,
     overrides_of,
+    readings,
     refused_settings,
     resolved,
     value_of,
@@ -29,14 +27,10 @@ from planner.export.megatron.keyed_reading import add_lora, read_keys
 from planner.export.named_models import model_called
 from planner.specs.base import Named
 
-_ACTOR, _MODEL, _ROLLOUT = (f"actor_rollout_ref.{part}." for part in ("actor", "model", "rollout"))
+_ACTOR, _MODEL = "actor_rollout_ref.actor.", "actor_rollout_ref.model."
 _ROW = dialect("verl")
 _READ = re.compile("|".join(_ROW.read))
 _OFFLOADS = ("param_offload", "grad_offload", "optimizer_offload")
-
-
-_LENGTHS = {"gsm8k": 320, r"(^|[/'])math[/']": 704}
-"""Tokens of a prompt and its answer in verl's examples: estimates, which no log was read for."""
 
 
 def read_verl(config: ConfigFile) -> ImportedRun:
@@ -51,13 +45,9 @@ def read_verl(config: ConfigFile) -> ImportedRun:
     imported = (_of_megatron if is_megatron else _of_fsdp)(settings, str(model or ""), is_rl)
     if imported.run["model"] is None and model:
         imported.model_name = str(model)
-    _set_batch(imported, settings, is_rl)
+    known = {"layout": imported.run["parallelism"], "gpus": imported.run["num_gpus"]}
+    imported.put(readings("verl", settings, is_rl=is_rl, **known))
     imported.refused += refused_settings(settings, "verl")
-    if is_rl:
-        imported.notes.append(
-            "one update of the actor is priced (ppo_mini_batch_size × rollout.n sequences); the reference model and "
-            "rewards are not"
-        )
     return imported
 
 
@@ -111,38 +101,14 @@ def _of_megatron(settings: Settings, model: str, is_rl: bool) -> ImportedRun:
 
 def _of_fsdp(settings: Settings, model: str, is_rl: bool) -> ImportedRun:
     """FSDP around a model of transformers."""
-    actor, own = (_ACTOR, _MODEL) if is_rl else ("", "model.")
-    micro = f"{actor}ppo_micro_batch_size_per_gpu" if is_rl else "data.micro_batch_size_per_gpu"
-    unsaid = {
-        f"{own}enable_gradient_checkpointing": True,
-        micro: None if is_rl else 4,
-        f"{actor}fsdp_config.fsdp_size": -1,
-    }
-    get, given = settings.get, {**unsaid, **settings}
-    sequence = "ulysses_sequence_parallel_size"
-    arguments: Settings = {
-        "model_name_or_path": model,
-        "per_device_train_batch_size": given[micro],
-        "gradient_checkpointing": given[f"{own}enable_gradient_checkpointing"],
-        "fsdp": "full_shard", "bf16": True, "use_liger_kernel": get(f"{own}use_liger"), "packing": True,
-        "activation_offloading": get(f"{own}enable_activation_offload"),
-        "context_parallel_size": first(
-            settings, actor + sequence, f"{actor}fsdp_config.{sequence}", f"engine.{sequence}"
-        ),
-    }  # fmt: skip
-    if rank := get(f"{own}lora_rank"):
-        arguments |= {"lora_rank": rank, "lora_target": get(f"{own}target_modules", "all-linear")}
-    arguments = {key: value for key, value in arguments.items() if value not in (None, "")}
-    keyed = KeyedSettings(arguments, Script(), _num_gpus(settings))
-    imported = run_of_arguments(keyed, ConfigFile("", None), _ROW)
+    said = readings("verl-fsdp", settings, model=model, is_rl=is_rl)
+    imported = run_of_arguments(KeyedSettings(said["arguments"], Script(), _num_gpus(settings)), ConfigFile(""), _ROW)
+    imported.put(said)
     imported.source = "verl"
+    actor, own = (_ACTOR, _MODEL) if is_rl else ("", "model.")
+    unsaid: Settings = {f"{own}enable_gradient_checkpointing": True, f"{actor}fsdp_config.fsdp_size": -1}
+    unsaid[f"{_ACTOR}ppo_micro_batch_size_per_gpu" if is_rl else "data.micro_batch_size_per_gpu"] = None if is_rl else 4
     imported.assumed = {path: str(value) for path, value in unsaid.items() if path not in settings}
-    size = number(settings, f"{actor}fsdp_config.fsdp_size", "engine.fsdp_size", "model.fsdp_config.fsdp_size") or -1
-    if size > 0:
-        imported.run["parallelism"]["fsdp"] = size
-    dtype = first(settings, f"{actor}fsdp_config.model_dtype", "engine.model_dtype", "model.fsdp_config.model_dtype")
-    if dtype in ("bf16", "bfloat16") and not imported.run.get("adapters"):
-        imported.run["features"]["no_masters"] = True
     _offload(imported, settings, f"{actor}fsdp_config." if is_rl else "model.fsdp_config.")
     _list_unread(imported, settings, ())
     return imported
@@ -166,90 +132,3 @@ def _list_unread(imported: ImportedRun, settings: Settings, read: Collection[str
         known,
         lambda path, value: value in (None, False) or "." not in path or path.rpartition(".")[2] in _OFFLOADS,
     )
-
-
-def _scored_tokens(settings: Settings, longest: int) -> int:
-    """Tokens of a micro-batch of log-probabilities; 0 where their logits are never held."""
-    chunked = (f"{_ACTOR}entropy_from_logits_with_chunking", f"{_MODEL}use_fused_kernels")
-    if is_any_on(settings, *chunked):
-        return 0
-    own = f"{_ROLLOUT}log_prob_use_dynamic_bsz"
-    if is_on(settings.get(own, settings.get(f"{_ACTOR}use_dynamic_bsz"))):
-        named = f"{_ROLLOUT}log_prob_max_token_len_per_gpu", f"{_ACTOR}ppo_max_token_len_per_gpu"
-        return number(settings, *named) or 16384
-    count = number(settings, f"{_ROLLOUT}log_prob_micro_batch_size_per_gpu") or 0
-    return count * (longest if count < 2 else _mean_length(settings, longest, longest // 2))
-
-
-def _mean_length(settings: Settings, longest: int, unknown: int) -> int:
-    """Tokens of a prompt and its answer in the mean, of data that is known or not; the most where all are padded."""
-    if is_off(settings.get(f"{_MODEL}use_remove_padding", True)):
-        return longest
-    files = str(settings.get("data.train_files") or "").lower()
-    known = [length for name, length in _LENGTHS.items() if re.search(name, files)]
-    return min(longest, max(known, default=64 * -(-unknown // 64)))
-
-
-def _keeps_reference(settings: Settings) -> bool:
-    """A reference model stays on the GPUs: Megatron's, unless it is offloaded (FSDP's always is)."""
-    asks = is_any_on(settings, f"{_ACTOR}use_kl_loss", "algorithm.use_kl_in_reward")
-    is_megatron = any(name.startswith(f"{_ACTOR}megatron.") for name in settings)
-    return asks and is_megatron and not is_on(settings.get("actor_rollout_ref.ref.megatron.param_offload"))
-
-
-def _rollout_fraction(settings: Settings) -> float:
-    """The share of memory that generation takes where the actor stays beside it: weights and states on the GPU."""
-    offloads = is_any_on(settings, *(f"{_ACTOR}{part}.param_offload" for part in ("fsdp_config", "megatron")))
-    return 0.0 if offloads else fraction(settings, f"{_ROLLOUT}gpu_memory_utilization", 0.5)
-
-
-def _set_batch(imported: ImportedRun, settings: Settings, is_rl: bool) -> None:
-    """Sequences of an update and their length; of dynamic micro-batches those that hold so many tokens."""
-    run, layout = imported.run, imported.run["parallelism"]
-    whole = number(settings, f"{_ACTOR}ppo_micro_batch_size" if is_rl else "data.micro_batch_size")
-    ranks = layout.get("tp", 1) * layout.get("pp", 1) * layout.get("cp", 1)
-    if whole and run["num_gpus"]:
-        # the older name counts the sequences of all replicas
-        layout["micro_batch_size"] = max(1, whole * ranks // run["num_gpus"])
-    prompt, response = number(settings, "data.max_prompt_length"), number(settings, "data.max_response_length")
-    if is_rl:
-        run["seq_length"] = longest = (prompt or 512) + (response or 512)
-        is_dynamic = is_on(settings.get(f"{_ACTOR}use_dynamic_bsz"))
-        if layout.get("micro_batch_size", 1) > 1 or is_dynamic:
-            run["seq_length"] = _mean_length(settings, longest, longest if is_dynamic else longest // 2)
-        if run["seq_length"] < longest:
-            imported.notes.append(
-                f"without padding, sequences are priced as of {run['seq_length']:,} tokens in the mean, up to "
-                f"{longest:,}: --seq-length {longest} prices the longest alone"
-            )
-        samples = number(settings, "actor_rollout_ref.rollout.n") or 1
-        update = number(settings, f"{_ACTOR}ppo_mini_batch_size") or 256
-        prompts = number(settings, "data.train_batch_size")
-        run["global_batch_size"] = update * samples
-        is_alone = is_any_on(settings, *(f"{_ACTOR}{part}.optimizer_offload" for part in ("fsdp_config", "megatron")))
-        asks = str(settings.get("algorithm.adv_estimator", "gae")) == "gae" or is_on(settings.get("critic.enable"))
-        keeps = not any(name.startswith("critic.") and name.endswith("optimizer_offload") and is_on(value)
-                        for name, value in settings.items())  # fmt: skip
-        imported.reinforce(
-            scored_tokens=_scored_tokens(settings, longest),
-            scored_alone=is_alone,
-            rollout_fraction=_rollout_fraction(settings),
-            critics=int(asks and keeps),
-            frozen_copies=int(_keeps_reference(settings)),
-        )
-        if (prompts or 1024) < update and not is_dynamic:
-            imported.refused.append(f"data.train_batch_size {prompts or 1024} is below ppo_mini_batch_size {update}")
-        if is_dynamic:
-            tokens = number(settings, f"{_ACTOR}ppo_max_token_len_per_gpu") or 16384
-            room = max(1, tokens * layout.get("cp", 1) // run["seq_length"])
-            each = max(1, run["global_batch_size"] * ranks // (run["num_gpus"] or ranks))
-            # a rank's sequences in as few balanced micro-batches as have room for them, here of one size
-            balanced = each / -(-each // room)
-            sizes = (size for size in range(1, each + 1) if each % size == 0)
-            layout["micro_batch_size"] = min(sizes, key=lambda size: abs(size - balanced))
-            if each > room:
-                imported.notes.append(f"dynamic micro-batches hold up to {room} such sequences: priced as of one size")
-    else:
-        run["seq_length"] = number(settings, "data.max_length") or 1024
-        run["global_batch_size"] = number(settings, "data.train_batch_size") or 256
-    imported.microbatches_per_rank = None

@@ -9,7 +9,7 @@ from itertools import chain
 from typing import Any, NamedTuple
 
 from planner.physics.adapters import adapted
-from planner.physics.layer.attention import attention
+from planner.physics.layer.attention import attention, cross_attention
 from planner.physics.layer.blocks import (
     attend_snapshots,
     dense_mlp,
@@ -18,6 +18,7 @@ from planner.physics.layer.blocks import (
     join_streams,
     leave_half,
     leave_tp,
+    ngrams,
     norm,
     per_layer_input,
     square,
@@ -59,6 +60,7 @@ MIXERS: dict[AttentionKind, tuple[Mixer, ...]] = {
     "kimi_delta": (kimi_delta,),
     "lightning": (lightning,),
     "conv": (short_conv,),
+    "cross": (cross_attention,),
     "linear": (lambda model, kind, shape, runtime: square(model, shape),),
     "none": (),
 }
@@ -115,13 +117,20 @@ def decoder_layer(
 ) -> tuple[Item, ...]:
     """The operators and exchanges of one decoder layer of `kind` on one rank, for one micro-batch."""
     replayed = runtime.graphed_modules if kind.mlp != "dense" else set(runtime.graphed_modules) & {"attn", "mlp"}
-    vectors = model.of_layer(kind).vector_parameters
-    return (
+    own = model.of_layer(kind)
+    vectors = own.vector_parameters
+    items = (
         *((_graph_buffers(model, shape),) if replayed else ()),
         *((Operator(name="vectors", kind="elementwise", parameters=vectors),) if vectors else ()),
+        *(() if own.ngram_size is None else ngrams(own.ngram_size, own, shape, runtime)),
         *mixer_block(model, kind, shape, runtime),
         *mlp_block(model, kind, shape, runtime, moe_imbalance),
     )
+    if own.shares_weights:
+        items = tuple(replace(item, parameters=0) if isinstance(item, Operator) else item for item in items)
+    # layers that attend to images are left out where there are none
+    left_out = kind.attention == "cross" and model.vision is None
+    return (Operator(name="unused", kind="elementwise", parameters=num_parameters(items)),) if left_out else items
 
 
 def _graph_buffers(model: ModelSpec, shape: Shape) -> Operator:
@@ -206,9 +215,10 @@ def vision_tower(model: ModelSpec, shape: Shape, runtime: RuntimeSpec) -> tuple[
     if tower is None:
         return ()
     encoder, images = tower.encoder, shape.micro_batch_size * tower.images_per_sequence
-    patches = tower.image_tokens * tower.patches_per_token
-    own = Shape(seq_length=patches + tower.num_extra_patches, micro_batch_size=images)
-    first = _plain_product("patches", patches * images, tower.patch_values, encoder.hidden_size)
+    tile = min(tower.tile_tokens or tower.image_tokens, tower.image_tokens)
+    patches, tiles = tile * tower.patches_per_token, images * tower.image_tokens / tile
+    own = Shape(seq_length=patches + tower.num_extra_patches, micro_batch_size=tiles)
+    first = _plain_product("patches", patches * tiles, tower.patch_values, encoder.hidden_size)
     first = replace(first, parameters=first.parameters + tower.other_parameters)
     layers = {
         kind: _of_tower((*mixer_block(encoder, kind, own, runtime), *mlp_block(encoder, kind, own, runtime)), tower)
@@ -307,7 +317,8 @@ def _loss(name: str, model: ModelSpec, shape: Shape, runtime: RuntimeSpec, share
 def mtp_block(model: ModelSpec, shape: Shape, runtime: RuntimeSpec, moe_imbalance: Number = 1.0) -> tuple[Item, ...]:
     """One multi-token-prediction block (DeepSeek-V3 §2.2): two norms, 2h projected to h, decoder layer, shared head."""
     before, behind = around_mtp_layer(model, shape, runtime)
-    return (*before, *decoder_layer(model, model.layers[-1], shape, runtime, moe_imbalance), *behind)
+    layers = (decoder_layer(model, kind, shape, runtime, moe_imbalance) for kind in model.predicting_layers)
+    return (*before, *chain.from_iterable(layers), *behind)
 
 
 def around_mtp_layer(model: ModelSpec, shape: Shape, runtime: RuntimeSpec) -> tuple[tuple[Item, ...], tuple[Item, ...]]:
@@ -395,13 +406,6 @@ def model_totals(
     return ModelTotals(*sizes, round(float(num_parameters(seeing))), round(predicting))
 
 
-BACKWARD_FACTOR = 2.0
-"""Bytes and kernels of an element-by-element operation's backward over those of its forward: the output's gradient and
-what was kept are read, and the input's gradient is written."""
-BACKWARD_FACTORS = {"norm": 2.5, "cast": 1.0}
-"""Those of families: a norm without a kernel as `physics/layer/blocks.py` counts one, and a cast back."""
-
-
 def traced(model: ModelSpec, kind: LayerKind, shape: Shape, runtime: RuntimeSpec) -> Iterator[Item]:
     """The operators of a traced layer for a micro-batch on a rank; exchanges where weights are split over tp."""
     for row, operator in traced_operators(model, kind, shape):
@@ -443,13 +447,11 @@ def _operator(row: TracedOperator, shape: Shape) -> Operator:
             kv_heads=row.kv_heads * share, q_len=_at(row.q_len, length), kv_len=_at(row.kv_len, length),
             qk_dim=row.qk_dim, v_dim=row.v_dim, saved=saved,
         )  # fmt: skip
-    moved = _at(row.bytes, length) * sequences * share
-    factor = BACKWARD_FACTORS.get(row.family, BACKWARD_FACTOR)
+    forward_bytes, backward_bytes = (_at(size, length) * sequences * share for size in (row.bytes, row.backward_bytes))
     return Operator(
-        name=row.name, kind="elementwise", family=row.family, forward_bytes=moved,
-        backward_bytes=factor * moved, forward_kernels=row.kernels,
-        backward_kernels=round(factor * row.kernels), parameters=parameters, saved=saved,
-        working_bytes=2 / 3 * factor * moved / max(row.kernels, 1),
+        name=row.name, kind="elementwise", family=row.family, forward_bytes=forward_bytes,
+        backward_bytes=backward_bytes, forward_kernels=row.kernels, backward_kernels=row.backward_kernels,
+        parameters=parameters, saved=saved, working_bytes=2 / 3 * backward_bytes / max(row.kernels, 1),
     )  # fmt: skip
 
 

@@ -161,7 +161,7 @@ class Nodes:
         shapes, model = self.shapes, self.shapes.pricing.model
         mode = "none" if choice.whole == "any_modules" else choice.mode
         pp, vpp = shapes.shape.pp, shapes.shape.vpp
-        mean_s = (shapes.work_s(mode) - shapes.ends_s) / pp
+        mean_s = (shapes.work_s(mode) - shapes.ends_s()) / pp
         busiest = np.ceil(np.ceil(model.num_hidden_layers / pp) / vpp) * vpp / (model.num_hidden_layers / pp)
         fill_s = (pp - 1) * (mean_s / vpp + 2 * shapes.p2p_s)
         return shapes.shape.num_microbatches * mean_s * busiest + fill_s

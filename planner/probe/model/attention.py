@@ -310,7 +310,7 @@ class CoreAttention(nn.Module):
         super().__init__()
         self.around = around
         self.slides = kind.attention != "full"
-        self.window = window_of(model, kind)
+        self.model, self.kind = model, kind
         self.heads = model.num_attention_heads // around.tp.size
         self.output = Linear(
             model.num_attention_heads * v_dim, model.hidden_size, around, parallel="row", bias=model.output_bias
@@ -319,7 +319,8 @@ class CoreAttention(nn.Module):
         mark(self.sinks, shard=(0, ((model.num_attention_heads, self.heads),)))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, tables: AttentionTables) -> Tensor:
-        rules = Visibility(tables.window_mask if self.slides else tables.alibi, self.window, self.sinks)
+        window = window_of(self.model, self.kind, q.shape[0] * self.around.cp.size)
+        rules = Visibility(tables.window_mask if self.slides else tables.alibi, window, self.sinks)
         core = recomputable("core_attn", core_attention, self.around)
         out: Tensor = self.output(core(q, k, v, rules, self.around.cp))
         return out

@@ -147,8 +147,8 @@ def opt_sizes(config: Config) -> Derived:
 def falcon(config: Config) -> Derived:
     """Falcon's generations: RW (sequential, ALiBi), 7B (one key-value head, one norm), 40B and later (two norms)."""
     new, bias = bool(config.get("new_decoder_architecture")), bool(config.get("bias"))
-    heads = config.get("num_attention_heads")
-    kv_heads = config.get("num_kv_heads") if new else 1 if config.get("multi_query", True) else heads
+    heads, stated = config.get("num_attention_heads"), config.get("num_kv_heads")
+    kv_heads = stated if new else 1 if config.get("multi_query", True) else heads
     norms = config.get("num_ln_in_parallel_attn") or (2 if new else 1)
     beside = new or config.get("parallel_attn", True)
     return {
@@ -290,6 +290,12 @@ def doge(config: Config) -> Derived:
     keys = whole(config, "num_key_value_heads", heads)
     fields: Derived = {"vector_parameters": 2 * hidden + keys + keys * keys * hidden // heads}
     return fields | ({"moe": None} if config.get("num_experts_per_tok") and config.get("keep_window_size", 1) else {})
+
+
+def gated_latents(config: Config) -> Derived:
+    """A.X-K2's latent attention, whose queries and gates read latents and their norm."""
+    names = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+    return {"mla": {name: whole(config, name) for name in names} | {"gates_by_latents": True}}
 
 
 def internlm3(config: Config) -> Derived:
