@@ -126,6 +126,8 @@ def read_nemo_rl(config: ConfigFile) -> ImportedRun:
     settings = resolved(_merged(config))
     if not any(path.startswith("policy.") for path in settings):
         raise SpecError("no settings of a policy", "give the file that --config names, or put it beside the script")
+    if "defaults" in settings and "policy.train_global_batch_size" not in settings:
+        raise SpecError(f"defaults: {settings['defaults']} is not beside the file", "put it there, or import it itself")
     gpus = _trainers_gpus(settings)
     is_megatron = is_on(settings.get("policy.megatron_cfg.enabled"))
     imported = _of_megatron(settings, gpus) if is_megatron else _of_automodel("nemo-rl", settings, gpus)
@@ -167,6 +169,8 @@ def _merged(config: ConfigFile, depth: int = 0) -> Settings:
     text = config.beside(str(parent)) if parent and depth < _PARENTS else None
     where = None if config.path is None else config.path.parent / str(parent)
     before = _merged(ConfigFile(text, where), depth + 1) if text is not None else {}
+    if text is not None:
+        overrides.pop("defaults", None)
     return {**before, **overrides}
 
 

@@ -156,9 +156,27 @@ def deepspeed(record: RunRecord, line: FoundLine) -> None:
 
 
 def breakdown(record: RunRecord, line: FoundLine) -> None:
-    for name, value in re.findall(r"([A-Za-z_0-9]{1,60}): ([\d.]{1,20})", line.match[1]):
-        record.timer(name, number(value) / 1e3)
+    """`rank=0 time (ms) | forward: 27.41 | backward: 73.44 | … | step: 72.82` of a step, others of micro-batches."""
+    found = {name: number(value) / 1e3 for name, value in named_parts(line.match[1]).items()}
+    for name, seconds in found.items():
+        record.timer(name, seconds)
+    for parts in (("fwd", "bwd", "step"), ("forward", "backward", "step")):
+        if found.keys() >= {*parts}:
+            record.means.append((sum(found[name] for name in parts), line.at_s))
     record.note("wall_clock_breakdown synchronises the GPUs: steps are slower than without it")
+
+
+def finish_breakdown(record: RunRecord) -> None:
+    """Take steps from the timers of wall_clock_breakdown where no other line has their seconds."""
+    if record.means and not record.numbers:
+        record.note("seconds of steps are its timers' of passes and optimizer: what is between them is not counted")
+        for row, (seconds, at_s) in enumerate(record.means, 1):
+            record.step(row, seconds, end_s=at_s)
+
+
+def timed(record: RunRecord, line: FoundLine) -> None:
+    """`timer.py:32 - Timer actor_train end (elapsed: 81.3s)`."""
+    record.timer(line.match[1], number(line.match[2]))
 
 
 def configured(record: RunRecord, line: FoundLine) -> None:
@@ -284,7 +302,11 @@ def bar(record: RunRecord, line: FoundLine) -> None:
     """` 45%|████▌     | 450/1000 [12:34<15:21,  1.68s/it]`; bars of one number of steps are of one bar."""
     before = line.before.rpartition("\x1b[A")[2]
     trains = _TRAINS.match(before)
-    if trains is None and _NAMED.search(before):
+    if (
+        "consumed_samples=" in line.match.string
+    ):  # NeMo's, of a model of Megatron's: Lightning's own counts micro-batches
+        record.facts["trainer"] = "nemo"
+    elif trains is None and _NAMED.search(before):
         return
     if trains is not None and trains[1]:
         record.facts["trainer"] = "torchtune"

@@ -59,6 +59,8 @@ def test_accelerate_with_deepspeed(tmp_path: Path) -> None:
     assert layout_of(read(tmp_path / "a.yaml"))["zero_stage"] == 3
     with pytest.raises(SpecError, match="is not beside the file"):
         read_configuration("distributed_type: DEEPSPEED\ndeepspeed_config: {deepspeed_config_file: zero3.json}\n")
+    with pytest.raises(SpecError, match=r"grpo-8K\.yaml is not beside the file"):
+        read_configuration("defaults: grpo-8K.yaml\npolicy:\n  max_total_sequence_length: 16384\n", "nemo-rl")
 
 
 def test_accelerate_with_megatron() -> None:

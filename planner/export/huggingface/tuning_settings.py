@@ -169,8 +169,12 @@ def _read_objective(imported: ImportedRun, settings: Said) -> None:
     """Pairs of answers, a policy's update, or what else is not the next token; what has no price is not understood."""
     stage = stage_of(settings)
     name = _OBJECTIVES.get(stage, "lm")
+    layout = imported.run["parallelism"]
     if name is None:
         imported.unknown["stage"] = f"{stage}, priced as learning the next token"
+        if stage in ("rm", "reward"):
+            # both answers of a pair are in one batch
+            layout["micro_batch_size"] = 2 * layout.get("micro_batch_size", 1)
     elif name == "policy":
         _read_policy(imported, settings)
     elif name != "lm":
@@ -178,7 +182,6 @@ def _read_objective(imported: ImportedRun, settings: Said) -> None:
         is_before = is_on(settings.get("precompute_ref_log_probs"))
         imported.run["objective"] = {"name": name, "reference": "precomputed" if is_before else reference}
         if OBJECTIVES[name].num_sequences > 1:
-            layout = imported.run["parallelism"]
             layout["micro_batch_size"] = 2 * layout.get("micro_batch_size", 1)
 
 
