@@ -1,4 +1,4 @@
-"""verl's overrides as a run: the actor's update, or a fine-tuning, under Megatron core or under FSDP."""
+"""verl's overrides and ROLL's YAML as runs: an actor's update, or a fine-tuning, on Megatron core, FSDP, DeepSpeed."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from planner.export.keyed_settings import (
     resolved,
     value_of,
 )
-from planner.export.megatron.keyed_reading import add_lora, read_keys
+from planner.export.megatron.keyed_reading import add_adapters, add_lora, read_keys
 from planner.export.named_models import model_called
 from planner.specs.base import Named
 
@@ -253,3 +253,103 @@ def _set_batch(imported: ImportedRun, settings: Settings, is_rl: bool) -> None:
         run["seq_length"] = number(settings, "data.max_length") or 1024
         run["global_batch_size"] = number(settings, "data.train_batch_size") or 256
     imported.microbatches_per_rank = None
+
+
+_TRAINED = ("actor_train", "sft_train", "student_train", "student")
+"""Workers of ROLL that train."""
+_OF_ROLL = dialect("roll")
+
+
+def read_roll(config: ConfigFile) -> ImportedRun:
+    """The run of ROLL's YAML: what its worker that trains does. Raises SpecError where none does."""
+    data = yaml_of(config.text, "give the configuration's file")
+    given = resolved(flat(data) if isinstance(data, dict) else {})
+    worker = next((name for name in _TRAINED if any(path.startswith(f"{name}.") for path in given)), None)
+    if worker is None:
+        raise SpecError("no worker of ROLL's trains", f"one of {', '.join(_TRAINED)}")
+    own: Settings = {path.removeprefix(f"{worker}."): value for path, value in given.items() if path.startswith(worker)}
+    strategy, start = str(own.get("strategy_args.strategy_name")), "strategy_args.strategy_config"
+    keys = {
+        path.removeprefix(f"{start}.").removeprefix("additional_configs."): value
+        for path, value in own.items()
+        if path.startswith(f"{start}.")
+    }
+    model = str(own.get("model_args.model_name_or_path") or given.get("pretrain") or "")
+    told = {
+        "per_device_train_batch_size": own.get("training_args.per_device_train_batch_size", 8),
+        "gradient_accumulation_steps": own.get("training_args.gradient_accumulation_steps", 1),
+    }
+    gpus = _gpus_of(str(own.get("device_mapping", ""))) or _nodes_of(given)
+    if adapts := own.get("model_args.lora_target"):
+        told |= {"lora_rank": own.get("model_args.lora_rank", 8), "target_modules": adapts, "tuner_type": "lora"}
+    if "megatron" in strategy:
+        if is_on(keys.pop("moe_layer_recompute", False)):
+            keys |= {"recompute_granularity": "selective", "recompute_modules": "moe"}
+        if keys.get("recompute_granularity") == "full" and "recompute_method" not in keys:
+            keys |= {"recompute_method": "uniform", "recompute_num_layers": 1}
+        keys["micro_batch_size"] = told["per_device_train_batch_size"]
+        if isinstance(modules := keys.get("recompute_modules"), str):
+            keys["recompute_modules"] = modules.split(",")
+        imported = read_keys("roll", keys, gpus, named=model_called(model) if model else None)
+        imported.rename({"micro_batch_size": f"{worker}.training_args.per_device_train_batch_size"})
+        imported.microbatches_per_rank = int(told["gradient_accumulation_steps"])
+        add_adapters(imported, told)
+    else:
+        imported = _of_transformers(given, own, keys, told | {"model_name_or_path": model}, gpus)
+    imported.source, imported.predicts_further = "roll", False
+    imported.model_name = "" if imported.run["model"] else model
+    _set_lengths(imported, given, own)
+    return imported
+
+
+def _of_transformers(given: Settings, own: Settings, keys: Settings, told: Settings, gpus: int | None) -> ImportedRun:
+    """A worker around a model of transformers: DeepSpeed's configuration, named or given, or FSDP's sizes."""
+    start = "strategy_args.strategy_config"
+    told |= {"gradient_checkpointing": not is_on(own.get("model_args.disable_gradient_checkpointing")), "bf16": True}
+    is_deepspeed = "deepspeed" in str(own.get("strategy_args.strategy_name"))
+    told |= (
+        {"deepspeed": own.get(start) or "zero3", "torch_dtype": "bfloat16"} if is_deepspeed else {"fsdp": "full_shard"}
+    )
+    if sequence := own.get("model_args.ulysses_size"):
+        told["context_parallel_size"] = sequence
+    imported = run_of_arguments(KeyedSettings(told, Script(), gpus), ConfigFile("", None), _OF_ROLL)
+    if not is_deepspeed:
+        if (size := number(keys, "fsdp_size") or 0) > 1:
+            imported.run["parallelism"]["fsdp"] = size
+        if keys.get("param_dtype") in ("bf16", "bfloat16") and not imported.run.get("adapters"):
+            imported.run["features"]["no_masters"] = True
+        if is_on(keys.get("offload_policy")):
+            imported.offload_all(f"{start}.offload_policy")
+        if (experts := number(keys, "ep_size") or 1) > 1:
+            imported.unknown[f"{start}.ep_size"] = f"{experts}, priced as sharded over all ranks"
+    return imported
+
+
+def _gpus_of(mapping: str) -> int:
+    """GPUs of `list(range(0,16)) + [16, 17]`."""
+    ranges = re.findall(r"range\((?:(\d{1,6}), *)?(\d{1,6})\)", mapping)
+    rest = re.sub(r"range\([\d, ]*\)", "", mapping)
+    return sum(int(last) - int(first or 0) for first, last in ranges) + len(re.findall(r"\d{1,6}", rest))
+
+
+def _nodes_of(given: Settings) -> int | None:
+    each = number(given, "num_gpus_per_node")
+    return each and each * (number(given, "num_nodes") or 1)
+
+
+def _set_lengths(imported: ImportedRun, given: Settings, own: Settings) -> None:
+    """The length of a sequence, and what reinforcement learning holds beside an update."""
+    prompt, answer = number(given, "prompt_length"), number(given, "response_length")
+    length = number(given, "sequence_length") or (prompt or 0) + (answer or 0)
+    imported.run["seq_length"] = length or imported.run["seq_length"]
+    if not is_any_on(own, "use_sequence_packing", "use_remove_padding"):
+        imported.note_unpacked()
+    if "chosen_key" in given:
+        imported.run["objective"] = {"name": "dpo", "reference": "precomputed"}
+        layout = imported.run["parallelism"]
+        layout["micro_batch_size"] = 2 * layout.get("micro_batch_size", 1)
+    elif any(path.partition(".")[0] == "actor_infer" for path in given):
+        imported.reinforce(scored_tokens=length * (number(own, "infer_batch_size") or 1), scored_alone=True)
+        imported.notes.append(
+            "one update of the actor is priced; rollouts are not, nor models that are on the host meanwhile"
+        )

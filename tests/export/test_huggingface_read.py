@@ -363,3 +363,31 @@ def test_a_program_that_a_launcher_starts_keeps_its_loss_where_sequences_are_spl
     # 36 layers' inputs of 131,072 tokens, which 8 GPUs of 80 GB have no room for
     peak = judged(parse_run({"run": imported.complete(hardware="h100")}, "run"))[0].best.worst_stage.memory
     assert peak.activations_bytes < 5e9 < 36 * 131072 * 4096 * 2
+
+
+_ROLL = (
+    "pretrain: Qwen/Qwen3-8B\nprompt_length: 2048\nresponse_length: 4096\nactor_train:\n  model_args:\n"
+    "    disable_gradient_checkpointing: false\n  training_args:\n    per_device_train_batch_size: 2\n"
+    "    gradient_accumulation_steps: 4\n  device_mapping: list(range(0,8)) + [8, 9, 10, 11, 12, 13, 14, 15]\n"
+    "  infer_batch_size: 4\n  strategy_args:\n    strategy_name: %s_train\n    strategy_config: %s\nactor_infer: {}\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "said", "runtime", "batch", "layout"),
+    [
+        ("megatron", "{tensor_model_parallel_size: 2, sequence_parallel: true, moe_layer_recompute: true}",
+         "megatron", 64, {"tp": 2, "recompute": "selective", "recompute_modules": ["moe"]}),
+        ("megatron", "{pipeline_model_parallel_size: 2, recompute_granularity: full, additional_configs: {x: null}}",
+         "megatron", 64, {"pp": 2, "recompute": "full"}),
+        ("deepspeed", "${deepspeed_zero3_cpuoffload}", "hf", 128, {"zero_stage": 3, "recompute": "full"}),
+        ("fsdp2", "{fsdp_size: 8, param_dtype: bf16}", "torch-fsdp", 128, {"fsdp": 8, "zero_stage": 3}),
+    ],
+)  # fmt: skip
+def test_a_worker_of_roll_is_a_run(strategy: str, said: str, runtime: str, batch: int, layout: dict[str, Any]) -> None:
+    imported = read_configuration(_ROLL % (strategy, said))
+    run = imported.complete(hardware="h100")
+    assert (imported.source, run["runtime"], run["num_gpus"], run["seq_length"]) == ("roll", runtime, 16, 6144)
+    assert (run["global_batch_size"], run["objective"]["scored_tokens"]) == (batch, 4 * 6144)
+    assert {name: run["parallelism"].get(name) for name in layout} == layout
+    assert imported.unknown == {}

@@ -49,7 +49,7 @@ TABLES = yaml.safe_load((Path(__file__).parent / "tables.yaml").read_text())
         ('{"zero_optimization": {}, "train_batch_size": "many"}', "'many' is no positive number"),
         (f"p.py {BASE} --tensor-model-parallel-size ${{TP:?need}}", "$TP is not set"),
         (f"p.py {BASE} --prompt-file x", "this is an inference server"),
-        ("actor_train:\n  per_device_train_batch_size: 1\n", "a configuration of ROLL"),
+        ("actor_infer:\n  x: 1\nactor_train: 1\n", "no worker of ROLL's trains"),
     ],
 )
 def test_what_cannot_be_read(text: str, message: str) -> None:

@@ -112,7 +112,7 @@ def read_keys(
     return imported
 
 
-def _add_adapters(imported: ImportedRun, settings: Settings) -> None:
+def add_adapters(imported: ImportedRun, settings: Settings) -> None:
     """Adapters of LoRA; Megatron's all-linear has the experts too, whose products are linear layers there."""
     kind = str(next((settings[key] for key in ("tuner_type", "train_type", "sft_type") if key in settings), "full"))
     if kind == "full" and not settings.get("adapters"):
@@ -181,7 +181,7 @@ def read_swift(config: ConfigFile) -> ImportedRun:
     imported = read_keys("ms-swift-megatron", settings, gpus, keyed.script, named)
     imported.predicts_further = bool(settings.get("mtp_num_layers"))
     imported.unknown |= keyed.unread
-    _add_adapters(imported, settings)
+    add_adapters(imported, settings)
     if not is_on(settings.get("packing")):
         imported.note_unpacked()
     _note_model(imported, name)
