@@ -395,13 +395,6 @@ def model_totals(
     return ModelTotals(*sizes, round(float(num_parameters(seeing))), round(predicting))
 
 
-BACKWARD_FACTOR = 2.0
-"""Bytes and kernels of an element-by-element operation's backward over those of its forward: the output's gradient and
-what was kept are read, and the input's gradient is written."""
-BACKWARD_FACTORS = {"norm": 2.5, "cast": 1.0}
-"""Those of families: a norm without a kernel as `physics/layer/blocks.py` counts one, and a cast back."""
-
-
 def traced(model: ModelSpec, kind: LayerKind, shape: Shape, runtime: RuntimeSpec) -> Iterator[Item]:
     """The operators of a traced layer for a micro-batch on a rank; exchanges where weights are split over tp."""
     for row, operator in traced_operators(model, kind, shape):
@@ -443,13 +436,11 @@ def _operator(row: TracedOperator, shape: Shape) -> Operator:
             kv_heads=row.kv_heads * share, q_len=_at(row.q_len, length), kv_len=_at(row.kv_len, length),
             qk_dim=row.qk_dim, v_dim=row.v_dim, saved=saved,
         )  # fmt: skip
-    moved = _at(row.bytes, length) * sequences * share
-    factor = BACKWARD_FACTORS.get(row.family, BACKWARD_FACTOR)
+    forward_bytes, backward_bytes = (_at(size, length) * sequences * share for size in (row.bytes, row.backward_bytes))
     return Operator(
-        name=row.name, kind="elementwise", family=row.family, forward_bytes=moved,
-        backward_bytes=factor * moved, forward_kernels=row.kernels,
-        backward_kernels=round(factor * row.kernels), parameters=parameters, saved=saved,
-        working_bytes=2 / 3 * factor * moved / max(row.kernels, 1),
+        name=row.name, kind="elementwise", family=row.family, forward_bytes=forward_bytes,
+        backward_bytes=backward_bytes, forward_kernels=row.kernels, backward_kernels=row.backward_kernels,
+        parameters=parameters, saved=saved, working_bytes=2 / 3 * backward_bytes / max(row.kernels, 1),
     )  # fmt: skip
 
 

@@ -375,9 +375,12 @@ class TracedOperator(Spec):
     v_dim: NonNegativeInt = 0
     bytes: Polynomial = (0.0, 0.0, 0.0)
     """Bytes that element-by-element kernels move in a forward."""
+    backward_bytes: Polynomial = (0.0, 0.0, 0.0)
+    """Bytes that they move in the backward, as autograd ran it; some operations have no other."""
     family: Literal["residual", "norm", "strided", "permute", "cast"] = "residual"
     """Family of such kernels, which reach shares of the memory's bandwidth of their own."""
     kernels: NonNegativeInt = 0
+    backward_kernels: NonNegativeInt = 0
     parameters: NonNegativeInt = 0
     split: Literal["", "columns", "rows", "inside"] = ""
     """Its share on a tensor-parallel rank: columns or rows of a weight, or what lies between them; empty: all of it."""

@@ -20,6 +20,7 @@ import os
 import sys
 import time
 import weakref
+from bisect import bisect_right
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -46,8 +47,10 @@ BATCH = 2
 """Sequences that are traced at once, and divided by: of one alone, views are what of several are copies."""
 FAMILIES = {
     **dict.fromkeys(("native_layer_norm", "_fused_rms_norm"), "norm"), "_to_copy": "cast",
-    **dict.fromkeys(("cat", "clone", "copy_", "stack", "split_with_sizes_copy", "silu", "gelu", "sigmoid"), "strided"),
-    **dict.fromkeys(("index", "gather", "scatter", "scatter_add", "index_add", "sort", "topk"), "permute"),
+    **dict.fromkeys(("cat", "clone", "copy_", "stack", "split_with_sizes_copy", "slice_backward"), "strided"),
+    **dict.fromkeys(("silu", "gelu", "sigmoid", "silu_backward", "gelu_backward", "sigmoid_backward"), "strided"),
+    **dict.fromkeys(("index", "index_put_", "index_add", "gather", "scatter", "scatter_add"), "permute"),
+    **dict.fromkeys(("sort", "topk"), "permute"),
 }  # fmt: skip
 """Families of operations that reach less of the memory's bandwidth; all inside of a norm are norms."""
 PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "_grouped_mm"}
@@ -111,10 +114,12 @@ class Fused(TorchFunctionMode):
         if func is nn.functional.rms_norm:
             output = record.made(_norm, rows, given.get("weight"))
             new = record.new(given.get("weight"))
-            record.add("norm", "elementwise", bytes=2 * _bytes(rows) / BATCH, parameters=new, kernels=1)
+            moved = _bytes(rows) / BATCH
+            record.add("norm", "elementwise", **_passes(2 * moved, 5 * moved), parameters=new)
         elif func is nn.functional.dropout:
             output = record.made(_dropout, rows)
-            record.add("dropout", "elementwise", bytes=2.5 * _bytes(rows) / BATCH, parameters=0, kernels=1)
+            moved = 2.5 * _bytes(rows) / BATCH
+            record.add("dropout", "elementwise", **_passes(moved, moved), parameters=0)
         else:
             key, value = given["key"], given["value"]
             output = record.made(_attention, rows, key, value)
@@ -151,6 +156,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.is_shared = False
         """Layers read weights that another layer has read, or what came before the layers."""
         self.saved: list[weakref.ref[HeldTensor]] = []
+        self.behind: list[dict[str, Any]] = []
+        """Rows of the backward's operations element by element."""
+        self.numbers: list[int] = []
+        """Autograd's number behind each row of the forward, once the backward runs."""
         index = {id(one): number for number, one in enumerate(layers)}
         for name, one in module.named_modules():
             one.register_forward_pre_hook(self._entering(name, index.get(id(one))))
@@ -193,7 +202,33 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Record an operation of the current layer."""
         place = {"layer": self.layer, "module": self.path[-1], "name": name, "kind": kind}
         family = "norm" if name == "norm" or self.path[-1] in self.norms else FAMILIES.get(name, "residual")
-        self.rows.append({**place, "family": family, "kept": [], **sizes})
+        number = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
+        self.rows.append({**place, "family": family, "kept": [], "number": number, **sizes})
+
+    def add_backward(self, name: str, num_bytes: float, number: int) -> None:
+        """Record an operation of the backward beside that of the forward whose gradient it works out.
+
+        Autograd numbers what it records; a view's gradient belongs to what reads the view.
+        """
+        at = min(bisect_right(self.numbers, number), len(self.rows) - 1)
+        row = self.rows[at]
+        if row["kind"] == "gemm" and name == "convolution_backward":
+            return
+        family = row["family"] if row["family"] == "norm" else FAMILIES.get(name, "residual")
+        if row["kind"] == "elementwise" and row["family"] == family:
+            row["backward_bytes"] += num_bytes
+            row["backward_kernels"] += 1
+            return
+        place = {"layer": row["layer"], "module": row["module"], "name": f"{name} backward", "kind": "elementwise"}
+        moved = {"bytes": 0.0, "kernels": 0, "backward_bytes": num_bytes, "backward_kernels": 1}
+        self.behind.append({**place, "family": family, "kept": [], "parameters": 0, "number": at, **moved})
+
+    def joined(self) -> list[dict[str, Any]]:
+        """The rows, each with those of its backward that are of another family behind it."""
+        beside: dict[int, list[dict[str, Any]]] = {}
+        for one in self.behind:
+            beside.setdefault(one["number"], []).append(one)
+        return [one for at, row in enumerate(self.rows) for one in (row, *beside.get(at, ()))]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = func(*args, **(kwargs or {}))
@@ -201,6 +236,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self._is_hidden or name in VIEWS:
             return output
         tensors = [one for one in _flat((args, kwargs)) if isinstance(one, torch.Tensor)]
+        node: Any = torch._C._current_autograd_node()
+        if node is not None:
+            if name not in PRODUCTS:
+                self.add_backward(name, _moved(tensors, output) / BATCH, node._sequence_nr())
+            return output
         has_weight = any(_storage(one) in self.weights for one in tensors)
         parameters = self.new(*tensors)
         if name == "convolution" and args[8] == 1:
@@ -219,10 +259,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 k=left.shape[-1], n=right.shape[-1], weight=has_weight, parameters=parameters,
             )  # fmt: skip
             return output
-        moved = sum(_bytes(one) for one in (*tensors, *_flat(output)) if isinstance(one, torch.Tensor))
-        lookup = name == "embedding"
-        moved -= _bytes(tensors[0]) if lookup else 0
-        self.add(name, "elementwise", bytes=moved / BATCH, parameters=parameters, kernels=1)
+        if name == "embedding":
+            tensors = tensors[1:]  # of the table, rows are read
+        self.add(name, "elementwise", **_passes(_moved(tensors, output) / BATCH, 0.0), parameters=parameters)
         return output
 
     def pack(self, tensor: torch.Tensor) -> HeldTensor:
@@ -252,6 +291,19 @@ def _storage(tensor: torch.Tensor) -> int:
 
 def _bytes(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.element_size()
+
+
+def _moved(inputs: list[torch.Tensor], output: Any) -> int:
+    """Bytes that a kernel reads and writes."""
+    return sum(_bytes(one) for one in (*inputs, *_flat(output)) if isinstance(one, torch.Tensor))
+
+
+def _passes(forward_bytes: float, backward_bytes: float) -> dict[str, Any]:
+    """A kernel's bytes in a forward, and those of its backward that is one kernel, too, where they are known."""
+    return {
+        "bytes": forward_bytes, "kernels": 1, "backward_bytes": backward_bytes,
+        "backward_kernels": int(backward_bytes > 0),
+    }  # fmt: skip
 
 
 def _flat(value: Any) -> list[Any]:
@@ -331,13 +383,16 @@ def traced(source: str, length: int) -> dict[str, Any]:
     with torch.device("meta"), Fused(record), record, kept:
         found = module(ids)
     record.count_kept()
-    logits_of(found).float().sum().backward()  # type: ignore[no-untyped-call]
+    loss = logits_of(found).float().sum()
+    record.numbers = [row["number"] for row in record.rows]
+    with torch.device("meta"), record:
+        loss.backward()  # type: ignore[no-untyped-call]
     tables = [one for one in module.modules() if isinstance(one, nn.Embedding)]
     table = max(tables, key=lambda one: one.num_embeddings, default=None)
     heads = [one for one in module.modules() if isinstance(one, nn.Linear) and table is not None]
     head = next((one for one in heads if table is not None and one.out_features == table.num_embeddings), None)
     return {
-        "rows": record.rows,
+        "rows": record.joined(),
         # those that ran, in their order
         "layers": list(dict.fromkeys(record.entered)) or [0],
         "is_looped": record.is_shared or len(record.entered) > len(set(record.entered)),

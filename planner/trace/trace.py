@@ -132,7 +132,9 @@ def _row(same: Sequence[Mapping[str, Any]], styles: Mapping[str, str]) -> tuple[
     """One operation at all lengths: its layer, and its sizes as polynomials."""
     one = same[0]
     sizes: Fields = {
-        name: fitted([row[name] for row in same]) for name in ("count", "m", "n", "k", "bytes") if name in one
+        name: fitted([row[name] for row in same])
+        for name in ("count", "m", "n", "k", "bytes", "backward_bytes")
+        if name in one
     }
     if one["kind"] == "attention":
         sizes |= {name: fitted([row[name] for row in same]) for name in ("q_len", "kv_len")}
@@ -141,7 +143,8 @@ def _row(same: Sequence[Mapping[str, Any]], styles: Mapping[str, str]) -> tuple[
     split = next((style for pattern, style in styles.items() if _is_called(one["module"], pattern)), "")
     operator = TracedOperator(
         name=f"{_local(one['module'])} {one['name']}".strip(), kind=one["kind"], weight=one.get("weight", False),
-        kernels=one.get("kernels", 0), parameters=one.get("parameters", 0), family=one.get("family", "residual"),
+        kernels=one.get("kernels", 0), backward_kernels=one.get("backward_kernels", 0),
+        parameters=one.get("parameters", 0), family=one.get("family", "residual"),
         split=split if one["kind"] == "gemm" else "",  # type: ignore[arg-type]
         kept=tuple(TracedTensor(num_bytes=size) for size in kept), **sizes,
     )  # fmt: skip
@@ -159,7 +162,7 @@ def _gathered(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         found = gathered.setdefault(_place(row), row)
         if found is row:
             continue
-        for name in ("bytes", "kernels", "parameters", "kept"):
+        for name in ("bytes", "backward_bytes", "kernels", "backward_kernels", "parameters", "kept"):
             if name in found:
                 found[name] = found[name] + row[name]
         if "m" in found and row["m"] * row["n"] * row["k"]:
@@ -200,10 +203,15 @@ def _group(operator: TracedOperator) -> tuple[str, str, int]:
 def _joined(kind: tuple[str, str, int], group: list[TracedOperator]) -> TracedOperator:
     if len(group) == 1:
         return group[0]
-    total = tuple(sum(one.bytes[power] for one in group) for power in range(3))
+    forward, backward = (
+        tuple(sum(getattr(one, name)[power] for one in group) for power in range(3))
+        for name in ("bytes", "backward_bytes")
+    )
     return group[0].model_copy(
         update={
-            "name": f"{group[0].name} … {group[-1].name}", "bytes": total, "kernels": sum(one.kernels for one in group),
+            "name": f"{group[0].name} … {group[-1].name}", "bytes": forward, "backward_bytes": backward,
+            "kernels": sum(one.kernels for one in group),
+            "backward_kernels": sum(one.backward_kernels for one in group),
             "parameters": sum(one.parameters for one in group),
             "kept": tuple(tensor for one in group for tensor in one.kept),
         }

@@ -88,6 +88,16 @@ def test_scores_of_plain_attention_are_kept_and_grow_with_the_square() -> None:
     assert long - 2 * short == pytest.approx(2 * scores, rel=0.01)
 
 
+def test_the_backward_has_the_bytes_that_autograd_moved() -> None:
+    layers = traced("hybrid").traced
+    assert layers is not None
+    found = {row.name.rpartition(" ")[2]: row for layer in layers.layers for row in layer if row.backward_bytes[1]}
+    # gelu: the gradient and what was kept are read, one is written; the second product of two rows: each has its own
+    shares = {name: found[name].bytes[1] / found[name].backward_bytes[1] for name in ("gelu", "mul", "convolution")}
+    assert shares == pytest.approx({"gelu": 2 / 3, "mul": 3 / 6, "convolution": 2 / 3}, rel=1e-3)
+    assert (found["mul"].kernels, found["mul"].backward_kernels) == (1, 2)
+
+
 @pytest.mark.parametrize("name", ["chunked", "hybrid"])
 def test_a_layer_and_its_operators_keep_what_the_module_does(name: str) -> None:
     """Of three sequences, which a loop's slices copy where those of one are views, by torch's account of a GPU."""
