@@ -369,7 +369,8 @@ _ROLL = (
     "pretrain: Qwen/Qwen3-8B\nprompt_length: 2048\nresponse_length: 4096\nactor_train:\n  model_args:\n"
     "    disable_gradient_checkpointing: false\n  training_args:\n    per_device_train_batch_size: 2\n"
     "    gradient_accumulation_steps: 4\n  device_mapping: list(range(0,8)) + [8, 9, 10, 11, 12, 13, 14, 15]\n"
-    "  infer_batch_size: 4\n  strategy_args:\n    strategy_name: %s_train\n    strategy_config: %s\nactor_infer: {}\n"
+    "  infer_batch_size: 4\n  strategy_args:\n    strategy_name: %s_train\n    strategy_config: %s\n"
+    "actor_infer: {x: 1}\n"
 )
 
 
