@@ -293,6 +293,7 @@ def read_roll(config: ConfigFile) -> ImportedRun:
         imported = read_keys("roll", keys, gpus, named=model_called(model) if model else None)
         imported.rename({"micro_batch_size": f"{worker}.training_args.per_device_train_batch_size"})
         imported.microbatches_per_rank = int(told["gradient_accumulation_steps"])
+        imported.assumed.pop("--global-batch-size", None)
         add_adapters(imported, told)
     else:
         imported = _of_transformers(given, own, keys, told | {"model_name_or_path": model}, gpus)

@@ -116,11 +116,25 @@ def decoder_layer(
     """The operators and exchanges of one decoder layer of `kind` on one rank, for one micro-batch."""
     replayed = runtime.graphed_modules if kind.mlp != "dense" else set(runtime.graphed_modules) & {"attn", "mlp"}
     vectors = model.of_layer(kind).vector_parameters
+    items = (*mixer_block(model, kind, shape, runtime), *mlp_block(model, kind, shape, runtime, moe_imbalance))
     return (
         *((_graph_buffers(model, shape),) if replayed else ()),
         *((Operator(name="vectors", kind="elementwise", parameters=vectors),) if vectors else ()),
-        *mixer_block(model, kind, shape, runtime),
-        *mlp_block(model, kind, shape, runtime, moe_imbalance),
+        *items,
+        *((_autocast_copies(model, shape, items),) if runtime.autocasts else ()),
+    )
+
+
+def _autocast_copies(model: ModelSpec, shape: Shape, items: tuple[Item, ...]) -> Operator:
+    """What torch.autocast keeps of a layer beside what an eager layer in 16 bits does.
+
+    Two norms keep rows of 4 bytes in place of 2, before and behind them (4 rows of 2 bytes), and each product of the
+    5 that share inputs a copy of its own (3 more): 66 bytes a token and feature of a Llama with an MLP four times as
+    wide, as saved tensors of transformers 5 count (torch 2.13, CPU).
+    """
+    rows = Saved("rows in fp32, copies of inputs", (7, shape.tokens, model.hidden_size))
+    return Operator(
+        name="autocast", kind="elementwise", saved=(rows, Saved("weights in 16 bits", (num_parameters(items),)))
     )
 
 

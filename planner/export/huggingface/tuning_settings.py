@@ -210,6 +210,8 @@ def _read_sharding(imported: ImportedRun, settings: Said) -> None:
     # FSDP makes fp32 masters of any weights, and DeepSpeed of bf16 ones
     is_tuned = run.get("adapters") or named in _BF16 or (named in _FP32 and sharded >= 2)
     if not is_tuned or run["runtime"] not in (FSDP_RUNTIME, DEEPSPEED_RUNTIME):
+        if run["runtime"] == FSDP_RUNTIME and not sharded and dtype_of(settings) is not None:
+            run["features"]["autocast"] = True
         return
     if run["runtime"] == DEEPSPEED_RUNTIME:
         kept = {

@@ -201,6 +201,7 @@ def read_adapter(keyed: KeyedSettings) -> ImportedRun:
     named, name = _named(settings)
     imported = read_keys("llamafactory-megatron", settings, keyed.num_gpus, keyed.script, named)
     imported.microbatches_per_rank = int(settings.get("gradient_accumulation_steps") or 1)
+    imported.assumed.pop("--global-batch-size", None)
     imported.unknown.pop("gradient_accumulation_steps", None)
     if str(settings.get("finetuning_type", "full")) != "full":
         imported.unknown["finetuning_type"] = f"{settings['finetuning_type']}: the Megatron adapter trains all weights"
