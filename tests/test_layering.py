@@ -49,7 +49,7 @@ ALLOWED = {
     "decide": {
         "errors", "shape", "specs", "trainers", "answer", "schedule.orders", "months", "layout",
         "probe.result", "observe.observation", "search.case", "search.layouts", "search.recipes",
-        "search.safest", "search.search", "search.why.remedy",
+        "search.safest", "search.search", "search.why.recipe", "search.why.remedy",
         # a launch file that is checked is read as the importer reads it, and broken rules are those of its trainer
         "export.import_run", "export.spelling",
     },

@@ -4,9 +4,9 @@
 
 A row stands under the command or the class of options that has it (`shared` where several commands do) and under its
 heading in the help: its spelling (none for an argument), what follows it (nothing for a flag), the help with defaults
-in brackets, and the unit of a number or the words that a shell completes. A command that declares a parameter of one of
-the classes below has an option for each field of it. What was not given is None, or False for a flag: no option has a
-default here, because a command must be able to tell what was given from what was not.
+in brackets, the unit of a number or the words that a shell completes, and whether a number is above 0. A command that
+declares a parameter of one of the classes below has an option for each field of it. What was not given is None, or
+False for a flag: no option has a default here, because a command must be able to tell what was given.
 """
 
 from __future__ import annotations
@@ -54,6 +54,8 @@ Whole = int | None
 Number = float | None
 Numbers = tuple[float, ...] | None
 """A whole number, a number, and numbers in a comma list, written as `planner.specs.units` has them."""
+MOST = 1e12
+"""More seconds, days and dollars than any run takes."""
 _ORDER = (JOB, FINETUNE, RUN, LAYOUT, SEARCH, ASSUMED, FOLLOW, OUTPUT)
 """The order of the headings in the help of a command of jobs."""
 
@@ -67,6 +69,8 @@ class CliOption(NamedTuple):
     says: str
     of: str = ""
     """The unit of a number, or the name of the words that it may be."""
+    is_positive: bool = False
+    """True for a number that is above 0, and no larger than any that a run takes."""
 
     @property
     def name(self) -> str:
@@ -153,7 +157,10 @@ def converted(row: CliOption, kind: Any, word: Any) -> Any:
         if int in kinds:
             return parse_whole(word, unit)
         if float in kinds:
-            return float(parse_number(word, unit))
+            number = float(parse_number(word, unit))
+            if row.is_positive and not 0 < number <= MOST:
+                raise SpecError(f"{row.name}: {number:g} is not above 0 and at most {MOST:g}", f"write {row.name} 30")
+            return number
         if kind == Numbers:
             return tuple(float(part) for part in word.split(","))
         if row.of == "imbalance" and ":" not in word:  # else a histogram, which TrainingSpec reads

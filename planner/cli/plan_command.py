@@ -36,8 +36,6 @@ OF_THE_JOB = (
     "calibration", "no_history", "allow",
 )  # fmt: skip
 """Options that the running job has answered: another answer would be another job."""
-FEWEST_FOR_PROCESSES = 3
-"""Phases from which on processes win back the second or two that they take to start."""
 SUMMARY = "phases.json"
 
 
@@ -235,8 +233,7 @@ def _training_of(asked: SearchOptions, old: Plan) -> TrainingSpec:
 
 def plan_phases(asked: PlanOptions, path: str, as_json: bool, output: str | None, force: bool) -> None:
     """Plan the phases of a file, print the run, and save it: a file of all, or a folder with a plan of each."""
-    from planner.decide.course import run_of_phases
-    from planner.decide.sweep import processes
+    from planner.decide.course import answer_of, course_of
     from planner.report.runs import render_phases
     from planner.specs.phases import read_phases
 
@@ -251,11 +248,8 @@ def plan_phases(asked: PlanOptions, path: str, as_json: bool, output: str | None
     said = set[str]()
     phases = [_phase(asked, spec, path, said) for spec in file.phases]
     paths = _paths(output, [phase.name for phase in phases], force)
-    with (
-        progress("planning phases", 2 * len(phases)) as advance,
-        processes(len(phases), FEWEST_FOR_PROCESSES, "planner.decide.phases", advance) as each,
-    ):
-        run = run_of_phases(phases, each, file.reshard_hours, command_line(asked))
+    with progress("planning phases", 2 * len(phases)) as advance:
+        run = answer_of(course_of(phases, file.reshard_hours, advance), command_line(asked))
     # printed first, so that a file that cannot be written loses nothing
     if as_json and output != STDOUT:
         sys.stdout.write(dumps(run.to_json()))

@@ -59,7 +59,7 @@ def schedule_command(
     _refuse_files({"--svg": svg, "--trace": trace, "--csv": csv}, force)
     read = _read_csv(name) if name is not None and name.endswith(".csv") else None
     pp = pp if read is None else read.pp
-    _check_sizes(pp, 1 if vpp is None else vpp, micro_batches, in_flight)
+    _check_sizes(pp, 1 if vpp is None else vpp, micro_batches)
     slow = slow_stages_of(slow_stage, pp), slow_links_of(slow_link, pp)
     seconds = rank_seconds(pp, forward, backward, weight_grad, p2p, blocking, sizes, *slow)
     if compare:
@@ -100,15 +100,13 @@ def _refuse_beside_compare(**options: object) -> None:
         raise SpecError(f"--compare and {given[0]}: all schedules are only compared", "name one schedule for it")
 
 
-def _check_sizes(pp: int, vpp: int, micro_batches: int, in_flight: float | None) -> None:
+def _check_sizes(pp: int, vpp: int, micro_batches: int) -> None:
     if min(pp, vpp, micro_batches) < 1 or pp * vpp * micro_batches > MAX_CHUNKS:
         raise SpecError(
             f"--pp {pp}, --vpp {vpp}, --micro-batches {micro_batches}: each must be at least 1, their product at most "
             f"{MAX_CHUNKS:,}",
             "plan schedule 1f1b --pp 4 --micro-batches 8",
         )
-    if in_flight is not None and not in_flight > 0:
-        raise SpecError(f"--in-flight {in_flight:g}: a rank holds some micro-batches", "a number above 0, such as 4")
 
 
 def _order(

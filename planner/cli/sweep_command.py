@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
-import math
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from itertools import product
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -85,10 +85,6 @@ def _goal(asked: SweepOptions, deadline: float | None, usd: float | None) -> Goa
     from planner.decide.sweep import Goal
 
     for name, given in (("--deadline", deadline), ("--usd", usd)):
-        if given is not None and not 0 < given < math.inf:
-            raise SpecError(
-                f"{name}: {given:g} is not more than 0", f"write {name} {5_000_000 if name == '--usd' else 30}"
-            )
         if given is not None and asked.tokens is None:
             raise SpecError(f"{name}: a run without tokens has no end", f"add --tokens 15T to {name} {given:g}")
     return Goal(deadline_days=deadline, budget_usd=usd)
@@ -96,16 +92,17 @@ def _goal(asked: SweepOptions, deadline: float | None, usd: float | None) -> Goa
 
 def _swept(asked: SweepOptions, goal: Goal) -> Sweep:
     """Plan the points that the options name, or look for the number of GPUs that meets the goal."""
-    from planner.decide.sweep import of_points, planners, sweep
+    from planner.decide.sweep import of_points, plan_all
 
     if asked.gpus is None:
         raise SpecError("--gpus: is missing", "for example --gpus 256,512, 256..4096 or auto")
     trials = list(_trials(asked))
     if asked.gpus == AUTO:
-        with progress("looking for the fewest GPUs", None) as advance, planners(MOST_GPUS, advance) as plan_all:
-            return of_points([point for trial in trials for point in _auto(trial, goal, plan_all)], goal)
-    with progress("planning", len(trials)) as advance, planners(len(trials), advance) as plan_all:
-        return sweep(trials, goal, plan_all)
+        with progress("looking for the fewest GPUs", None) as advance:
+            each = partial(plan_all, advance=advance)
+            return of_points([point for trial in trials for point in _auto(trial, goal, each)], goal)
+    with progress("planning", len(trials)) as advance:
+        return of_points(plan_all(trials, advance), goal)
 
 
 def _auto(trial: Trial, goal: Goal, plan_all: Any) -> list[Any]:
@@ -285,8 +282,6 @@ def next_command(
     read = read_plan(plan)
     if not read.fits:
         raise Infeasible(f"{plan}: its layout does not fit, and no run of it is worth proposing", _FITS)
-    if days is not None and not 0 < days < float("inf"):
-        raise SpecError(f"--days: {days:g} is no time", "write --days 30")
     known = [] if no_history else list(_kept(read, history))
     known = _once([*_observed(read, measured), *known])
     choices = choices_of(read)

@@ -32,16 +32,18 @@ from planner.decide.phases import (
     run_in,
     tried,
 )
-from planner.decide.sweep import Each
 from planner.errors import PlannerError, SpecError
 from planner.months.losses import SECONDS_PER_DAY, losses_of
 from planner.months.whole_run import Standstill
+from planner.search.why.recipe import side_by_side
 from planner.trainers.documents import attended_fraction, masked_documents
 from planner.trainers.load import AXES, Checkpoint, checkpoint_of
 from planner.trainers.spec import RuntimeSpec
 
 Key = tuple[object, ...]
 SECONDS_PER_HOUR = 3600
+PHASE_S = 1.0
+"""Seconds in which a phase is planned: from three on, processes are worth their start."""
 
 
 def shortest(costs_s: Sequence[Mapping[Key, float]], change_s: Callable[[int, Key, Key], float]) -> list[Key]:
@@ -219,10 +221,13 @@ class Course:
         return {key: run for (at, key), run in self.known.items() if at == number and isinstance(run, PhaseRun)}
 
 
-def course_of(phases: Sequence[Phase], each: Each, reshard_hours: float = 0.0) -> Course:
-    """Plan every phase, and try it in the layouts of the others. Raises the error of a phase that cannot be planned."""
+def course_of(phases: Sequence[Phase], reshard_hours: float = 0.0, tick: Callable[[], None] = lambda: None) -> Course:
+    """Plan every phase, and try it in the layouts of the others; `tick` is called after each.
+
+    Raises the error of a phase that cannot be planned.
+    """
     plans = []
-    for phase, plan in zip(phases, each(found, phases), strict=True):
+    for phase, plan in zip(phases, side_by_side(found, phases, PHASE_S, tick), strict=True):
         if isinstance(plan, PlannerError):
             plan.args = (f"phase {phase.name}: {plan.message}",)
             plan.message = plan.args[0]
@@ -232,7 +237,7 @@ def course_of(phases: Sequence[Phase], each: Each, reshard_hours: float = 0.0) -
     numbers = range(len(phases))
     own = {number: [key_of(layout) for layout in plans[number].layouts] for number in numbers}
     asked = [course.asked(number, own[number], course.searches(number)) for number in numbers]
-    for number, (answers, more) in enumerate(each(tried, asked)):
+    for number, (answers, more) in enumerate(side_by_side(tried, asked, PHASE_S, tick)):
         layouts = tuple(layout for layout, _ in more)
         plans[number] = replace(plans[number], layouts=plans[number].layouts + layouts, for_others=layouts)
         course.learn(number, map(key_of, layouts), (run for _, run in more))
@@ -242,7 +247,7 @@ def course_of(phases: Sequence[Phase], each: Each, reshard_hours: float = 0.0) -
     course = replace(course, found=tuple(plans))
     waiting = {number: keys for number in numbers if (keys := course.of_neighbours(number))}
     asked = [course.asked(number, keys) for number, keys in waiting.items()]
-    for number, (answers, _) in zip(waiting, each(tried, asked), strict=True):
+    for number, (answers, _) in zip(waiting, side_by_side(tried, asked, PHASE_S, tick), strict=True):
         course.learn(number, waiting[number], answers)
     return course
 
@@ -270,11 +275,6 @@ def _no_layout(phase: Phase, plan: PhaseLayouts, reason: str) -> SpecError:
 
 
 COSTS = ("days", "days_interval", "gpu_hours", "usd", "usd_interval", "mwh")
-
-
-def run_of_phases(phases: Sequence[Phase], each: Each, reshard_hours: float = 0.0, command: str = "") -> PhasesAnswer:
-    """Plan every phase, choose the course through them, and add up. Raises the error of a phase without a plan."""
-    return answer_of(course_of(phases, each, reshard_hours), command)
 
 
 def answer_of(course: Course, command: str = "") -> PhasesAnswer:

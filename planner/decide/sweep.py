@@ -1,6 +1,4 @@
-"""Many jobs at a time: as many processes as there are processors, or none where there are few jobs.
-
-Many jobs planned: a table of points, the Pareto front among them, and the fewest GPUs that meet a condition.
+"""Many jobs planned: a table of points, the Pareto front among them, and the fewest GPUs that meet a condition.
 
 With more GPUs the same layouts are open and none has to be given up, since GPUs may stay idle. So a condition that
 more GPUs can only help is met from some number of nodes on, and halving finds that number. One thing is in the way:
@@ -11,14 +9,10 @@ again on just the nodes that its layout uses.
 from __future__ import annotations
 
 import math
-import multiprocessing
-import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 from pydantic import Field
 
@@ -27,40 +21,10 @@ from planner.errors import PlannerError
 from planner.search.case import Case
 from planner.search.safest import exceeds_risk
 from planner.search.search import search
+from planner.search.why.recipe import side_by_side
 from planner.search.why.remedy import least_that
 from planner.specs.base import Spec
 from planner.trainers.switches import Value
-
-A = TypeVar("A")
-R = TypeVar("R")
-
-
-class Each(Protocol):
-    """Calls a function of a module on every argument, and gives the results in order."""
-
-    def __call__(self, function: Callable[[A], R], arguments: Iterable[A]) -> list[R]: ...
-
-
-@contextmanager
-def processes(num_jobs: int, fewest: int, preload: str, advance: Callable[[], None] = lambda: None) -> Iterator[Each]:
-    """Something that calls a function in several processes, which have `preload` imported, or here for `fewest` jobs.
-
-    `advance` is called after each of them.
-    """
-
-    def done(result: Any) -> Any:
-        advance()
-        return result
-
-    num_processes = min(num_jobs, os.cpu_count() or 1)
-    if num_jobs < fewest or num_processes < 2:
-        yield lambda function, arguments: [done(function(argument)) for argument in arguments]
-        return
-    context = multiprocessing.get_context("spawn" if os.name == "nt" else "forkserver")
-    if os.name != "nt":
-        context.set_forkserver_preload([preload])
-    with ProcessPoolExecutor(num_processes, mp_context=context) as pool:
-        yield lambda function, arguments: [done(result) for result in pool.map(function, arguments)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,6 +153,7 @@ def _relative(point: Point, base: Point | None) -> Point:
 
 
 PlanTrials = Callable[[Sequence[Trial]], list[Point]]
+"""Plans trials and gives their points in order."""
 NEIGHBOURS = 3
 """Numbers of nodes tried below the one that was found, should the condition be met there after all."""
 
@@ -243,10 +208,8 @@ class PlannedNodes:
         return least_that(low, high, lambda num_nodes: not holds(self.point(num_nodes))) - 1
 
 
-FEWEST_FOR_PROCESSES = 8
-"""Processes take a second or two to start, which fewer points do not win back."""
-Planner = Callable[[Iterable[Trial]], "list[Point]"]
-"""Plans trials, as many at a time as there are processors, and gives their points in order."""
+SEARCH_S = 0.4
+"""Seconds that a point takes: from eight on, processes are worth their start."""
 
 
 class Goal(Spec):
@@ -308,18 +271,11 @@ def _beats(one: tuple[float, float], other: tuple[float, float]) -> bool:
     return one != other and one[0] <= other[0] and one[1] <= other[1]
 
 
-def sweep(trials: Sequence[Trial], goal: Goal, plan_all: Planner) -> Sweep:
-    """Plan every trial."""
-    return of_points(plan_all(trials), goal)
-
-
 def of_points(points: Iterable[Point], goal: Goal) -> Sweep:
     """The answer of points that are planned."""
     return Sweep(points=tuple(with_efficiency([with_deadline(p, goal.deadline_days) for p in points])), goal=goal)
 
 
-@contextmanager
-def planners(num_points: int, advance: Callable[[], None] = lambda: None) -> Any:
-    """A planner of trials, in as many processes as there are processors, or in this one where there are few points."""
-    with processes(num_points, FEWEST_FOR_PROCESSES, "planner.decide.sweep", advance) as each:
-        yield lambda trials: each(planned, trials)
+def plan_all(trials: Sequence[Trial], advance: Callable[[], None] = lambda: None) -> list[Point]:
+    """The point of each trial, many of them side by side; `advance` is called after each."""
+    return side_by_side(planned, trials, SEARCH_S, advance)

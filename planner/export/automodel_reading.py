@@ -19,7 +19,9 @@ from planner.export.keyed_settings import (
     num_gpus,
     number,
     overrides_of,
+    readings,
     resolved,
+    table,
 )
 from planner.export.megatron.keyed_reading import EXPERT_TARGETS, add_lora, read_keys
 from planner.export.megatron.option_rows import options_of
@@ -61,7 +63,7 @@ def _of_automodel(name: str, settings: Settings, num_gpus: int | None) -> Import
             path = next(path for path, name in row.renamed.items() if name == key)
             raise SpecError(f"{path} is not in the file", "it has no default: write it")
     mode = str(found.get("activation_checkpoint.mode"))
-    named, dp = str(found.get("model") or ""), number(found, "dp")
+    named = str(found.get("model") or "")
     model = model_called(named) if named else None
     imported = run_of_settings(
         {
@@ -73,20 +75,12 @@ def _of_automodel(name: str, settings: Settings, num_gpus: int | None) -> Import
         num_gpus,
     )
     run, layout = imported.run, imported.run["parallelism"]
-    if dp and num_gpus is None:
-        run["num_gpus"] = dp * layout["tp"] * layout["cp"] * layout["pp"]
     imported.source, imported.model_name = name, named
     row.assume(imported, unasked)
-    imported.unknown, imported.ignored = {}, {}
-    run |= {"runtime": "automodel", "features": {}}
-    keeps = (layout["pp"] > 1 and moe_of(model) is not None) or str(found.get("reshards")) == "False"
-    layout["zero_stage"] = 1 if keeps else 3
+    imported.unknown, imported.ignored, run["features"] = {}, {}, {}
+    known = {"layout": layout, "gpus": num_gpus, "is_mixture": moe_of(model) is not None}
+    imported.put(readings("automodel", found, **known))
     imported.accumulates_whole = is_on(found.get("keeps_weights"))
-    if is_on(found.get("offloads")):
-        imported.offload_all("policy.dtensor_cfg.cpu_offload")
-    dispatcher = str(found.get("dispatcher", "torch"))
-    if moe_of(model) is not None:
-        run["features"]["dispatcher"] = dispatcher if dispatcher in ("deepep", "hybridep") else "alltoall"
     _add_adapters(imported, found)
     _list_unread(imported, row, settings, found)
     return imported
@@ -112,10 +106,7 @@ def _add_adapters(imported: ImportedRun, found: Settings) -> None:
 
 def _list_unread(imported: ImportedRun, row: Dialect, settings: Settings, found: Settings) -> None:
     said = {row.renamed[path]: path for path in settings if path in row.renamed}
-    expected = {"dtype": "bf16|bfloat16|auto", "compile.enable": "False", "optimizer": r".*\b(Fused)?Adam(W|w)?",
-                "loss": ".*(MaskedCrossEntropy|TEParallelCrossEntropy)", "dispatcher": "deepep|hybridep|torch",
-                "strategy": "fsdp2"}  # fmt: skip
-    for key, pattern in expected.items():
+    for key, pattern in table()["automodel"]["expected"].items():
         if key in found and not re.fullmatch(pattern, str(found[key])):
             imported.unknown[said.get(key, key)] = str(found[key])
     row.sort(imported, settings, row.renamed)
@@ -126,33 +117,14 @@ def read_nemo_rl(config: ConfigFile) -> ImportedRun:
     settings = resolved(_merged(config))
     if not any(path.startswith("policy.") for path in settings):
         raise SpecError("no settings of a policy", "give the file that --config names, or put it beside the script")
-    if "defaults" in settings and "policy.train_global_batch_size" not in settings:
-        raise SpecError(f"defaults: {settings['defaults']} is not beside the file", "put it there, or import it itself")
-    gpus = _trainers_gpus(settings)
+    gpus = readings("nemo-rl-cluster", settings)["num_gpus"]
     is_megatron = is_on(settings.get("policy.megatron_cfg.enabled"))
     imported = _of_megatron(settings, gpus) if is_megatron else _of_automodel("nemo-rl", settings, gpus)
-    imported.source, run = "nemo-rl", imported.run
-    if (batch := number(settings, "policy.train_global_batch_size")) is None:
-        raise SpecError("policy.train_global_batch_size is not in the file", "it has no default: write it")
-    run["global_batch_size"] = batch
-    run["seq_length"] = number(settings, "policy.max_total_sequence_length")
+    imported.source = "nemo-rl"
     tunes = re.search(r"\brun_(sft|dpo|rm)\b", config.text)
-    if tunes is None and not any(path.startswith(("sft.", "dpo.")) for path in settings):
-        imported.notes.append("one update of the policy is priced; rollouts, the reference model and rewards are not")
-        imported.reinforce(
-            scored_tokens=_scored_tokens(settings, run["seq_length"] or 0) // run["parallelism"].get("cp", 1)
-        )
+    is_rl = tunes is None and not any(path.startswith(("sft.", "dpo.")) for path in settings)
+    imported.put(readings("nemo-rl", settings, is_rl=is_rl, cp=imported.run["parallelism"].get("cp", 1)))
     return imported
-
-
-def _scored_tokens(settings: Settings, length: int) -> int:
-    """Tokens of a micro-batch of log-probabilities; 0 where their logits come in chunks."""
-    if number(settings, "policy.logprob_chunk_size"):
-        return 0
-    for kind in ("dynamic_batching", "sequence_packing"):
-        if is_on(settings.get(f"policy.{kind}.enabled")):
-            return number(settings, f"policy.{kind}.logprob_mb_tokens") or length
-    return length * (number(settings, "policy.logprob_batch_size", "policy.train_micro_batch_size") or 1)
 
 
 def _merged(config: ConfigFile, depth: int = 0) -> Settings:
@@ -172,17 +144,6 @@ def _merged(config: ConfigFile, depth: int = 0) -> Settings:
     if text is not None:
         overrides.pop("defaults", None)
     return {**before, **overrides}
-
-
-def _trainers_gpus(settings: Settings) -> int | None:
-    """GPUs of the cluster, less those of generation where it has its own."""
-    nodes, each = number(settings, "cluster.num_nodes") or 1, number(settings, "cluster.gpus_per_node")
-    if each is None:
-        return None
-    start = "policy.generation.colocated."
-    own = number(settings, start + "resources.gpus_per_node") if start + "enabled" in settings else None
-    generates = (own or 0) * (number(settings, start + "resources.num_nodes") or 1)
-    return nodes * each - (0 if is_on(settings.get(start + "enabled", True)) else generates)
 
 
 def _of_megatron(settings: Settings, gpus: int | None) -> ImportedRun:

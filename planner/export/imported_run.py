@@ -235,7 +235,7 @@ class ImportedRun:
         if not self.predicts_further and isinstance(run["model"], str):
             spec = load_model(run["model"])
             if spec.num_nextn_predict_layers:
-                run["model"] = spec.model_copy(update={"num_nextn_predict_layers": 0}).model_dump(mode="json")
+                run["model"] = spec.without_predictions().model_dump(mode="json")
         if self.accumulates_whole:
             each = layout.get("micro_batch_size", 1) * (layout.get("dp") or run["num_gpus"] // ranks)
             layout["zero_stage"] = 1 if run["global_batch_size"] > each else layout["zero_stage"]
@@ -259,6 +259,21 @@ class ImportedRun:
                 least = least_gpus(run["parallelism"])
                 multiple = f", a multiple of {least}" if name == "num_gpus" and least > 1 else ""
                 raise SpecError(f"{self.source}: {name} is not in the configuration", hint + multiple)
+
+    def put(self, said: Said) -> None:
+        """Put in what settings say (readings.yaml): fields, layout, features, what is not understood, and texts."""
+        layout, features = self.run["parallelism"], self.run["features"]
+        places = {"run": self.run, "layout": layout, "features": features, "unknown": self.unknown}
+        for part, place in (places | {"model": self.run["model"] or {}}).items():
+            if found := said.get(part):
+                place.update(found)
+        self.notes += said["notes"]
+        self.refused += said["refused"]
+        self.microbatches_per_rank = said.get("microbatches_per_rank", self.microbatches_per_rank)
+        for name, value in said.get("offloads", {}).items():
+            self.offload_all(name, value)
+        if beside := said.get("beside"):
+            self.reinforce(**beside)
 
     def offload_all(self, name: str, value: object = "true") -> None:
         """FSDP's CPUOffload, which the setting `name` says, of a run that shards its weights."""

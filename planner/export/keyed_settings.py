@@ -18,7 +18,10 @@ from planner.errors import SpecError
 from planner.export.followed.shell_script import Script, read_script
 from planner.export.imported_run import ConfigFile, ImportedRun, json_of, yaml_of
 from planner.export.megatron.option_rows import Options, OptionWords, broken_rows, options_of, text
+from planner.export.trainer_files import filled, said_of, standing
 from planner.specs.base import Fields, Named, Said, Texts
+from planner.specs.expressions import text_of
+from planner.specs.expressions import value_of as computed
 from planner.specs.reading import literal, parse_python, shipped_table
 from planner.specs.units import is_count
 
@@ -408,3 +411,34 @@ def num_gpus(options: Options, script: Script) -> int | None:
 def count(values: Sequence[str]) -> int | None:
     """The first of the values that is a positive whole number."""
     return next((int(value) for value in values if is_count(value) and 0 < int(value) < 10**7), None)
+
+
+_OF_A_VALUE: Fields = {
+    "is_on": is_on, "is_off": is_off, "is_count": is_count,
+    "is_list": lambda value: isinstance(value, list), "is_mapping": lambda value: isinstance(value, Mapping),
+    "is_number": lambda value: type(value) in (int, float), "is_whole": lambda value: type(value) is int,
+    "found": lambda mark, said: re.search(mark, str(said)),
+}  # fmt: skip
+_OF_SETTINGS: Mapping[str, Callable[..., Any]] = {
+    "number": number, "fraction": fraction, "first": first, "word": word, "on": is_any_on,
+}  # fmt: skip
+"""Functions that expressions of readings.yaml know, of a value and of the settings by name."""
+_OF_TEXTS = ("names", "wrong", "notes", "refused")
+"""Parts of a trainer's readings whose rows are expressions and texts, and no values."""
+
+
+def readings(trainer: str, settings: Said, /, **more: Any) -> Fields:
+    """The parts of a run that a trainer's settings say, by its rows in readings.yaml, which know `more` names too.
+
+    Raises SpecError where a row calls them wrong.
+    """
+    rows = shipped_table("export/readings.yaml")[trainer]
+    of_settings = {name: partial(read, settings) for name, read in _OF_SETTINGS.items()}
+    names: Fields = {"settings": settings, "get": settings.get, **_OF_A_VALUE, **of_settings, **more}
+    for name, expression in rows.get("names", {}).items():
+        names[name] = computed(expression, names)
+    for row in standing(rows.get("wrong", ()), names):
+        raise SpecError(text_of(row["says"], names), text_of(row["hint"], names))
+    told = {part: said_of(rows.get(part, ()), names) for part in ("notes", "refused")}
+    found: Fields = filled({part: row for part, row in rows.items() if part not in _OF_TEXTS}, names)
+    return found | told

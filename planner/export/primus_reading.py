@@ -11,7 +11,7 @@ from typing import Any
 from planner.errors import SpecError
 from planner.export.followed.shell_script import read_script
 from planner.export.imported_run import ConfigFile, ImportedRun, least_gpus
-from planner.export.keyed_settings import flat, number, table, value_of
+from planner.export.keyed_settings import flat, number, readings, table, value_of
 from planner.export.megatron.bridge_reading import model_of_recipe
 from planner.export.megatron.keyed_reading import add_lora, read_keys
 from planner.export.megatron.option_rows import PRIMUS_SCHEDULES, options_of
@@ -232,14 +232,12 @@ def _read_megatron(values: Tree, written: Tree, model: str) -> ImportedRun:
 def _read_torchtitan(values: Tree, written: Tree, model: str) -> ImportedRun:
     """The settings of torchtitan, whose sections Primus' keys are."""
     settings = of_today(flat({name: value for name, value in values.items() if isinstance(value, dict)}))
-    own = {name: settings.pop(name) for name in [*settings] if _LEFT_OUT.match(name)}
-    settings = {name: value for name, value in settings.items() if value is not None}
+    settings = {name: v for name, v in settings.items() if v is not None and not _LEFT_OUT.match(name)}
     if "model.name" not in settings:
         settings["model.published"] = model_called(model)
     imported = run_of_settings(settings, None)
     imported.source = "primus"
     imported.run["runtime"] = "primus-torchtitan"
-    imported.run["features"] |= torchtitan_features(own)
     said = {*of_today(flat(written))}
     imported.unknown = {name: value for name, value in imported.unknown.items() if name in said}
     imported.ignored = {name: value for name, value in imported.ignored.items() if name in said}
@@ -295,101 +293,6 @@ _ALGORITHMS = {"1f1b": "1f1b", "1f1b-interleaved": "interleaved-1f1b"} | {
     row["algorithm"]: name for name, row in PRIMUS_SCHEDULES.items()
 }
 """Values of `pp_algorithm`, and the schedules that they are."""
-_V_SHAPED = {"half": "v-half", "min": "v-min", "zb": "zb-v"}
-"""Values of `zero_bubble_v_schedule_mem_setup`."""
-
-
-def features(values: Tree) -> Tree:
-    """Features of a run with Megatron's backend that Primus' own keys say."""
-    turbo = bool(values.get("enable_primus_turbo"))
-    stage = values.get("turbo_sync_free_moe_stage") or 0
-    if type(stage) is not int or not 0 <= stage <= 3:
-        raise SpecError(f"turbo_sync_free_moe_stage: {stage!r:.60} is no stage", "write 0, 1, 2 or 3")
-    found: Tree = {}
-    if values.get("patch_moe_overlap"):
-        found["ep_overlap"] = True
-    if values.get("num_experts"):
-        deepep = (turbo and (values.get("use_turbo_deepep") or stage > 1)) or values.get("moe_enable_deepep")
-        if deepep:
-            found["dispatcher"] = "deepep"
-        found["sync_free_moe"] = stage if turbo else 0
-        in_turbo = turbo and (values.get("use_turbo_grouped_gemm") or stage > 1)
-        found["grouped_gemm"] = "turbo" if in_turbo else "legacy"
-    return found
-
-
-def torchtitan_features(own: Tree) -> Tree:
-    """Features of a run with torchtitan's backend."""
-    if not own.get("primus_turbo.enable_primus_turbo", True):
-        return {}
-    return {"async_tp": True} if own.get("parallelism.enable_async_tensor_parallel") else {}
-
-
-def pipeline(values: Tree, pp: int) -> Tree:
-    """The schedule, where one of Primus' own two pipelines runs it; Megatron-LM's say theirs by the layout."""
-    if pp == 1:
-        return {}
-    if values.get("patch_zero_bubble"):
-        return _zero_bubble(values)
-    if not values.get("patch_primus_pipeline"):
-        return {}
-    name = str(values.get("pp_algorithm", "1f1b-interleaved"))
-    schedule = _ALGORITHMS.get(name)
-    if schedule is None:
-        raise SpecError(f"pp_algorithm: {name[:60]!r} is unknown", f"one of {', '.join(_ALGORITHMS)}")
-    return _layout(schedule)
-
-
-def _zero_bubble(values: Tree) -> Tree:
-    """The schedules of the fork of Qi et al. that Primus carries along."""
-    if values.get("zero_bubble_v_schedule"):
-        setup = str(values.get("zero_bubble_v_schedule_mem_setup", "half"))
-        if setup not in _V_SHAPED:
-            raise SpecError(
-                f"zero_bubble_v_schedule_mem_setup: {setup[:60]!r} is unknown", f"one of {', '.join(_V_SHAPED)}"
-            )
-        return _layout(_V_SHAPED[setup])
-    if values.get("enable_1f1b_v"):
-        raise SpecError("enable_1f1b_v: this schedule is not modelled", "write `zero_bubble_v_schedule: true`")
-    return _layout("zb-h1") if values.get("enable_zero_bubble", True) else {}
-
-
-def _layout(schedule: str) -> Tree:
-    """The schedule with its chunks: two a rank where it is shaped as a V."""
-    if schedule == "interleaved-1f1b":
-        return {}
-    return {"schedule": schedule} | ({"vpp": 2} if schedule in ("zb-v", "v-half", "v-min") else {})
-
-
-def check_is_transformer(values: Tree) -> None:
-    """Raise SpecError for a model whose layers are none that this planner has."""
-    kind = str(values.get("model_type") or "gpt")
-    if kind != "gpt":
-        what = _ROW["models"].get(
-            kind, "a diffusion model" if re.search("flux|diffusion|wan", kind) else f"{kind[:40]!r}"
-        )
-        raise SpecError(f"model_type: this is {what}", "only decoder-only transformers in training are planned")
-    if re.search(r"mamba|hybrid", str(values.get("spec") or "")):
-        raise SpecError(f"spec: {str(values['spec'])[:80]}: this is a hybrid", "give the experiment of a transformer")
-
-
-def add_to_model(model: Tree, values: Tree) -> None:
-    """Put what Primus' own keys say of a model into its fields."""
-    for cap in ("final_logit_softcapping", "attn_logit_softcapping"):
-        if isinstance(values.get(cap), (int, float)) and values[cap]:
-            model[cap] = values[cap]
-    if values.get("use_sink_attention"):
-        model["attention_sinks"] = True
-        window = values.get("sink_sliding_window") or 0
-        if type(window) is int and window > 0:
-            model["sliding_window"] = window
-            if values.get("sink_window_even_layers_only", True):
-                model["sliding_window_pattern"] = 2
-    if (kinds := values.get("lfm_layer_types")) is not None:
-        if not isinstance(kinds, list):
-            raise SpecError(f"lfm_layer_types: {kinds!r:.60} is no list of layers", "write [conv, full_attention, …]")
-        model["layer_types"] = ["conv" if kind == "conv" else "full" for kind in kinds]
-        model["short_conv_kernel"] = values.get("conv_L_cache") or 3
 
 
 def run_of_keys(values: Tree, written: Tree, named: Model | None = None) -> ImportedRun:
@@ -407,81 +310,17 @@ def run_of_keys(values: Tree, written: Tree, named: Model | None = None) -> Impo
     imported = read_keys("primus", keys, None, named=named, written=written)
     run, layout = imported.run, imported.run["parallelism"]
     run["runtime"] = "primus-megatron"
-    run["features"] |= features(values)
-    layout |= _sharding(values, layout) | pipeline(values, layout["pp"])
-    layout |= _split(values, layout) | _recomputed_layers(values, layout, num_layers_of(named))
-    if run["model"] is not None and named is None:
-        add_to_model(run["model"], values)
-        imported.notes += _without_unplaced_blocks(run["model"], layout)
-    _read_four_bits(imported, values)
+    known = {"layout": layout, "model": run["model"], "described": run["model"] is not None and named is None}
+    names = {"num_layers": num_layers_of(named), "algorithms": _ALGORITHMS, "sorted": sorted}
+    imported.put(found := readings("primus", values, **known, **names))
+    if "recompute_layers" in found["layout"]:
+        layout["recompute_num_layers"] = None
     lora = values.get("lora")
     if isinstance(lora, dict) and lora.get("enabled"):
         add_lora(imported, lora)
-    imported.notes += _notes(values)
     return imported
 
 
-def _sharding(values: Tree, layout: Tree) -> Tree:
-    """torch's FSDP2 keeps weights between forward and backward where it is told not to shard them again."""
-    keeps = values.get("use_torch_fsdp2") and values.get("torch_fsdp2_reshard_after_forward") is False
-    return {"zero_stage": 2} if keeps else {}
-
-
-def _split(values: Tree, layout: Tree) -> Tree:
-    """The layers of every stage, where they are listed."""
-    counts = values.get("decoder_pipeline_manual_split_list")
-    if counts is None or layout["pp"] == 1:
-        return {}
-    if not isinstance(counts, list) or not all(type(count) is int for count in counts):
-        raise SpecError(f"decoder_pipeline_manual_split_list: {counts!r:.60} is no list of numbers", "write [4, 4, …]")
-    return {"layers_per_stage": counts}
-
-
-def _recomputed_layers(values: Tree, layout: Tree, num_layers: int | None) -> Tree:
-    """The layers that are recomputed by their numbers; those beyond the last are of multi-token prediction."""
-    listed = values.get("recompute_layer_ids")
-    if listed is None or layout.get("recompute") != "full":
-        return {}
-    words = listed if isinstance(listed, list) else str(listed).split(",")
-    if not all(re.fullmatch(r"\s*\d{1,6}\s*", str(word)) for word in words):
-        raise SpecError(f"recompute_layer_ids: {str(listed)[:60]!r} is no list of layers", 'write "0,1,2"')
-    layers = sorted({int(word) for word in words})
-    last = values.get("num_layers") if num_layers is None else num_layers
-    blocks = values.get("mtp_num_layers") or 0
-    if type(last) is int and type(blocks) is int:
-        layers = [n for n in layers if not last <= n < last + blocks]
-    return {"recompute_layers": layers, "recompute_num_layers": None}
-
-
-def _without_unplaced_blocks(model: Tree, layout: Tree) -> list[str]:
-    """Leave out multi-token-prediction blocks that a layout has no place for: DeepSeek-V3's experiments ship so."""
-    if not model.get("num_nextn_predict_layers") or "m" in (layout.get("layout") or "m"):
-        return []
-    model["num_nextn_predict_layers"] = 0
-    return [
-        "pipeline_model_parallel_layout has no place (m) for the multi-token-prediction block, which Megatron-LM asks "
-        "for: priced without the block; `mtp_num_layers: null` says so"
-    ]
-
-
-def _read_four_bits(imported: ImportedRun, values: Tree) -> None:
-    """MXFP4, which no profile has a rate for."""
-    if values.get("fp4") and (values.get("fp4_recipe") == "mxfp4" or values.get("fp4") == "mxfp4"):
-        imported.run["dtype"] = "mxfp8"
-        imported.notes.append("products in MXFP4 are priced as MXFP8, the narrowest that GPUs here have rates for")
-
-
-def _notes(values: Tree) -> list[str]:
-    notes = []
-    if values.get("mock_data") and not values.get("vocab_size") and "num_layers" in values:
-        notes.append(
-            "mock_data: since April 2026 Primus trains on a vocabulary of 131,072 then, whatever the tokenizer's: "
-            "add --vocab-size 131072 to price that"
-        )
-    if values.get("stage") == "sft":
-        notes.append("fine-tuning of all weights is priced as training on full sequences")
-    if (vpp := values.get("virtual_pipeline_model_parallel_size")) not in (None, 1) and "num_layers" in values:
-        notes.append(
-            f"virtual_pipeline_model_parallel_size {vpp} is what Megatron-LM works out itself: it has no effect"
-        )
-    return notes
+def check_is_transformer(values: Tree) -> None:
+    """Raise SpecError for a model whose layers are none that this planner has."""
+    readings("primus-kind", values, kinds=_ROW["models"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 from planner.errors import SpecError
@@ -12,11 +12,10 @@ from planner.export.followed.python_recipe import Evaluator, chosen_recipe
 from planner.export.followed.python_values import CallRecord, Unknown
 from planner.export.followed.shell_script import Script, read_script
 from planner.export.imported_run import ConfigFile, ImportedRun, new_run
-from planner.export.keyed_settings import dialect, first, flat, is_on, refused_settings, table
+from planner.export.keyed_settings import count, dialect, first, flat, readings, refused_settings, table
 from planner.export.megatron.option_rows import options_of
 from planner.export.named_models import (
     FLAVORS,
-    Model,
     exported_model,
     flavor_of,
     model_of_flavor,
@@ -25,7 +24,6 @@ from planner.export.named_models import (
 )
 from planner.specs.base import Fields, Named
 from planner.specs.reading import literal, parse_python, parse_toml, printable
-from planner.specs.units import is_count
 from planner.trainers.rules.facts import TORCH_CLASSES
 
 RECOMPUTED = "activation_checkpoint.layers"
@@ -214,17 +212,6 @@ def _literal(text: str) -> Any:
 
 
 _SCHEDULES = {name.lower(): schedule for schedule, name in TORCH_CLASSES.items()}
-_SIZES = {
-    "parallelism.tensor_parallel_degree": "tp",
-    "parallelism.context_parallel_degree": "cp",
-    "parallelism.pipeline_parallel_degree": "pp",
-    "parallelism.expert_parallel_degree": "ep",
-}
-_REPLICAS, _SHARDS = "parallelism.data_parallel_replicate_degree", "parallelism.data_parallel_shard_degree"
-_LESS_LAYERS = (
-    "parallelism.pipeline_parallel_first_stage_less_layers",
-    "parallelism.pipeline_parallel_last_stage_less_layers",
-)
 
 
 def read_torchtitan(config: ConfigFile) -> ImportedRun:
@@ -235,96 +222,36 @@ def read_torchtitan(config: ConfigFile) -> ImportedRun:
     # a recipe has no words of a shell, and to look for them takes as long as to read it
     script = Script() if is_recipe(config.text) else read_script(config.text, config.beside)
     settings, unreadable = read_settings(config, script)
-    imported = run_of_settings(settings, _num_gpus(settings, script))
+    imported = run_of_settings(
+        settings, count([*script.variables.get("NGPU", []), *script.variables.get("WORLD_SIZE", [])])
+    )
+    run, layout = imported.run, imported.run["parallelism"]
+    if "dp" in layout:
+        run["num_gpus"] = run["num_gpus"] or layout["dp"] * layout["tp"] * layout["cp"] * layout["pp"]
     imported.unknown |= unreadable
     if is_recipe(config.text):
         # recipes in Python are of 2026, and so is FlexAttention for all language models
-        imported.run["features"]["flex_attention"] = True
+        run["features"]["flex_attention"] = True
     return imported
 
 
 def run_of_settings(settings: Fields, num_gpus: int | None) -> ImportedRun:
     """The run that settings by `section.name` describe; those that are not read are noted as ignored or unknown."""
-    model = settings.get("model.published") or model_of_flavor(
-        str(settings.get("model.name", "")), str(settings.get("model.flavor", ""))
-    )
-    if str(settings.get("model.name", "")).startswith("flux"):
+    name, flavor = (str(settings.get(f"model.{part}") or "") for part in ("name", "flavor"))
+    model = settings.get("model.published") or model_of_flavor(name, flavor)
+    if name.startswith("flux"):
         raise SpecError("model: flux is a diffusion model", "only decoder-only transformers are planned")
-    layout, _ = _layout(settings, model)
-    refused = [*_refusals(settings, layout, num_layers_of(model)), *refused_settings(settings, "torchtitan")]
-    imported = new_run(
-        "torchtitan",
-        "torchtitan",
-        model=model,
-        num_gpus=num_gpus,
-        seq_length=_seq_length(settings),
-        dtype=str(settings.get("dtype", "bf16")),
-        precision_recipe=f"fp8-{settings['float8.recipe_name']}" if settings.get("dtype") == "fp8" else None,
-        parallelism=layout,
-        features=_features(settings),
-    )
-    imported.refused = refused
+    known = {"whole": partial(_whole, settings), "schedules": _SCHEDULES, "num_layers": num_layers_of(model)}
+    imported = new_run("torchtitan", "torchtitan", model=model, num_gpus=num_gpus)
+    imported.put(readings("torchtitan", settings, **known))
+    imported.refused += refused_settings(settings, "torchtitan")
     _ROW.assume(imported, _ROW.left_out(settings))
-    _read_batch(imported, settings)
-    _read_recompute(imported, settings, model)
     if model is None:
-        what = f"{settings.get('model.name') or ''} {settings.get('model.flavor') or ''}".strip() or "the model"
-        imported.model_name = what
-    if "base" in settings:
-        imported.notes.append(f"what {settings['base']} sets beside is not read: it is not in this file, nor beside it")
-    if is_on(settings.get("training.enable_cpu_offload")):
-        imported.offload_all("training.enable_cpu_offload")
+        imported.model_name = f"{name} {flavor}".strip() or "the model"
     usual = table()["torchtitan"]["usual"]
-    _ROW.sort(imported, settings, (), lambda name, value: str(value) in usual.get(name, ()))
+    read = ("model.moe_comm_backend",) if "dispatcher" in imported.run["features"] else ()
+    _ROW.sort(imported, settings, read, lambda name, value: str(value) in usual.get(name, ()))
     return imported
-
-
-def _refusals(settings: Fields, layout: Fields, num_layers: int | None) -> Iterator[str]:
-    """Why torchtitan ends before its first step, beside the rules of layouts (distributed/pipeline_parallel.py)."""
-    pp, each = layout["pp"], _whole(settings, "parallelism.pipeline_parallel_layers_per_stage", 0)
-    ends = [_whole(settings, name, 1) for name in _LESS_LAYERS]
-    if pp > 1 and num_layers and not isinstance(settings.get("parallelism.module_fqns_per_model_part"), list):
-        is_single = layout["schedule"] in ("1f1b", "gpipe")
-        stages = -(-(num_layers + sum(ends)) // each) if each > 0 else pp * (1 if is_single else 2)
-        if stages % pp:
-            yield f"{stages} stages of {each} layers are no multiple of pp {pp}"
-        elif (stages == pp) != is_single:
-            yield f"{layout['schedule']} runs {'one stage' if is_single else 'two stages or more'} on a rank"
-        elif max(ends) > (num_layers + sum(ends)) // stages:
-            yield f"{stages} stages leave fewer layers each than the first or the last has less ({max(ends)})"
-
-
-def _read_recompute(imported: ImportedRun, settings: Fields, model: Model | None) -> None:
-    """Layers that are recomputed by name, or every n-th of them."""
-    layout, layers = imported.run["parallelism"], settings.pop(RECOMPUTED, None)
-    if policy := settings.get("compile.memory_policy"):
-        layout["recompute"] = "full" if policy == "full" else "selective"
-    every = str(settings.get("activation_checkpoint.selective_ac_option", "op"))
-    num_layers = num_layers_of(model)
-    if layout["recompute"] == "selective" and is_count(every) and int(every) > 0 and num_layers:
-        layout |= {"recompute": "full", "recompute_layers": [*range(int(every) - 1, num_layers, int(every))]}
-    elif isinstance(layers, list) and layout["recompute"] == "full" and num_layers:
-        layout["recompute_layers"] = layers
-
-
-def _features(settings: Fields) -> Fields:
-    """Features of the run: asynchronous tensor parallelism, and which parts are compiled where a setting gives that."""
-    dist_gemm = settings.pop("model.tp_gemm_backend", None) == "dist_gemm"
-    features: Fields = {"async_tp": dist_gemm or bool(first(settings, "compile.enable_async_tensor_parallel"))}
-    if settings.get("model.moe_comm_backend") in ("deepep", "hybridep"):
-        features["dispatcher"] = settings.pop("model.moe_comm_backend")
-    if policy := settings.get("compile.memory_policy"):
-        features["memory_policy"] = policy
-    if settings.get("training.dtype") == "bfloat16":
-        features["no_masters"] = True
-    features["deterministic"] = first(settings, "debug.deterministic", "training.deterministic") is True
-    compiled = first(settings, "compile.enable", "training.compile")
-    components = first(settings, "compile.components") or ["model", "loss"]
-    if isinstance(compiled, bool):
-        features["compile"] = compiled and "model" in components
-        if "compile.enable" in settings:  # the older switch compiled no loss
-            features["cross_entropy_fusion"] = compiled and "loss" in components
-    return features
 
 
 def _whole(settings: Fields, name: str, default: int) -> int:
@@ -335,100 +262,3 @@ def _whole(settings: Fields, name: str, default: int) -> int:
     if not isinstance(value, int) or isinstance(value, bool):
         raise SpecError(f"{name}: {printable(repr(value), 60)} is no whole number", "write a number")
     return value
-
-
-def _seq_length(settings: Fields) -> int | None:
-    names = ("training.max_context_length", "training.seq_len")
-    name = next((name for name in names if settings.get(name) is not None), "")
-    length = _whole(settings, name, 0)
-    if name and length < 1:
-        raise SpecError(f"{name}: {length} is below 1", "write the tokens of a sequence")
-    return length or None
-
-
-def _layout(settings: Fields, model: Model | None) -> tuple[Fields, int]:
-    """The run's parallelism, with dp where the settings give it, and the number of ranks of one replica."""
-    sizes = {field: _whole(settings, name, 1) for name, field in _SIZES.items()}
-    tp, cp, pp, ep = (sizes[axis] for axis in ("tp", "cp", "pp", "ep"))
-    name = str(settings.get("parallelism.pipeline_parallel_schedule", "1F1B")).lower()
-    schedule = _SCHEDULES.get(name)
-    if schedule is None and pp > 1:
-        raise SpecError(
-            f"parallelism.pipeline_parallel_schedule: {name[:60]!r} is unknown", f"one of {', '.join(_SCHEDULES)}"
-        )
-    parts = settings.get("parallelism.module_fqns_per_model_part")
-    layout: Fields = {
-        **sizes,
-        "etp": 1 if ep > 1 else tp,
-        "sequence_parallel": bool(settings.get("parallelism.enable_sequence_parallel", True)) and tp > 1,
-        "recompute": str(settings.get("activation_checkpoint.mode", "selective")),
-        "vpp": _vpp(parts, pp, schedule or ""),
-    }
-    if pp > 1:
-        layout["schedule"] = schedule
-    if isinstance(parts, list) and pp > 1:
-        layout["layers_per_stage"] = [sum(str(name).startswith("layers.") for name in part) for part in parts]
-    elif pp > 1 and (num_layers := num_layers_of(model)):
-        layout |= _split(settings, num_layers, pp, layout["vpp"])
-    replicate, shard = _whole(settings, _REPLICAS, 1), _whole(settings, _SHARDS, -1)
-    if replicate > 1 and shard > 0:
-        layout["fsdp"] = shard * cp
-    keeps_weights = settings.get("parallelism.fsdp_reshard_after_forward") == "never"
-    layout["zero_stage"] = 0 if shard == 1 and cp == 1 else 2 if keeps_weights else 3
-    if shard > 0:
-        layout["dp"] = replicate * shard
-    return layout, tp * cp * pp
-
-
-def _split(settings: Fields, num_layers: int, pp: int, vpp: int) -> Fields:
-    """The stages that torchtitan makes unasked: embedding and head count as so many layers of their stage."""
-    first, last = (_whole(settings, name, 1) for name in _LESS_LAYERS)
-    per_stage = settings.get("parallelism.pipeline_parallel_layers_per_stage")
-    if isinstance(per_stage, int) and per_stage > 0:
-        vpp = max(1, -(-(num_layers + first + last) // per_stage) // pp)
-    each, rest = divmod(num_layers + first + last, pp * vpp)
-    counts = [each + (stage < rest) for stage in range(pp * vpp)]
-    counts[0] -= first
-    counts[-1] -= last
-    return {"vpp": vpp, "layers_per_stage": counts} if min(counts) >= 0 else {"vpp": vpp}
-
-
-def _vpp(parts: Any, pp: int, schedule: str) -> int:
-    """Stages per rank: from the list of stages where there is one, else torchtitan's default for the schedule."""
-    if pp == 1 or schedule in ("1f1b", "gpipe"):
-        return 1
-    return max(1, len(parts) // pp) if isinstance(parts, list) else 2
-
-
-def _num_gpus(settings: Fields, script: Script) -> int | None:
-    """GPUs by the script's variables, else by the grid; None where neither gives a number."""
-    for name in ("NGPU", "WORLD_SIZE"):
-        values = script.variables.get(name, [])
-        if values and is_count(values[0]):
-            return int(values[0])
-    layout, ranks = _layout(settings, None)
-    return layout["dp"] * ranks if "dp" in layout else None
-
-
-def _read_batch(imported: ImportedRun, settings: Fields) -> None:
-    """Micro-batch and global batch in sequences, from sequences or from tokens."""
-    run, layout = imported.run, imported.run["parallelism"]
-    seq_length = run["seq_length"]
-    tokens_per_microbatch = _whole(settings, "training.num_tokens_per_microbatch_per_dp_rank", 0)
-    if tokens_per_microbatch and seq_length:
-        layout["micro_batch_size"] = max(1, tokens_per_microbatch // seq_length)
-        tokens_per_step = _whole(settings, "training.num_tokens_per_train_step", -1)
-        num_microbatches = _whole(settings, "parallelism.num_pp_microbatches", 1) if layout["pp"] > 1 else 1
-        imported.microbatches_per_rank = num_microbatches
-        run["global_batch_size"] = tokens_per_step // seq_length if tokens_per_step > 0 else None
-        return
-    local_batch_size = _whole(settings, "training.local_batch_size", 8)
-    micro_batch_size = _whole(settings, "parallelism.pipeline_parallel_microbatch_size", 1)
-    layout["micro_batch_size"] = micro_batch_size if layout["pp"] > 1 else local_batch_size
-    global_batch_size = _whole(settings, "training.global_batch_size", -1)
-    if layout["pp"] > 1 and (parts := _whole(settings, "parallelism.pipeline_parallel_microbatches", 0)):
-        layout["micro_batch_size"] = max(1, local_batch_size // parts)
-    if layout["micro_batch_size"] < 1:
-        raise SpecError(f"micro-batch: {layout['micro_batch_size']} is below 1", "set training.local_batch_size")
-    imported.microbatches_per_rank = max(1, local_batch_size // layout["micro_batch_size"])
-    run["global_batch_size"] = global_batch_size if global_batch_size > 0 else None

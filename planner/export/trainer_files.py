@@ -294,20 +294,24 @@ def filled(row: Any, values: Said) -> Any:
 
 def notes_of(name: str, plan: Plan, /, **more: Any) -> list[str]:
     """The notes of a trainer on a plan, by rows of notes.yaml; `more` are names that only they read."""
-    names = names_of(plan) | more
-    return [text_of(row["says"], names) for row in _standing("notes", name, names)]
+    return said_of(shipped_table("export/notes.yaml")["notes"][name], names_of(plan) | more)
 
 
 def requirements_of(name: str, plan: Plan | None, /, **more: Any) -> tuple[Requirement, ...]:
     """The packages that a trainer needs for a plan, by rows of notes.yaml."""
     names = more if plan is None else names_of(plan) | more
-    rows = _standing("requirements", name, names)
+    rows = standing(shipped_table("export/notes.yaml")["requirements"][name], names)
     return tuple(Requirement(**{key: text_of(cell, names) for key, cell in row.items() if key != "if"}) for row in rows)
 
 
-def _standing(part: str, name: str, names: Said) -> list[Named]:
-    rows = shipped_table("export/notes.yaml")[part][name]
+def standing(rows: Iterable[Named], names: Said) -> list[Named]:
+    """The rows whose condition holds; one without a condition always does."""
     return [row for row in rows if value_of(row.get("if", "True"), names)]
+
+
+def said_of(rows: Iterable[Named], names: Said) -> list[str]:
+    """The texts of the rows whose condition holds."""
+    return [text_of(row["says"], names) for row in standing(rows, names)]
 
 
 def as_json(data: Any) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from math import prod
 from typing import NamedTuple
 
@@ -312,7 +313,8 @@ def _parts(candidate: Candidate, stage: int, layers: dict[LayerKind, tuple[Item,
         mode = split.mtp_mode if split.mtp_mode in table.mtp_recomputed else "none"
         around = around_mtp_layer(model, shape, pricing.runtime)
         before, behind = (pricing.as_trained(items, shape) for items in around)
-        block = Part("mtp", stage, others["mtp"], before, layers[model.layers[-1]], behind, mode=mode)
+        inner = tuple(chain.from_iterable(layers[kind] for kind in model.predicting_layers))
+        block = Part("mtp", stage, others["mtp"], before, inner, behind, mode=mode)
         yield from [block] * model.num_nextn_predict_layers
         if int(candidate.shape.pp) > 1:
             yield Part("mtp embedding", stage, PartCost(), pricing.lookup_items(shape))

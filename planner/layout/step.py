@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
+from itertools import chain, groupby
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -181,7 +181,8 @@ class Beats:
             return pricing.embedding_items(shape), ()
         if part.name == "head":
             return pricing.head_items(shape, model.tie_word_embeddings), ()
-        layer = pricing.layer(part.layer or model.layers[-1], shape)
+        kinds = model.predicting_layers if part.layer is None else (part.layer,)
+        layer = tuple(chain.from_iterable(pricing.layer(kind, shape) for kind in kinds))
         replayed = pricing.replayed_items(layer, part.mode)
         if part.layer is not None:
             return layer, replayed

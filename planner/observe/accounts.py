@@ -19,7 +19,7 @@ from planner.layout.seconds import Pipeline, exchanged_dp_s
 from planner.layout.step import LATE, compute_by_kernels, exchanges_of_passes
 from planner.observe.case import ObservedCase, grid_of, stage_of, stated_otherwise
 from planner.observe.describe import DATA_TIMERS
-from planner.observe.observation import Observation, Term, Wall
+from planner.observe.observation import Observation, OutlierKind, Term
 from planner.observe.traces.events import (
     DATA_RANGES,
     PLANNED,
@@ -32,6 +32,7 @@ from planner.observe.traces.events import (
 from planner.observe.traces.events import OTHER as OTHER_FAMILY
 from planner.physics.passes import COMM_GROUPS
 from planner.specs.base import Fields, Named, Texts
+from planner.specs.expressions import text_of, value_of
 from planner.specs.reading import shipped_table
 
 EXCHANGES, PASSES, GRADIENTS, OPTIMIZER, UNATTRIBUTED = (
@@ -46,7 +47,7 @@ PIPELINE, HOST_GAPS, DATA, COPIES, WAITS, PROFILER = (
 GAP_TABLE: Fields = shipped_table("observe/gap.yaml")
 STEP_TERMS: Named = GAP_TABLE["step_terms"]
 """Terms of the step, measured less predicted seconds, in the order of a waterfall, and how people call them."""
-WALL_TERMS: Named = GAP_TABLE["wall_terms"]
+WALL_TERMS: Named = {name: row["called"] for name, row in GAP_TABLE["wall_terms"].items()}
 """Terms of the wall time: seconds per step beside the steady step."""
 
 
@@ -412,75 +413,39 @@ def _of_traces(case: ObservedCase, candidate: Candidate | None, where: str) -> l
     return terms
 
 
-_SLOW = {
-    "checkpoint": "slow_after_checkpoints", "evaluation": "slow_after_evaluations", "periodic": "slow_periodic",
-    "slow_spell": "slow_spells", "unexplained": "slow_unexplained",
-}  # fmt: skip
-"""The term of each kind of outlier."""
 _CLOCK_NOISE = 0.1
 """Share of steps below which what lies between their lines and what two of them claim is the clock of the lines."""
-_NEEDED = ("evaluation", "start_up")
-"""Terms of which nothing tells how much is needed."""
 
 
 def beside_steps(observation: Observation) -> tuple[Term, ...]:
-    """Terms that add up to the wall time per step less the steady step; nothing where lines have no times.
-
-    A step counts once, however often it was made.
-    """
-    wall = observation.wall
-    step_s = observation.step_s
+    """Terms that add up to the wall time per step less the steady step; nothing where lines have no times."""
+    wall, step_s, outliers = observation.wall, observation.step_s, observation.outliers
     made_again = sum(restart.lost_steps for restart in observation.restarts)
     num_steps = observation.num_steps - made_again
     if wall is None or step_s is None or num_steps < 1:
         return ()
-    found: dict[str, tuple[float, str]] = {}
-    for name, total_s, says in (*_of_steps(observation, step_s, wall), *_of_wall(observation, wall, step_s)):
-        found[name] = (found.get(name, (0.0, ""))[0] + total_s, says)
-    if made_again:
-        says = f"{in_steps(made_again)} were made twice, at {in_seconds(step_s)} each"
-        found["steps_made_again"] = (made_again * step_s, says)
-    return tuple(
-        Term(
-            term=name, seconds=found[name][0] / num_steps,
-            evidence=f"{found[name][1]}: {in_seconds(abs(found[name][0]))} of {in_steps(num_steps)}",
-            recoverable_s=None if name in _NEEDED else max(0.0, found[name][0] / num_steps),
-        )
-        for name in WALL_TERMS
-        if found.get(name, (0.0, ""))[0]
-    )  # fmt: skip
 
+    def longer(kind: OutlierKind) -> str:
+        last = [outlier for outlier in outliers if outlier.kind == kind][-1]
+        return f"{in_steps(last.num_steps)} took longer{f' ({last.likely})' if last.likely else ''}"
 
-def _of_steps(observation: Observation, step_s: float, wall: Wall) -> list[tuple[str, float, str]]:
-    """Seconds of all steps beyond as many steady ones, and why."""
-    found = []
-    for outlier in observation.outliers:
-        likely = f" ({outlier.likely})" if outlier.likely else ""
-        found.append((_SLOW[outlier.kind], outlier.extra_s, f"{in_steps(outlier.num_steps)} took longer{likely}"))
-    if warm := observation.num_warmup_steps:
-        found.append(("warm_up", observation.warmup_extra_s, f"{in_steps(warm)} at the begin took longer"))
-    jitter_s = wall.steps_s - observation.num_steps * step_s - sum(total_s for _, total_s, _ in found)
     low_s, high_s = observation.step_s_spread or (step_s, step_s)
-    says = f"the mean of steady steps less their median; 8 of 10 took {in_seconds(low_s)} to {in_seconds(high_s)}"
-    return [*found, ("jitter", jitter_s, says)]
-
-
-def _of_wall(observation: Observation, wall: Wall, step_s: float) -> list[tuple[str, float, str]]:
-    """Seconds beside steps, and what the log says of them; a line that is printed late claims time twice, and idles."""
-    idle_s = wall.idle_s
-    overlap_s = wall.overlap_s
-    count = len(observation.restarts)
-    found = [
-        ("checkpoints", wall.checkpoint_s, "training stood still for them"),
-        ("evaluation", wall.evaluation_s, "training stood still for it"),
-        ("start_up", wall.startup_s, "from the first line to the first step"),
-        ("interruptions", wall.down_s, f"{count} interruption{'s' if count != 1 else ''}"),
-    ]
-    if overlap_s and max(idle_s, overlap_s) < _CLOCK_NOISE * step_s * observation.num_steps:
-        says = f"{in_seconds(idle_s)} between lines and {in_seconds(overlap_s)} claimed twice, as lines come late"
-        return [*found, ("log_clock", idle_s - overlap_s, says)]
-    found.append(("idle", idle_s, "no line says what happened there"))
-    return [*found, ("counted_twice", -overlap_s, "two lines claim the same time")]
+    between_s = max(wall.idle_s, wall.overlap_s)
+    names: Fields = {
+        "o": observation, "wall": wall, "made_again": made_again, "low_s": low_s, "high_s": high_s, "longer": longer,
+        "slow": lambda kind: sum(outlier.extra_s for outlier in outliers if outlier.kind == kind),
+        "warm_up_s": observation.warmup_extra_s if observation.num_warmup_steps else 0.0,
+        "is_clock": wall.overlap_s and between_s < _CLOCK_NOISE * step_s * observation.num_steps,
+        "s": in_seconds, "steps": in_steps,
+    }  # fmt: skip
+    found = []
+    for name, row in GAP_TABLE["wall_terms"].items():
+        if total_s := value_of(row["total_s"], names):
+            each_s = total_s / num_steps
+            says = f"{text_of(row['says'], names)}: {in_seconds(abs(total_s))} of {in_steps(num_steps)}"
+            back_s = None if "needed" in row else max(0.0, each_s)
+            found.append(Term(term=name, seconds=each_s, evidence=says, recoverable_s=back_s))
+    return tuple(found)
 
 
 def in_steps(count: int) -> str:

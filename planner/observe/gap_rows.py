@@ -11,14 +11,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
+from operator import attrgetter
 from statistics import median
 
 import numpy as np
 
+from planner.layout.candidate import Candidate
 from planner.observe.accounts import (
     GAP_TABLE,
-    HOST_GAPS,
-    PIPELINE,
     Account,
     GroupExchanges,
     Traced,
@@ -34,7 +34,8 @@ from planner.observe.observation import MemorySeries
 from planner.observe.steady import SIGMA_OF_MAD, slope_of
 from planner.observe.traces.dumps import SnapshotOutOfMemory
 from planner.observe.traces.events import DATA_RANGES, HOST, TraceStep
-from planner.specs.base import Texts
+from planner.specs.base import Fields, Texts
+from planner.specs.expressions import text_of, value_of
 from planner.specs.units import GIB, MIB
 
 RECORDINGS: Mapping[str, str] = GAP_TABLE["recordings"]
@@ -58,11 +59,6 @@ GRADIENT_TIMERS = (
     "params-all-gather", "bwd_allreduce",
 )  # fmt: skip
 """Timers of what of gradients and parameters is not hidden."""
-GAPS, GAPS_UNPRICED = 0.05, 0.133
-"""Shares of a step from which host gaps are worth a word: beside a price of them, and where nothing says the usual."""
-DATA_SHARE, SOFTMAX_SHARE, CHECKPOINT_SHARE, GARBAGE_SHARE = 0.038, 0.025, 0.04, 0.0125
-LOWER_CLOCK = 0.93
-"""Clocks of GPUs of one kind at one load lie within a few percent."""
 LEAST_STEPS, LEAST_ROWS, LEAST_LINES = 20, 6, 3
 
 
@@ -128,6 +124,54 @@ class RunFiles(ObservedCase):
         grid = grid_of(self)
         return None if grid is None else int(grid.pp)
 
+    @cached_property
+    def data_waits(self) -> list[tuple[float, str]]:
+        """Mean seconds of a step in which ranks wait for data, by their traces, each with its rank; the most first."""
+        return sorted(((rank.mean(_data_wait_s), rank_name(rank)) for rank in self.ranks), reverse=True)
+
+    @cached_property
+    def gpus_compute_s(self) -> float:
+        """Seconds of a step in which a GPU computes, by the traces."""
+        return self._of_gpus(compute_s)
+
+    def family_s(self, wanted: str) -> float:
+        """Seconds of a step in kernels of a family."""
+        return self._of_gpus(lambda step: sum(one.seconds for one in step.families if one.family == wanted))
+
+    def _of_gpus(self, seconds_of: Callable[[TraceStep], float]) -> float:
+        gpus = [rank.middle(seconds_of) for rank in self.ranks if rank.report.device != HOST]
+        return median(gpus) if gpus else 0.0
+
+    def least_beyond(self, part: str) -> tuple[float, float]:
+        """Seconds of a part of the step on the rank where they are least beyond what was planned, and those planned."""
+        pairs = [(found.parts.get(part, 0.0), due.parts[part] if due else 0.0) for found, due in self.accounts]
+        return min(pairs, key=lambda pair: pair[0] - pair[1], default=(0.0, 0.0))
+
+    def now_and_then_s(self, kind: str, word: str = "") -> float:
+        """Seconds of a mean step by slow ones of one kind, by name or by what the log says of them."""
+        slow_s = sum(row.extra_s for row in self.observation.outliers if row.kind == kind and word in row.likely)
+        return slow_s / max(1, self.observation.num_steps)
+
+    @cached_property
+    def less_recomputed(self) -> tuple[Candidate, Candidate] | None:
+        """The layout, and the fastest that recomputes fewer layers and still fits; None where no peak is known."""
+        now = running(self)
+        if now is None or self.observation.peak_memory_bytes is None:
+            return None
+        return now, min((one for _, one in moves(now, fewer_recomputed)), key=lambda one: one.step_s, default=now)
+
+    def stage_of_rank(self, rank: int | None) -> int | None:
+        """The pipeline stage of a rank; None where nothing tells."""
+        grid = grid_of(self)
+        return None if rank is None or grid is None else stage_of(grid, rank)
+
+    def planned_peak_bytes(self, stage: int | None) -> int | None:
+        """Bytes that were planned to be allocated on a stage, or on the fullest one; None without a plan."""
+        if self.plan is None:
+            return None
+        best = self.plan.best
+        return (best.worst_stage if stage is None else best.stages[stage]).memory.peak_allocated_bytes
+
     def exchanges(self, group: str) -> list[tuple[GroupExchanges, GroupExchanges]]:
         """A group's exchanges on each rank, found and expected."""
         return [
@@ -135,10 +179,6 @@ class RunFiles(ObservedCase):
             for found, expected in self.accounts
             if expected and group in found.exchanges and group in expected.exchanges
         ]
-
-
-def _beyond(seconds: float, least_s: float, says: str, where: str = "") -> Finding | None:
-    return None if seconds < least_s else Finding(says, seconds, where)
 
 
 def rank_name(rank: Traced) -> str:
@@ -271,111 +311,6 @@ def unhidden(group: str) -> Callable[[RunFiles], Finding | None]:
     return see
 
 
-def gradient_timers(files: RunFiles) -> Finding | None:
-    """The trainer's timers of gradients and parameters of the rank that waits least, beyond those planned to show."""
-    timers = [timer.min_s for timer in files.observation.timers if timer.name in GRADIENT_TIMERS]
-    prediction = files.prediction
-    if not timers or prediction is None or prediction.kind == "run" or files.ranks:
-        return None
-    found_s, due_s = sum(timers), prediction.breakdown.get("exposed_dp_s", 0.0)
-    says = f"timers of gradients and parameters show {in_seconds(found_s)} of a step, {in_seconds(due_s)} expected"
-    return _beyond(found_s - due_s, EXPOSED * files.step_s + 0.16 * due_s, says, "dp")
-
-
-def uneven_experts(files: RunFiles) -> Finding | None:
-    """Every rank waits in exchanges of experts, since the late one changes."""
-    known = [found.late_s - (due.late_s or 0.0) for found, due in files.exchanges("ep") if found.late_s is not None]
-    least_s = min(known) if len(known) > 1 else 0.0
-    says = f"each rank waits {in_seconds(least_s)} more of a step in exchanges of experts: the late one changes"
-    return _beyond(least_s, 0.04 * files.step_s, says, "ep")
-
-
-def _apart(files: RunFiles, part: str) -> tuple[float, float]:
-    """Seconds of a part of the step on the rank where they are least beyond what was planned, and those planned."""
-    pairs = [(found.parts.get(part, 0.0), due.parts[part] if due else 0.0) for found, due in files.accounts]
-    return min(pairs, key=lambda pair: pair[0] - pair[1], default=(0.0, 0.0))
-
-
-def host_gaps(files: RunFiles) -> Finding | None:
-    """Time in which no rank's GPU has work because its host has not launched any; waits for data are not counted."""
-    found_s, due_s = _apart(files, HOST_GAPS)
-    if files.has_log and files.ranks:
-        found_s -= max(0.0, files.wall_s - files.step_s)  # the profiler's own
-    share = GAPS if any(due for _, due in files.accounts) else GAPS_UNPRICED
-    held = f", {in_seconds(due_s)} expected" if due_s else ""
-    says = f"GPUs wait {in_seconds(found_s)} of a step for their hosts to launch work{held}"
-    return _beyond(found_s - due_s, share * files.step_s + 0.3 * due_s, says)
-
-
-def data_waits(files: RunFiles) -> Finding | None:
-    """Annotations of the loader that cover gaps, or the trainer's own timer of its batches."""
-    worst = max(files.ranks, key=lambda rank: rank.mean(_data_wait_s), default=None)
-    if worst is not None and (waited_s := worst.mean(_data_wait_s)) > DATA_SHARE * files.wall_s:
-        others = [rank.mean(_data_wait_s) for rank in files.ranks if rank is not worst]
-        where = rank_name(worst) if others and max(others) < 0.5 * waited_s else ""
-        return Finding(f"{rank_name(worst)} waits {in_seconds(waited_s)} of a step for data", waited_s, where)
-    timed_s = files.observation.data_s
-    if timed_s is None or timed_s < DATA_SHARE * files.step_s:
-        return None
-    return Finding(f"the trainer's timer of batches shows {in_seconds(timed_s)} of a step", timed_s)
-
-
-def slow_attention(files: RunFiles) -> Finding | None:
-    """Attention in products and a softmax of its own."""
-    gpus = [rank for rank in files.ranks if rank.report.device != HOST]
-    softmax_s, fused_s, all_s = (
-        median(rank.middle(of) for rank in gpus) if gpus else 0.0
-        for of in (lambda step: _family_s(step, "softmax"), lambda step: _family_s(step, "attention"), compute_s)
-    )
-    if softmax_s - fused_s <= SOFTMAX_SHARE * all_s:
-        return None
-    fused = f"those of fused attention {in_seconds(fused_s)}"
-    return Finding(f"kernels of softmax take {in_seconds(softmax_s)} of a step, {fused}", softmax_s)
-
-
-def _family_s(step: TraceStep, wanted: str) -> float:
-    return sum(family.seconds for family in step.families if family.family == wanted)
-
-
-def low_clocks(files: RunFiles) -> Finding | None:
-    """Clocks that the files print: lower than in an earlier run, or one rank's again and again below the others'."""
-    earlier, now = files.earlier, files.observation.clock_mhz
-    then = earlier.observation.clock_mhz if earlier else None
-    if now and then and now < LOWER_CLOCK * then:
-        return Finding(f"GPUs run at {now:,.0f} MHz, {then:,.0f} in the earlier run", (1 - now / then) * files.step_s)
-    for one in files.observation.rank_spreads:
-        often = one.low_share > 0.5 and one.num_values >= LEAST_LINES
-        if one.name == "clock_mhz" and often and one.low < LOWER_CLOCK * one.high:
-            says = f"rank {one.low_rank} runs at {one.low:,.0f} MHz in most of {one.num_values:,} lines"
-            return Finding(f"{says}, the fastest at {one.high:,.0f}", None, f"rank {one.low_rank}")
-    return None
-
-
-def standing_stages(files: RunFiles) -> Finding | None:
-    """Stages that stand still longer than the order of the passes says."""
-    found_s, due_s = _apart(files, PIPELINE)
-    if files.num_stages in (None, 1) or not all(due for _, due in files.accounts):
-        return None
-    says = f"stages stand still for {in_seconds(found_s)} of a step, {in_seconds(due_s)} by their order"
-    return _beyond(found_s - due_s, 0.05 * files.step_s + 0.2 * due_s, says)
-
-
-def fragments(files: RunFiles) -> Finding | None:
-    """Allocations that found no block until the cache was freed, or that failed although enough bytes lay free."""
-    observation = files.observation
-    for oom in files.failures:
-        if oom.fragmented:
-            says = f"{oom.requested_bytes / GIB:.1f} GiB were refused while {oom.inactive_bytes / GIB:.1f} GiB lay"
-            return Finding(f"{says} reserved and free, {oom.largest_free_block_bytes / GIB:.1f} GiB in one block")
-    for one in observation.failed_allocations:
-        if one.unused_bytes is not None and one.unused_bytes >= one.requested_bytes:
-            says = f"{one.requested_bytes / GIB:.2f} GiB were refused while {one.unused_bytes / GIB:.1f} GiB lay"
-            return Finding(f"{says} reserved and free")
-    if (count := observation.num_alloc_retries or 0) > 1:
-        return Finding(f"the allocator freed its cache and tried again {count:,} times")
-    return None
-
-
 def growing_memory(files: RunFiles) -> Finding | None:
     """Memory that grows from step to step, in the second half of the run as in the first."""
     rows = [row for row in files.observation.memory_series if len(row.num_bytes) >= LEAST_ROWS]
@@ -401,80 +336,24 @@ def _growth(row: MemorySeries) -> Finding | None:
     return Finding(f"{whose} grows by {size} over {int(length):,} steps, in both halves", None, where)
 
 
-def out_of_memory(files: RunFiles) -> Finding | None:
-    """Errors of allocations that failed, as the log or a snapshot has them, beside what was planned of the stage."""
-    observation = files.observation
-    if files.failures:
-        return Finding(f"an allocation of {files.failures[-1].requested_bytes / GIB:.2f} GiB failed")
-    if not observation.failed_allocations:
-        return Finding(f"{observation.num_ooms:,} allocations failed") if observation.num_ooms else None
-    one = max(observation.failed_allocations, key=lambda each: each.requested_bytes)
-    where, plan, grid = "" if one.rank is None else f"rank {one.rank}", files.plan, grid_of(files)
-    parts = [f"an allocation of {one.requested_bytes / GIB:.2f} GiB failed{f' on {where}' if where else ''}"]
-    if one.allocated_bytes is not None:
-        parts.append(f"torch held {one.allocated_bytes / GIB:.1f} GiB")
-    if one.unused_bytes is not None:
-        parts.append(f"{one.unused_bytes / GIB:.1f} GiB reserved beside them")
-    if plan is not None:
-        stage = None if one.rank is None or grid is None else stage_of(grid, one.rank)
-        planned_stage = plan.best.worst_stage if stage is None else plan.best.stages[stage]
-        whose = "on the fullest stage" if stage is None else f"on its stage {stage}"
-        parts.append(f"{planned_stage.memory.peak_allocated_bytes / GIB:.1f} GiB were planned {whose}")
-    return Finding(", ".join(parts), None, where)
-
-
-def hung_collective(files: RunFiles) -> Finding | None:
-    """A collective that began and never ended, by a flight recorder's dumps or the watchdog's lines in the log."""
-    flight = files.recorded.flight_recorder if files.recorded else None
-    if flight is not None and any(group.outstanding or group.mismatches for group in flight.groups):
-        return Finding(flight.verdict)
-    hung = files.observation.hung_collectives
-    if not hung:
-        return None
-    first = min(hung, key=lambda one: (one.sequence, not one.collective))
-    ranks = sorted({one.rank for one in hung if one.sequence == first.sequence and one.rank is not None})
-    size = f" of {first.num_elements:,} elements" if first.num_elements else ""
-    waited = f" for {first.seconds:,.0f} s" if first.seconds else ""
-    what = f"{first.collective or 'the collective'} number {first.sequence}{size}"
-    return Finding(f"rank {', '.join(map(str, ranks)) or '?'} waited in {what}{waited}, which never ended")
-
-
-def saving(files: RunFiles) -> Finding | None:
-    """Time that checkpoints take: between steps, in them, and in the step after them."""
-    wall = files.observation.wall
-    return _now_and_then(files, "checkpoint", CHECKPOINT_SHARE, "checkpoints", wall.checkpoint_s if wall else 0.0)
-
-
-def _now_and_then(
-    files: RunFiles, kind: str, share: float, what: str, beside_s: float = 0.0, word: str = ""
-) -> Finding | None:
-    """The finding of slow steps of one kind, by name or by what the log says of them, and of seconds beside steps."""
-    observation = files.observation
-    slow_s = sum(row.extra_s for row in observation.outliers if row.kind == kind and word in row.likely)
-    extra_s = (slow_s + beside_s) / max(1, observation.num_steps)
-    if observation.num_steps < LEAST_STEPS or extra_s < share * files.step_s:
-        return None
-    return Finding(f"{what} take {in_seconds(extra_s)} of a mean step", extra_s)
-
-
-def recomputed_with_room(files: RunFiles) -> Finding | None:
-    """Layers recomputed although the peak in the files leaves the memory that keeping their activations takes."""
-    now, peak = running(files), files.observation.peak_memory_bytes
-    if now is None or peak is None:
-        return None
-    best = min((one for _, one in moves(now, fewer_recomputed)), key=lambda one: one.step_s, default=now)
-    gain_s = now.step_s - best.step_s
-    free_gib = (now.pricing.cluster.hardware.memory_bytes - peak) / GIB
-    if gain_s < 0.05 * now.step_s:
-        return None
-    says = f"the peak of {peak / GIB:.1f} GiB leaves {free_gib:.1f} GiB, and recomputing less saves {gain_s:.4g} s"
-    return Finding(f"{says} of a step", gain_s)
-
-
 unhidden_ep, unhidden_dp = unhidden("ep"), unhidden("dp")
-_GARBAGE = "steps in which garbage is collected"
-collecting = partial(_now_and_then, kind="periodic", share=GARBAGE_SHARE, what=_GARBAGE, word="garbage")
-"""Steps that the log's garbage collection makes longer."""
+_WORDS: Fields = {
+    "GRADIENT_TIMERS": GRADIENT_TIMERS, "LEAST_LINES": LEAST_LINES, "LEAST_STEPS": LEAST_STEPS, "s": in_seconds,
+    "gib": lambda num_bytes, places: f"{num_bytes / GIB:.{places}f} GiB", "first": lambda found: next(found, None),
+    "requested": attrgetter("requested_bytes"), "in_sequence": lambda one: (one.sequence, not one.collective),
+    "map": map, "sorted": sorted,
+}  # fmt: skip
+"""The names that the looks of `gap.yaml` have beside `files` and `o`."""
+
+
+def seen(look: Fields, files: RunFiles) -> Finding | None:
+    """The finding of a look of the table; None where its condition does not hold."""
+    names = {**_WORDS, "files": files, "o": files.observation}
+    for name, text in (*look.get("let", {}).items(), ("seconds", look.get("seconds", "None"))):
+        names[name] = value_of(text, names)
+    if not value_of(look["when"], names):
+        return None
+    return Finding(text_of(look["says"], names), names["seconds"], text_of(look.get("where", ""), names))
 
 
 @dataclass(frozen=True, slots=True)
@@ -489,13 +368,13 @@ class GapRow:
     switches: Texts = ()
     options: Texts = ()
     beside: bool = False
-    sees: Texts = ()
+    sees: tuple[str | Fields, ...] = ()
     layouts: str = ""
 
     @property
     def looks(self) -> list[Callable[[RunFiles], Finding | None]]:
         """Looks for the row's mechanism, one after the other; none where only the log's own arguments can show it."""
-        return [globals()[name] for name in self.sees]
+        return [globals()[look] if isinstance(look, str) else partial(seen, look) for look in self.sees]
 
     def at(self, where: str) -> str:
         """The row in words, of a rank or stage that is known."""

@@ -126,7 +126,7 @@ def decoder_layer(
 
 
 def _autocast_copies(model: ModelSpec, shape: Shape, items: tuple[Item, ...]) -> Operator:
-    """What torch.autocast keeps of a layer beside what an eager layer in 16 bits does.
+    """The tensors that torch.autocast keeps of a layer beside those of an eager layer in 16 bits.
 
     Two norms keep rows of 4 bytes in place of 2, before and behind them (4 rows of 2 bytes), and each product of the
     5 that share inputs a copy of its own (3 more): 66 bytes a token and feature of a Llama with an MLP four times as
@@ -321,7 +321,8 @@ def _loss(name: str, model: ModelSpec, shape: Shape, runtime: RuntimeSpec, share
 def mtp_block(model: ModelSpec, shape: Shape, runtime: RuntimeSpec, moe_imbalance: Number = 1.0) -> tuple[Item, ...]:
     """One multi-token-prediction block (DeepSeek-V3 §2.2): two norms, 2h projected to h, decoder layer, shared head."""
     before, behind = around_mtp_layer(model, shape, runtime)
-    return (*before, *decoder_layer(model, model.layers[-1], shape, runtime, moe_imbalance), *behind)
+    layers = (decoder_layer(model, kind, shape, runtime, moe_imbalance) for kind in model.predicting_layers)
+    return (*before, *chain.from_iterable(layers), *behind)
 
 
 def around_mtp_layer(model: ModelSpec, shape: Shape, runtime: RuntimeSpec) -> tuple[tuple[Item, ...], tuple[Item, ...]]:

@@ -351,9 +351,10 @@ class Pricing:
             layers[kind, "selective"] = self._recomputed(items, shape, table.layers[kind, "none"], "selective")
         mtp_recomputed = table.mtp_recomputed
         if mtp_recomputed and table.mtp is not None:
-            last = model.layers[-1]
-            plain, selective = layers[last, "none"], layers[last, "selective"]
-            changed = table.mtp.changed_by(plain, selective, model.num_nextn_predict_layers)
+            changed = table.mtp
+            for kind in model.predicting_layers:
+                plain, selective = layers[kind, "none"], layers[kind, "selective"]
+                changed = changed.changed_by(plain, selective, model.num_nextn_predict_layers)
             mtp_recomputed = mtp_recomputed | {"selective": changed}
         return replace(table, layers=layers, mtp_recomputed=mtp_recomputed)
 
@@ -477,12 +478,12 @@ class Pricing:
 
         Where there are several stages, the stage that holds the blocks has an embedding of its own for them.
         """
-        model, runtime, last = self.model, self.runtime, self.model.layers[-1]
+        model, runtime = self.model, self.runtime
         copy = copy.times(where(shape.pp > 1, 1, 0))
         parts: dict[Recompute, PartCost] = {"none": block}
         for kind, mode in layers if runtime.recomputes_mtp else ():
-            if kind == last and mode != "none":
-                parts[mode] = block.changed_by(layers[last, "none"], layers[last, mode])
+            if kind in model.predicting_layers and mode != "none":
+                parts[mode] = parts.get(mode, block).changed_by(layers[kind, "none"], layers[kind, mode])
         return {mode: part.times(model.num_nextn_predict_layers) + copy for mode, part in parts.items()}
 
     def _reference(self, items: Sequence[Item]) -> dict[str, Number]:

@@ -47,6 +47,16 @@ def is_named(hardware: HardwareSpec, device: str) -> bool:
     )
 
 
+def named_profiles(device: str) -> list[HardwareSpec]:
+    """The shipped profiles that are named after the kind of GPU that a device is."""
+    return [hardware for hardware in map(load_hardware, hardware_names()) if is_named(hardware, device)]
+
+
+def spelled(hardware: HardwareSpec, device: str) -> int:
+    """Number of parts of the profile's name that stand in the device's."""
+    return sum(part in device.lower() for part in hardware.name.split("-"))
+
+
 def objection_to_device(device: str, torch_version: str, hardware: HardwareSpec) -> tuple[str, str] | None:
     """The reason why seconds of a GPU say nothing about `hardware`, and a hint; None where they may.
 
@@ -61,11 +71,10 @@ def objection_to_device(device: str, torch_version: str, hardware: HardwareSpec)
         )
     ours = "AMD" if hardware.is_amd else "NVIDIA"
     theirs = _vendor(device, torch_version)
-    known = hardware_names()
-    named = [name for name, aliases in known.items() if any(_names(one, device) for one in (name, *aliases))]
-    alike = named or [name for name in known if name.split("-")[0] in _words(device)]
-    shipped = [load_hardware(name) for name in alike]
-    nearest = max(shipped, key=lambda one: sum(part in device.lower() for part in one.name.split("-")), default=None)
+    known = [load_hardware(name) for name in hardware_names()]
+    alike = [one for one in known if one.name.split("-")[0] in _words(device)]
+    shipped = named_profiles(device) or alike
+    nearest = max(shipped, key=lambda one: spelled(one, device), default=None)
     hint = f"probe on {hardware.name}" + (f", or plan with --hardware {nearest.name}" if nearest else "")
     if theirs is not None and ours != theirs:
         return f"ran on {device}, a GPU of {theirs}; {hardware.name} is {ours}'s", hint

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from planner.answer import Plan, PricedLayout, StagePlan
 from planner.errors import ProbeError, SpecError
@@ -30,7 +31,7 @@ from planner.probe.run import ChunkSpec, ProbeRun, SleepSeconds
 from planner.schedule.actions import Schedule
 from planner.schedule.replay import replay
 from planner.shape import Shape
-from planner.specs.base import Fields
+from planner.specs.base import Fields, Texts
 from planner.specs.model import ModelSpec
 from planner.specs.model_parts import TracedOperator, TracedSpec
 from planner.specs.training import tokens_split
@@ -102,13 +103,31 @@ def require_split(plan: Plan, options: ProbeOptions) -> None:
         )
 
 
+class PlannedRun(NamedTuple):
+    """The run that a plan gives."""
+
+    plan: Plan
+    """The plan, or the one that it was changed to, so that it fits where it is probed."""
+    run: ProbeRun
+    grid: RankGrid
+    stages: Sequence[int]
+    """The plan's stage that each of the run's stages is."""
+    changes: Texts = ()
+    """Sizes that are other than planned, in words; none where the plan fits as it is."""
+
+
 AXES = {"tp": "tensor", "cp": "context", "pp": "pipeline", "dp": "data", "ep": "expert"}
 
 
 def describe_slice(
-    plan: Plan, grid: RankGrid, order: Schedule, options: ProbeOptions, reduced: Sequence[str] = ()
+    asked: Plan,
+    planned: PlannedRun,
+    options: ProbeOptions,
+    reduced: Sequence[str] = (),
+    extrapolated: Sequence[str] = (),
 ) -> PlanSlice:
-    """The part of the plan that runs, in words."""
+    """The part of the plan `asked` that runs, in words; `reduced` and `extrapolated` are what else is so."""
+    plan, grid, order = planned.plan, planned.grid, planned.run.order
     layout = plan.best.parallelism
     sizes = [(name.upper(), getattr(layout, name), getattr(grid, name)) for name in AXES]
     sizes.append(("micro-batches", layout.num_microbatches, order.num_microbatches))
@@ -131,20 +150,19 @@ def describe_slice(
         (plan.training.dtype != "bf16" and own_stages, f"{plan.training.dtype} (the probe computes in bf16)"),
         (plan.runtime != "torch-eager" and own_stages,
          f"{plan.runtime}'s own kernels and overlaps (the probe runs eager torch)"),
+        *((True, says) for says in extrapolated),
+        (planned.changes, "what was changed to fit"),
     )  # fmt: skip
-    extrapolated = [*not_verified, *(f"{axis}-parallel exchanges" for axis in unshared)]
-    extrapolated += [says for is_so, says in rows if is_so]
     context = f"CP {grid.cp} × " if layout.cp > 1 else ""
     ranks = f"TP {grid.tp} × {context}PP {grid.pp} × DP {grid.dp}"
+    smaller = (f"{name} {planned} → {running}" for name, planned, running in sizes if planned != running)
+    unverified = (*not_verified, *(f"{axis}-parallel exchanges" for axis in unshared))
     return PlanSlice(
-        asked=f"{layout} · {layout.schedule}",
+        asked=f"{asked.parallelism} · {asked.parallelism.schedule}",
         run=f"{ranks} · {order.name} · {order.num_microbatches} micro-batches",
-        reduced=(
-            *(f"{name} {planned} → {running}" for name, planned, running in sizes if planned != running),
-            *reduced,
-        ),
+        reduced=(*planned.changes, *smaller, *reduced),
         verified=tuple(verified),
-        extrapolated=tuple(extrapolated),
+        extrapolated=(*unverified, *(says for is_so, says in rows if is_so)),
     )
 
 
@@ -166,8 +184,8 @@ MICROBATCHES_PER_STAGE = 3
 """Micro-batches per stage of a stage alone: enough for a steady state after the warm-up."""
 
 
-def ranks_run(plan: Plan, options: ProbeOptions, num_gpus: int) -> tuple[ProbeRun, RankGrid, list[int]]:
-    """The run of the GPUs, its grid of ranks, and the plan's stage that each of its stages is."""
+def ranks_run(plan: Plan, options: ProbeOptions, num_gpus: int) -> PlannedRun:
+    """The run of as many whole tp × cp groups and stages as `num_gpus` hold."""
     layout = plan.best
     grid = fit_gpus(layout, num_gpus)
     order = options.order or slice_schedule(layout, grid.pp)
@@ -183,17 +201,17 @@ def ranks_run(plan: Plan, options: ProbeOptions, num_gpus: int) -> tuple[ProbeRu
             "plan with --zero-stage 1, or 3 and another --schedule",
         )
     stages = sampled_stages(layout.parallelism.pp, grid.pp)
-    return real_run(plan, options, order, real_chunks(layout, order, stages), grid), grid, stages
+    return PlannedRun(plan, real_run(plan, options, order, real_chunks(layout, order, stages), grid), grid, stages)
 
 
-def stages_run(plan: Plan, options: ProbeOptions) -> tuple[ProbeRun, RankGrid]:
+def stages_run(plan: Plan, options: ProbeOptions) -> PlannedRun:
     """The run of stages alone, with all ranks that share something, of which one runs at a time."""
     layout = plan.best
     asked = plan.parallelism
     order = slice_schedule(layout, asked.pp, max(4, MICROBATCHES_PER_STAGE * asked.pp))
     grid = RankGrid(asked.pp, sharing_dp(layout), asked.cp, asked.tp, asked.ep)
     run = real_run(plan, options, order, real_chunks(layout, order, range(asked.pp)), grid)
-    return run.model_copy(update={"warm_up_steps": 2}), grid
+    return PlannedRun(plan, run.model_copy(update={"warm_up_steps": 2}), grid, range(asked.pp))
 
 
 def real_run(
@@ -330,8 +348,8 @@ MAX_STEP_S = 20.0
 SEQ_LENGTH = 16
 
 
-def laptop_run(plan: Plan, options: ProbeOptions) -> tuple[ProbeRun, RankGrid]:
-    """The run of processes on a CPU, and its grid of ranks."""
+def laptop_run(plan: Plan, options: ProbeOptions) -> PlannedRun:
+    """The run of processes on a CPU."""
     layout = plan.best
     model = plan.model.spec
     # shares of what flows through traced operators are no part of what one process computes
@@ -356,7 +374,7 @@ def laptop_run(plan: Plan, options: ProbeOptions) -> tuple[ProbeRun, RankGrid]:
         num_steps=options.num_steps or FEWEST_STEPS,
         timeout_s=options.timeout_s,
     )
-    return run, grid
+    return PlannedRun(plan, run, grid, stages)
 
 
 def mean_sleep_s(order: Schedule, planned: Sequence[SleepSeconds]) -> float:

@@ -36,6 +36,7 @@ from planner.probe.launch.launcher import launch
 from planner.probe.launch.process import out_of_memory_result, stage_process
 from planner.probe.model.attention import require_flash
 from planner.probe.plan_runs import (
+    PlannedRun,
     describe_slice,
     laptop_run,
     ranks_run,
@@ -45,11 +46,11 @@ from planner.probe.plan_runs import (
     stages_run,
     stand_in_stages,
 )
-from planner.probe.plan_slice import ProbeOptions, RankGrid, planned_seconds, replay_durations, sampled_stages
+from planner.probe.plan_slice import ProbeOptions, planned_seconds, replay_durations, sampled_stages
 from planner.probe.rank.gradients import require_fully_shard
-from planner.probe.result import ComparedQuantity, MeasuredRun, PlanSlice, ProbeResult, RankFailure, RankResult
+from planner.probe.result import ComparedQuantity, MeasuredRun, ProbeResult, RankFailure, RankResult
 from planner.probe.run import Place, ProbeRun
-from planner.probe.run_price import Fitted, in_eager_torch, made_to_fit, repriced, without_waits
+from planner.probe.run_price import in_eager_torch, made_to_fit, repriced, without_waits
 from planner.probe.torch_build import require_gpu
 from planner.schedule.orders import in_flight_chunks
 from planner.schedule.replay import Durations, replay
@@ -58,16 +59,20 @@ from planner.specs.units import gib
 
 
 def probe_result(
-    plan: Plan,
+    asked: Plan,
     options: ProbeOptions,
-    plan_slice: PlanSlice,
+    planned: PlannedRun,
     measured: MeasuredRun,
     comparisons: Sequence[ComparedQuantity],
+    reduced: Sequence[str] = (),
+    extrapolated: Sequence[str] = (),
+    *,
     step_s: float | None = None,
     eager: Plan | None = None,
 ) -> ProbeResult:
-    """The result of a probe. `step_s` is given where no rank ran a whole step, `eager` where the plan's own stages
-    ran."""
+    """The result of a probe of the plan `asked`. `step_s` is given where no rank ran a whole step, `eager` where the
+    plan's own stages ran."""
+    plan = planned.plan
     ranks = measured.ranks
     run = measured.run
     alone = options.stages is not None
@@ -76,18 +81,17 @@ def probe_result(
     steps = [max(step.step_s for step in same) for same in same_steps]
     steps_by_rank = [steps] if complete else [[step.step_s for step in rank.steps] for rank in ranks]
     out_of_memory = measured.out_of_memory
-    pp = plan.parallelism.pp
-    stage_of = list(range(pp)) if alone else sampled_stages(pp, run.pp)
-    plan_slice = plan_slice if ranks else plan_slice.model_copy(update={"verified": ()})
-    predicted = None if out_of_memory is None else (eager or plan).stages[stage_of[out_of_memory.stage]]
+    part = describe_slice(asked, planned, options, reduced, extrapolated)
+    predicted = None if out_of_memory is None else (eager or plan).stages[planned.stages[out_of_memory.stage]]
     if predicted is not None and eager is not None:
         _refuse_expected(predicted, plan)
     return ProbeResult(
         mode="stages" if alone else "ranks",
         device=ranks[0].device_name if ranks else options.device,
         torch_version=ranks[0].torch_version if ranks else "",
-        inputs_sha256=plan.inputs_sha256,
-        slice=plan_slice,
+        inputs_sha256=asked.inputs_sha256,
+        slice=part if ranks else part.model_copy(update={"verified": ()}),
+        made_to_fit=planned.changes,
         sleeps=run.sleep is not None,
         tolerance_fraction=options.tolerance_fraction,
         comparisons=tuple(comparisons),
@@ -121,18 +125,16 @@ def _refuse_expected(stage: StagePlan, plan: Plan) -> None:
         )
 
 
-def judge_ranks(
-    plan: Plan, options: ProbeOptions, measured: MeasuredRun, grid: RankGrid, stages: Sequence[int]
-) -> ProbeResult:
+def judge_ranks(asked: Plan, options: ProbeOptions, planned: PlannedRun, measured: MeasuredRun) -> ProbeResult:
     """The measurements of ranks on GPUs beside the layout's price in eager torch, stage by stage and for the pipeline.
 
     Nothing is judged where ranks hold other experts than planned, where passes gather weights (ZeRO-3), which the
     planner prices separately. Peaks of memory are not judged where a rank of the slice has
     another number of micro-batches in flight.
     """
+    plan, grid, stages = planned.plan, planned.grid, planned.stages
     eager = in_eager_torch(plan, seen_kernels(measured.ranks))
     least = without_waits(eager)
-    order = measured.run.order
     comparisons = list[ComparedQuantity]()
     layout = plan.parallelism
     is_faithful = grid.ep == layout.ep and layout.zero_stage <= 1
@@ -153,11 +155,9 @@ def judge_ranks(
         pipeline_tolerance = tolerance if attends_as_priced else None
         comparisons += compare_pipeline(eager, least, measured.run, measured.ranks, stages, pipeline_tolerance)
         comparisons += compare_exchanges(plan.cluster, measured.run, measured.ranks)
-    plan_slice = describe_slice(plan, grid, order, options)
     extrapolated = [] if grid.ep == layout.ep else [f"seconds and memory at EP {layout.ep}"]
     extrapolated += [] if all(in_flight_as_planned) else ["peak memory with as many micro-batches in flight as planned"]
-    plan_slice = plan_slice.model_copy(update={"extrapolated": (*plan_slice.extrapolated, *extrapolated)})
-    return probe_result(plan, options, plan_slice, measured, comparisons, eager=eager)
+    return probe_result(asked, options, planned, measured, comparisons, extrapolated=extrapolated, eager=eager)
 
 
 def judges_seconds(plan: Plan, options: ProbeOptions) -> bool:
@@ -165,15 +165,14 @@ def judges_seconds(plan: Plan, options: ProbeOptions) -> bool:
     return options.device == "cuda" or plan.cluster.hardware.architecture == "cpu"
 
 
-def judge_laptop(plan: Plan, options: ProbeOptions, measured: MeasuredRun, grid: RankGrid) -> ProbeResult:
+def judge_laptop(asked: Plan, options: ProbeOptions, planned: PlannedRun, measured: MeasuredRun) -> ProbeResult:
     """The result of processes on a CPU: what they proved, and the bubble where they slept."""
-    run = measured.run
-    model = plan.model.spec
+    run, model = measured.run, planned.plan.model.spec
     comparisons = compare_bubble(run, measured.ranks) if options.sleep and measured.ranks else []
     reduced = [
         f"{name} {getattr(model, name)} → {getattr(run.model, name)}" for name in ("hidden_size", "num_hidden_layers")
     ]
-    return probe_result(plan, options, describe_slice(plan, grid, run.order, options, reduced), measured, comparisons)
+    return probe_result(asked, options, planned, measured, comparisons, reduced)
 
 
 MEASURED, PREDICTED = 0, 1
@@ -265,12 +264,30 @@ def probe(plan: Plan, options: ProbeOptions) -> ProbeResult | None:
     """
     if joins_others():
         return probe_joined(plan, options)
-    require_startable(plan, options)
+    planned = planned_run(plan, options, torch.cuda.device_count())
     if options.stages is not None:
-        return probe_stages(plan, options)
-    if options.device == "cuda":
-        return probe_ranks(plan, options, torch.cuda.device_count())
-    return probe_laptop(plan, options)
+        return probe_stages(plan, options, planned)
+    return judged(plan, options, planned, launch(planned.run))
+
+
+def planned_run(plan: Plan, options: ProbeOptions, num_gpus: int) -> PlannedRun:
+    """What runs here: stages alone, as many tp × cp groups and stages as `num_gpus` hold, or, on the CPU, the plan
+    in small. Raises ProbeError where nothing of it can."""
+    require_startable(plan, options)
+    alone, of = options.stages is not None, partial(laptop_run, options=options)
+    if alone:
+        of = partial(stages_run, options=options)
+    elif options.device == "cuda":
+        of = partial(ranks_run, options=options, num_gpus=num_gpus)
+    planned = made_to_fit(plan, of, capacity_bytes(plan), alone) if options.device == "cuda" else of(plan)
+    require_fully_shard(planned.run)
+    return planned
+
+
+def judged(plan: Plan, options: ProbeOptions, planned: PlannedRun, measured: MeasuredRun) -> ProbeResult:
+    """The result of ranks that ran together."""
+    judge = judge_ranks if options.device == "cuda" else judge_laptop
+    return judge(plan, options, planned, measured)
 
 
 def require_startable(plan: Plan, options: ProbeOptions) -> None:
@@ -281,57 +298,25 @@ def require_startable(plan: Plan, options: ProbeOptions) -> None:
     require_flash(plan.model.spec, plan.parallelism.cp, options.device, flash_hint)
 
 
-def probe_ranks(plan: Plan, options: ProbeOptions, num_gpus: int) -> ProbeResult:
-    """Run as many whole tp × cp groups and stages as `num_gpus` hold, one process for each on this machine."""
-    fitted = made_to_fit(plan, lambda changed: ranks_run(changed, options, num_gpus)[0], capacity_bytes(plan))
-    run, grid, stages = ranks_run(fitted.plan, options, num_gpus)
-    require_fully_shard(run)
-    return of_plan(judge_ranks(fitted.plan, options, launch(run), grid, stages), plan, fitted)
-
-
 def capacity_bytes(plan: Plan) -> float:
     """Memory of the GPU here, or of the plan's where that is less or none is here."""
     planned = plan.cluster.hardware.memory_bytes
     return min(planned, torch.cuda.get_device_properties(0).total_memory) if torch.cuda.is_available() else planned
 
 
-def of_plan(result: ProbeResult, plan: Plan, fitted: Fitted) -> ProbeResult:
-    """The result of a plan that was made to fit, as one of the plan that was asked for."""
-    if not fitted.changes:
-        return result
-    part = result.slice.model_copy(
-        update={
-            "asked": f"{plan.parallelism} · {plan.parallelism.schedule}",
-            "reduced": (*fitted.changes, *result.slice.reduced),
-            "extrapolated": (*result.slice.extrapolated, "what was changed to fit"),
-        }
-    )
-    update = {"slice": part, "inputs_sha256": plan.inputs_sha256, "made_to_fit": fitted.changes}
-    return result.model_copy(update=update)
-
-
-def probe_stages(plan: Plan, options: ProbeOptions) -> ProbeResult:
+def probe_stages(asked: Plan, options: ProbeOptions, planned: PlannedRun) -> ProbeResult:
     """Run each distinct stage alone, then replay the whole pipeline with the measured seconds."""
-    fitted = Fitted(plan)
-    of = partial(stages_run, options=options)
-    if options.device == "cuda":
-        fitted = made_to_fit(plan, lambda changed: of(changed)[0], capacity_bytes(plan), alone=True)
-    return of_plan(_probe_stages(fitted.plan, options, *of(fitted.plan)), plan, fitted)
-
-
-def _probe_stages(plan: Plan, options: ProbeOptions, run: ProbeRun, grid: RankGrid) -> ProbeResult:
+    plan, run = planned.plan, planned.run
     eager = in_eager_torch(plan, alone=True)
     layout = eager.best
-    asked = eager.best.parallelism
-    order = run.order
-    require_fully_shard(run)
+    sizes = layout.parallelism
     stands_for = stand_in_stages(layout)
-    is_judged = judges_seconds(plan, options) and asked.zero_stage <= 1
+    is_judged = judges_seconds(plan, options) and sizes.zero_stage <= 1
     tolerance = options.tolerance_fraction if is_judged else None
     ranks: list[RankResult] = []
     comparisons: list[ComparedQuantity] = []
     measured = MeasuredRun(run=run, ranks=())
-    stages = sorted(set(stands_for)) if options.stages == "all" else [stage_asked_for(options.stages, asked.pp)]
+    stages = sorted(set(stands_for)) if options.stages == "all" else [stage_asked_for(options.stages, sizes.pp)]
     if options.device == "cpu":
         require_memory([layout.stages[stage] for stage in stages])
     for stage in stages:
@@ -357,15 +342,8 @@ def _probe_stages(plan: Plan, options: ProbeOptions, run: ProbeRun, grid: RankGr
         least_s = least.step.step_s
         comparisons.append(compared("step", "s", planned_s, step_s, step_tolerance, least=least_s))
     measured = measured.model_copy(update={"ranks": tuple(ranks)})
-    part = describe_slice(plan, grid, order, options, [f"one of {asked.num_gpus_used:,} ranks at a time"])
-    return probe_result(plan, options, part, measured, comparisons, step_s, eager)
-
-
-def probe_laptop(plan: Plan, options: ProbeOptions) -> ProbeResult:
-    """Prove order, exchanges, in-flight counts and gradients; or measure the bubble (options.sleep)."""
-    run, grid = laptop_run(plan, options)
-    require_fully_shard(run)
-    return judge_laptop(plan, options, launch(run), grid)
+    reduced = [f"one of {sizes.num_gpus_used:,} ranks at a time"]
+    return probe_result(asked, options, planned, measured, comparisons, reduced, step_s=step_s, eager=eager)
 
 
 def probe_joined(plan: Plan, options: ProbeOptions) -> ProbeResult | None:
@@ -376,22 +354,14 @@ def probe_joined(plan: Plan, options: ProbeOptions) -> ProbeResult | None:
     """
     rank = int(os.environ["RANK"])
     world_size = int(os.environ["WORLD_SIZE"])
-    grid = RankGrid(1, 1, 1, 1, 1)
-    stages = list[int]()
-    fitted = Fitted(plan)
+    planned: PlannedRun
 
     def make() -> ProbeRun:
-        nonlocal grid, stages, fitted
+        nonlocal planned
         if options.stages is not None:
             raise ProbeError("--stage runs stages one at a time, in one process", "start it without torchrun and srun")
-        require_startable(plan, options)
-        if options.device == "cuda":
-            of = partial(ranks_run, options=options, num_gpus=world_size)
-            fitted = made_to_fit(plan, lambda changed: of(changed)[0], capacity_bytes(plan))
-            run, grid, stages = of(fitted.plan)
-        else:
-            run, grid = laptop_run(plan, options._replace(num_processes=world_size))
-        require_fully_shard(run)
+        planned = planned_run(plan, options._replace(num_processes=world_size), world_size)
+        run = planned.run
         if run.world_size != world_size:
             raise ProbeError(
                 f"{world_size} ranks were started, the largest slice of the plan that fits has {run.world_size}",
@@ -406,6 +376,4 @@ def probe_joined(plan: Plan, options: ProbeOptions) -> ProbeResult | None:
         return None
     else:
         measured = MeasuredRun(run=run, ranks=outcome)
-    if options.device == "cuda":
-        return of_plan(judge_ranks(fitted.plan, options, measured, grid, stages), plan, fitted)
-    return judge_laptop(plan, options, measured, grid)
+    return judged(plan, options, planned, measured)

@@ -5,7 +5,7 @@ Every rank reads it from a file. Sender and receiver both derive the order of me
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from itertools import product
 from math import sqrt
@@ -157,6 +157,14 @@ class ProbeRun(Spec):
             splits_backward=any("I" in text for actions in self.ranks for text in actions),
         )
 
+    @cached_property
+    def joins(self) -> tuple[Purpose, ...]:
+        """The channels between two pipeline ranks, and the pipeline ranks that hold the same parameters."""
+        held = {holders(self, "layers", stage) for stage in range(len(self.stage_to_rank))}
+        held |= {holders(self, name, 0) for name in ("embedding.weight", "embedding.positions")}
+        wires = [("wire", pair) for pair in sorted(traffic(self.order))]
+        return (*wires, *(("replicas", ranks) for ranks in sorted(held) if len(ranks) > 1))
+
     def place(self, rank: int) -> Place:
         """Coordinates of a global rank."""
         rank, tp = divmod(rank, self.tp)
@@ -220,70 +228,46 @@ def traffic(schedule: Schedule) -> dict[tuple[int, int], list[Message]]:
     return wires
 
 
-GroupKey = tuple[str, Ints]
+Purpose = tuple[str, Ints]
+"""tp, cp, dp, ep or expert_dp; or a wire, or replicas of parameters, with the pipeline ranks that it joins."""
+GroupKey = tuple[Purpose, Ints]
 """The purpose of a group, and its global ranks."""
 
 
 def group_keys(run: ProbeRun) -> list[GroupKey]:
     """The keys of all groups of more than one rank, in the same order on all ranks."""
-    pairs = sorted(traffic(run.order))
-    replicas = replica_sets(run)
     places = (Place(*at) for at in product(*map(range, (run.pp, run.dp, run.cp, run.tp))))
-    return list(dict.fromkeys(key for place in places for key in _around(run, place, pairs, replicas)))
+    return list(dict.fromkeys(key for place in places for key in groups_of(run, place).items() if len(key[1]) > 1))
 
 
-def _around(
-    run: ProbeRun, place: Place, pairs: Sequence[tuple[int, int]], replicas: Sequence[Ints]
-) -> Iterator[GroupKey]:
-    """The groups of the ranks beside a place, and of the wires and replicas of its pipeline."""
-    keys: list[GroupKey] = [
-        ("tp", ranks_over(run, place, "tp")),
-        ("cp", ranks_over(run, place, "cp")),
-        ("dp", ranks_over(run, place, "dp", "cp")),
-        *((("ep", expert_ranks(run, place)), ("expert_dp", expert_data_ranks(run, place))) if run.model.moe else ()),
-        *(wire_key(run, place, pair) for pair in pairs),
-        *(("replicas", pipeline_ranks(run, place, holding)) for holding in replicas),
-    ]
-    return (key for key in keys if len(key[1]) > 1)
+def groups_of(run: ProbeRun, place: Place) -> dict[Purpose, Ints]:
+    """Global ranks of each group of a rank, by purpose, also of groups that have no other rank. Each direction between
+    two pipeline ranks has its own channel."""
+    stage = ranks_over(run, place, "dp", "cp", "tp")
+    number = stage.index(run.rank(place))
+    beside = {"tp": ranks_over(run, place, "tp"), "cp": ranks_over(run, place, "cp")}
+    beside["dp"] = ranks_over(run, place, "dp", "cp")
+    if run.model.moe is not None:  # ranks that share a set of experts are neighbours; others hold the same ones
+        beside |= {"ep": stage[number // run.ep * run.ep :][: run.ep], "expert_dp": stage[number % run.ep :: run.ep]}
+    along = {
+        (kind, pp_ranks): tuple(sorted(run.rank(place._replace(pp=pp)) for pp in pp_ranks))
+        for kind, pp_ranks in run.joins
+        if place.pp in pp_ranks
+    }
+    return {(axis, ()): ranks for axis, ranks in beside.items()} | along
 
 
 def num_communicators(run: ProbeRun) -> list[int]:
     """Number of communicators that a rank of each pipeline stage makes: of all ranks, and of each group and wire that
     it is part of."""
-    pairs = sorted(traffic(run.order))
-    replicas = replica_sets(run)
-    places = [Place(pp, 0, 0, 0) for pp in range(run.pp)]
-    return [1 + sum(run.rank(at) in key[1] for key in set(_around(run, at, pairs, replicas))) for at in places]
-
-
-def wire_key(run: ProbeRun, place: Place, pair: tuple[int, int]) -> GroupKey:
-    """The key of the channel from one pipeline rank to another. Each direction has its own channel."""
-    direction = "up" if pair[0] < pair[1] else "down"
-    return direction, pipeline_ranks(run, place, pair)
+    groups = (groups_of(run, Place(pp, 0, 0, 0)).values() for pp in range(run.pp))
+    return [1 + sum(len(ranks) > 1 for ranks in of_rank) for of_rank in groups]
 
 
 def ranks_over(run: ProbeRun, place: Place, *axes: str) -> Ints:
     """Global ranks at all coordinates of some axes, and at the place's own of the others; tp innermost."""
     sizes = (range(getattr(run, axis)) if axis in axes else (at,) for axis, at in place._asdict().items())
     return tuple(run.rank(Place(*at)) for at in product(*sizes))
-
-
-def expert_ranks(run: ProbeRun, place: Place) -> Ints:
-    """Ranks that share a set of experts: neighbours within a stage, tp innermost."""
-    stage = ranks_over(run, place, "dp", "cp", "tp")
-    first = stage.index(run.rank(place)) // run.ep * run.ep
-    return stage[first : first + run.ep]
-
-
-def expert_data_ranks(run: ProbeRun, place: Place) -> Ints:
-    """Ranks of the stage that hold the same experts."""
-    stage = ranks_over(run, place, "dp", "cp", "tp")
-    return stage[stage.index(run.rank(place)) % run.ep :: run.ep]
-
-
-def pipeline_ranks(run: ProbeRun, place: Place, pp_ranks: Ints) -> Ints:
-    """Global ranks with the same coordinates on several pipeline ranks, sorted."""
-    return tuple(sorted(run.rank(place._replace(pp=pp)) for pp in pp_ranks))
 
 
 def holders(run: ProbeRun, name: str, stage: int) -> Ints:
@@ -301,13 +285,6 @@ def holders(run: ProbeRun, name: str, stage: int) -> Ints:
             if chunk.embedding or chunk.mtp or (tied and chunk.head):
                 stages.add(other)
     return tuple(sorted({run.stage_to_rank[s] for s in stages}))
-
-
-def replica_sets(run: ProbeRun) -> list[Ints]:
-    """Sets of pipeline ranks that hold the same parameters, in the same order on all ranks."""
-    sets = {holders(run, "layers", stage) for stage in range(len(run.stage_to_rank))}
-    sets |= {holders(run, name, 0) for name in ("embedding.weight", "embedding.positions")}
-    return sorted(ranks for ranks in sets if len(ranks) > 1)
 
 
 SURE_FRACTION = 0.01

@@ -11,8 +11,8 @@ import re
 from collections import Counter
 from collections.abc import Callable, Collection
 from contextlib import suppress
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
-from typing import NamedTuple
 
 from planner.answer import Plan, StagePlan
 from planner.errors import ProbeError
@@ -23,13 +23,13 @@ from planner.physics.cost import CostTable, PartCost, sum_parts
 from planner.physics.memory import communicators
 from planner.physics.pricing import Pricing
 from planner.physics.stage_memory import StageBytes, stage_memory
-from planner.probe.plan_runs import ranks_run, require_runnable
+from planner.probe.plan_runs import PlannedRun, ranks_run, require_runnable
 from planner.probe.plan_slice import ProbeOptions, recompute_modules
 from planner.probe.result import ProbeStart, StartedStage
 from planner.probe.run import ChunkSpec, ProbeRun, num_communicators
 from planner.schedule.orders import SCHEDULES
 from planner.shape import Shape
-from planner.specs.base import Fields, Texts
+from planner.specs.base import Fields
 from planner.specs.cluster import ClusterSpec
 from planner.specs.model import ModelSpec
 from planner.specs.training import Recompute, TrainingSpec
@@ -53,15 +53,20 @@ def in_eager_torch(plan: Plan, kernels: Collection[str] = (), alone: bool = Fals
 
     `kernels` are those of attention that ran; without any, the price is of those that torch is expected to take. Stages
     that run `alone` copy in their own memory what ranks exchange, and wait for no late node."""
-    eager = plan.model_copy(
-        update={
-            "cluster": plan.cluster.changed(num_gpus=plan.cluster.node_size) if alone else plan.cluster,
-            "runtime": EAGER.name,
-            "runtime_spec": runtime_of(plan, kernels, alone),
-            "training": training_of(plan.training.seq_length, plan.training.global_batch_size),
-        }
+    runtime = eager_runtime(plan.parallelism.zero_stage, kernels, alone)
+    return _priced_again(
+        plan,
+        cluster=plan.cluster.changed(num_gpus=plan.cluster.node_size) if alone else plan.cluster,
+        runtime=EAGER.name,
+        runtime_spec=runtime.model_copy(update={"microbatch_overhead_s": plan.runtime_spec.microbatch_overhead_s}),
+        training=training_of(plan.training.seq_length, plan.training.global_batch_size),
     )
-    return eager.model_copy(update={"best": layout_again(eager, repriced(eager))})
+
+
+def _priced_again(plan: Plan, **changes: object) -> Plan:
+    """The same layout, priced with other fields of its plan."""
+    changed = plan.model_copy(update=changes)
+    return changed.model_copy(update={"best": layout_again(changed, repriced(changed))})
 
 
 def without_waits(eager: Plan) -> Plan:
@@ -88,13 +93,8 @@ def without_exchanges(eager: Plan) -> Plan:
 
 def _with(eager: Plan, cluster: Fields, runtime: Fields) -> Plan:
     """The same layout, priced with other fields of its cluster and of its runtime."""
-    changed = eager.model_copy(
-        update={
-            "cluster": eager.cluster.changed(**cluster),
-            "runtime_spec": eager.runtime_spec.model_copy(update=runtime),
-        }
-    )
-    return changed.model_copy(update={"best": layout_again(changed, repriced(changed))})
+    runtime_spec = eager.runtime_spec.model_copy(update=runtime)
+    return _priced_again(eager, cluster=eager.cluster.changed(**cluster), runtime_spec=runtime_spec)
 
 
 def static_bytes(eager: Plan, stage: int) -> float:
@@ -123,21 +123,13 @@ def repriced(plan: Plan) -> Candidate:
     return reprice(plan, plan.best, recompute_modules(plan.best))
 
 
-def runtime_of(plan: Plan, kernels: Collection[str] = (), alone: bool = False) -> RuntimeSpec:
-    """Eager torch with the kernels of attention that ran, and the host time per micro-batch that the plan takes from an
-    earlier probe."""
-    sharded = MASTERS_ARE_WEIGHTS if plan.parallelism.zero_stage == 3 else {}
-    overhead = {"microbatch_overhead_s": plan.runtime_spec.microbatch_overhead_s}
-    return eager_with(kernels, alone).model_copy(update={**overhead, **sharded})
-
-
-def eager_with(kernels: Collection[str], alone: bool, torch_version: str = "") -> RuntimeSpec:
-    """Eager torch of a version (the one installed here by default), whose ranks ran these kernels of attention, among
-    others or `alone`."""
-    update = {
+def eager_runtime(zero_stage: int, kernels: Collection[str], alone: bool) -> RuntimeSpec:
+    """Eager torch as installed here, whose ranks ran these kernels of attention, among others or `alone`."""
+    update: Fields = {
         "attention_kernel": torch_took(kernels),
-        "fused_norm": fuses_norms(torch_version),
+        "fused_norm": fuses_norms(),
         "copies_exchanged": alone,
+        **(MASTERS_ARE_WEIGHTS if zero_stage == 3 else {}),
     }
     return EAGER.model_copy(update=update)
 
@@ -169,16 +161,18 @@ def run_shape(run: ProbeRun, dp: int, zero_stage: int) -> Shape:
     )  # fmt: skip
 
 
-def _priced(run: ProbeRun, cluster: ClusterSpec, shape: Shape, kernels: Collection[str], alone: bool) -> Pricing:
+def _priced(
+    run: ProbeRun, cluster: ClusterSpec, shape: Shape, kernels: Collection[str], alone: bool
+) -> tuple[Pricing, CostTable]:
     """The prices of a run in eager torch. Late nodes are those among which it ran: it has not waited for others."""
-    sharded = MASTERS_ARE_WEIGHTS if int(shape.zero_stage) == 3 else {}
-    return Pricing(
+    pricing = Pricing(
         model=run.model,
         training=training_of(int(shape.seq_length), run.dp * run.micro_batch_size * run.num_microbatches),
         cluster=cluster.changed(num_gpus=cluster.node_size if alone else run.world_size),
-        runtime=eager_with(kernels, alone).model_copy(update=sharded),
+        runtime=eager_runtime(int(shape.zero_stage), kernels, alone),
         selective_modules=run.recompute_modules,
     )
+    return pricing, pricing.table(shape)
 
 
 def _cost(run: ProbeRun, chunk: ChunkSpec, table: CostTable, head: PartCost) -> PartCost:
@@ -195,8 +189,7 @@ def chunk_costs(
 ) -> list[PartCost]:
     """The cost model's price of each virtual stage of a probe's run, in eager torch on `cluster`, with the `kernels` of
     attention that ran, if they are known, on all ranks together or each stage `alone`."""
-    shape = run_shape(run, run.dp, int(run.zero))
-    table = _priced(run, cluster, shape, kernels, alone).table(shape)
+    _, table = _priced(run, cluster, run_shape(run, run.dp, int(run.zero)), kernels, alone)
     return [_cost(run, chunk, table, table.head) for chunk in run.chunks]
 
 
@@ -205,12 +198,11 @@ def run_bytes(run: ProbeRun, cluster: ClusterSpec, alone: bool = False) -> list[
     `alone`."""
     zero_stage = 3 if run.fully_sharded else int(run.zero)
     shape = run_shape(run, run.dp * run.dp_stands_for, zero_stage)
-    pricing = _priced(run, cluster, shape, (), alone)
-    table = pricing.table(shape)
+    pricing, table = _priced(run, cluster, shape, (), alone)
     places = run.stage_to_rank
     with_embedding = {rank for stage, rank in enumerate(places) if run.chunk_of(stage).embedding}
-    heads = {rank: table.head_beside_embedding if rank in with_embedding else table.head for rank in places}
-    costs = [_cost(run, run.chunk_of(stage), table, heads[rank]) for stage, rank in enumerate(places)]
+    heads = (table.head_beside_embedding if rank in with_embedding else table.head for rank in places)
+    costs = [_cost(run, run.chunk_of(stage), table, head) for stage, head in enumerate(heads)]
     held = durations_of(pricing, table, costs, places).activation_bytes
     assert held is not None
     made = [0] * run.pp if alone else num_communicators(run)
@@ -223,16 +215,10 @@ def run_bytes(run: ProbeRun, cluster: ClusterSpec, alone: bool = False) -> list[
     ]
 
 
-class Fitted(NamedTuple):
-    """A plan that fits where it is probed, and how it differs from the one that was asked for."""
-
-    plan: Plan
-    changes: Texts = ()
-    """Sizes that are other than planned, in words; none where the plan fits as it is."""
-
-
-def made_to_fit(plan: Plan, run_of: Callable[[Plan], ProbeRun], capacity_bytes: float, alone: bool = False) -> Fitted:
-    """The plan, or as little changed as fits into `capacity_bytes` of each GPU; `run_of` gives the run of a plan.
+def made_to_fit(
+    plan: Plan, run_of: Callable[[Plan], PlannedRun], capacity_bytes: float, alone: bool = False
+) -> PlannedRun:
+    """The run of a plan, or of one as little changed as fits into `capacity_bytes` of each GPU.
 
     Raises ProbeError where one recomputed layer a stage does not fit.
     """
@@ -240,14 +226,14 @@ def made_to_fit(plan: Plan, run_of: Callable[[Plan], ProbeRun], capacity_bytes: 
     most_bytes = (1 - ROOM_FRACTION) * capacity_bytes
 
     def needed(changed: Plan) -> float:
-        return max(stage.total_bytes for stage in run_bytes(run_of(changed), plan.cluster, alone))
+        return max(stage.total_bytes for stage in run_bytes(run_of(changed).run, plan.cluster, alone))
 
     def fits(changed: Plan) -> bool:
         return needed(changed) <= most_bytes
 
     plan, changes = _with_known_zero(plan)
     if (before := needed(plan)) <= most_bytes:
-        return Fitted(plan, tuple(changes))
+        return run_of(plan)._replace(changes=tuple(changes))
     if plan.parallelism.zero_stage == 0 and plan.parallelism.dp > 1:
         plan = _with_zero(plan, 1)
         changes.append("ZeRO-0 → 1: optimizer states are sharded")
@@ -268,7 +254,7 @@ def made_to_fit(plan: Plan, run_of: Callable[[Plan], ProbeRun], capacity_bytes: 
     if fewest:
         changes.append(f"{fewest} layers of each chunk are recomputed whole, or more as planned")
     changes[-1] += f" (without, {gib(before):.1f} GiB of {gib(capacity_bytes):.1f} in eager torch)"
-    return Fitted(recomputing(plan, fewest), tuple(changes))
+    return run_of(recomputing(plan, fewest))._replace(changes=tuple(changes))
 
 
 def _with_known_zero(plan: Plan) -> tuple[Plan, list[str]]:
@@ -380,8 +366,8 @@ def what_starts(plan: Plan, options: ProbeOptions, probe: str) -> ProbeStart:
     num_ranks = plan.parallelism.num_gpus_used
     node = plan.cluster.node_size
     capacity_bytes = plan.cluster.hardware.memory_bytes
-    fitted = made_to_fit(plan, lambda changed: ranks_run(changed, options, num_ranks)[0], capacity_bytes)
-    run, _, _ = ranks_run(fitted.plan, options, num_ranks)
+    fitted = made_to_fit(plan, partial(ranks_run, options=options, num_gpus=num_ranks), capacity_bytes)
+    run = fitted.run
     each = min(node, run.world_size)
     nodes = -(-run.world_size // node)
     queues = {"GPU_MAX_HW_QUEUES": "16"} if plan.cluster.hardware.is_amd else {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}

@@ -26,11 +26,11 @@ from typing import Any, Literal, get_args
 
 from planner.distribution import DISTRIBUTION, __version__, install_line
 from planner.observe import default_folder
-from planner.probe.evidence import is_named
+from planner.probe.evidence import named_profiles, spelled
 from planner.search.ilp.solver import SolverName, solver_trouble
 from planner.specs.base import Ints, Named, Spec
 from planner.specs.hardware import HardwareSpec
-from planner.specs.registry import hardware_names, load_hardware
+from planner.specs.registry import load_hardware
 from planner.specs.units import GIB, MIB
 from planner.trainers.calibration import shipped_fits
 
@@ -139,15 +139,12 @@ def find_gpus() -> tuple[tuple[Gpu, ...], str]:
 
 def profile_of(gpu: Gpu) -> HardwareSpec | None:
     """The shipped profile that is named after the GPU; of several the one whose memory is nearest."""
-    named = [profile for profile in map(load_hardware, hardware_names()) if is_named(profile, gpu.name)]
-    words = gpu.name.lower()
 
     def distance(profile: HardwareSpec) -> tuple[float, int]:
         memory_gib = gpu.memory_gib or profile.memory_gib
-        spelled = sum(part in words for part in profile.name.split("-"))
-        return round(abs(profile.memory_gib / memory_gib - 1), 1), -spelled
+        return round(abs(profile.memory_gib / memory_gib - 1), 1), -spelled(profile, gpu.name)
 
-    return min(named, key=distance, default=None)
+    return min(named_profiles(gpu.name), key=distance, default=None)
 
 
 def _nvidia(printed: str) -> Iterator[Gpu]:

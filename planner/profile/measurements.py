@@ -22,7 +22,7 @@ from pydantic import Field
 
 from planner.errors import SpecError
 from planner.files import write_text
-from planner.probe.evidence import conditions_of_states, is_named, load_in_words
+from planner.probe.evidence import conditions_of_states, load_in_words, named_profiles
 from planner.probe.result import DeviceState
 from planner.probe.run import STEADY_S, SURE_FRACTION, ChunkSpec, Device, ProbeRun
 from planner.probe.run_price import chunk_costs
@@ -354,17 +354,16 @@ def profile_of(record: MeasurementRecord) -> Profiled:
 
 def known_profile(machine: Machine) -> HardwareSpec | None:
     """The shipped profile of this device, for numbers that cannot be measured: data-sheet peaks, network, price."""
-    named = [hardware for hardware in map(load_hardware, hardware_names()) if is_named(hardware, machine.name)]
+    named = named_profiles(machine.name)
     for hardware in named:
         if _same_size(machine, hardware):
             return hardware
+    if named or not machine.architecture.startswith("cdna"):
+        return None
     # older drivers call all of AMD's GPUs "AMD Radeon Graphics"
-    alike = [
-        h
-        for h in map(load_hardware, hardware_names() if machine.architecture.startswith("cdna") else ())
-        if h.architecture == machine.architecture and _same_size(machine, h)
-    ]
-    return alike[0] if len(alike) == 1 and not named else None
+    alike = [one for one in map(load_hardware, hardware_names()) if one.architecture == machine.architecture]
+    same = [one for one in alike if _same_size(machine, one)]
+    return same[0] if len(same) == 1 else None
 
 
 def _same_size(machine: Machine, hardware: HardwareSpec) -> bool:

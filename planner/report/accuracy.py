@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,9 @@ from rich.text import Text
 
 from planner.observe import VARIABLE, default_folder
 from planner.observe.history import KeptPrice, KernelPosterior
-from planner.report.format import percent, seconds
-from planner.report.pieces import Parts, headed
-from planner.specs.base import Fields, Texts
+from planner.report.format import percent, sentences
+from planner.report.pieces import Parts, listed
+from planner.specs.base import Fields
 from planner.specs.reading import printable
 from planner.validate.choices import (
     PricedPair,
@@ -32,7 +33,6 @@ from planner.validate.choices import (
 from planner.validate.rows import HELD_OUT
 from planner.validate.score import (
     GROUPS,
-    Outcomes,
     Score,
     Scored,
     by_family,
@@ -71,11 +71,14 @@ def render_agreement(scored: Sequence[Scored], pairs: Sequence[PricedPair]) -> P
     if months is not None:
         yield says_production(months)
     if pairs:
-        yield _says_pairs(pairs)
-        yield _says_harm(pairs, scored)
-        yield from _says_regret(scored)
+        found = harm([*pairs, *run_pairs(scored)])
+        yield from sentences("agreement_pairs", pairs=PAIRS, all=scores(pairs)[-1], harm=found)
+        for total in regrets(sweeps(scored), {})[-1:]:
+            yield from sentences("agreement_regret", total=total, fine=_fine)
         yield from _says_memory(scored)
-        yield from _noisy([score for score in families if score.name not in (*GROUPS, "all")])
+        for score in families:
+            if score.name not in (*GROUPS, "all"):
+                yield from sentences("agreement_noise", score=score, right=RANKED_RIGHT)
         reasons = Counter(f"{run.row.family}: {run.error}" for run in scored if run.layout is None and run.row.counts)
         yield from (f"{count} unsupported of {reason}" for reason, count in reasons.most_common())
         yield f"held out, so that nothing is fitted to it: {', '.join(HELD_OUT)}"
@@ -108,16 +111,7 @@ def _signed(share: float | None) -> str:
 
 
 def _family_table(families: Sequence[Score]) -> Table:
-    heads = ("family", "n", "median", "p90", "bias", "worst", "naive", "rank", "memory", "in 80%")
-    rows = (
-        (
-            score.name, str(score.num_rows), percent(score.median), percent(score.p90), _signed(score.bias),
-            _signed(score.worst), _known(score.naive), _known(score.rank_correlation, "{:.2f}".format),
-            _known(score.memory_mean), _known(score.coverage, "{:.0%}".format),
-        )
-        for score in families
-    )  # fmt: skip
-    return headed(heads, "lrrrrrrrrr", rows, 1, _of_all(families))
+    return listed("families", families, 1, _of_all(families), signed=_signed, known=_known)
 
 
 def _of_all(scored: Sequence[Any]) -> set[int]:
@@ -125,43 +119,19 @@ def _of_all(scored: Sequence[Any]) -> set[int]:
     return {number for number, score in enumerate(scored) if score.name.startswith("all")}
 
 
-def _noisy(families: Sequence[Score]) -> Iterator[str]:
-    """Families whose measurements differ from each other so much that no prediction could rank their layouts right."""
-    for score in families:
-        if score.repeat_spread is not None and score.rank_ceiling is not None and score.rank_ceiling < RANKED_RIGHT:
-            yield (
-                f"{score.name}: a run measured again differs by {percent(score.repeat_spread)}, so that a perfect "
-                f"prediction would rank {score.rank_ceiling:.2f}"
-            )
-
-
 def _row_table(scored: Sequence[Scored]) -> Table:
-    rows = (
-        (run.row.id, seconds(run.row.measured.step_s), f"unsupported: {run.error}", "", "")
-        if run.layout is None else
-        (run.row.id, seconds(run.row.measured.step_s), seconds(run.layout.step.step_s), _signed(run.step_error),
-         _signed(run.memory_error))
-        for run in scored
-    )  # fmt: skip
-    return headed(("run", "measured", "predicted", "error", "memory"), "wrrrr", rows)
+    return listed("published_runs", scored, signed=_signed)
 
 
 def _says_memory(scored: Sequence[Scored]) -> Iterator[str]:
     """A sentence on the intervals, one on runs that ran out of memory, and one on runs that ran."""
     for told, *kinds in filter(None, [memory_coverage(scored)]):
-        each = ", ".join(f"{kind.kind} {percent(kind.coverage, 0)} of {kind.num_rows}" for kind in kinds)
-        yield f"memory: {percent(told.coverage, 0)} of {told.num_rows} published peaks in their 80% interval ({each})"
+        yield from sentences("agreement_memory", told=told, kinds=kinds)
     outcomes = memory_outcomes(load_memory_rows(), scored)
     for name, ran_out in (("ran out of memory", True), ("ran", False)):
-        yield f"{name}: {_risks([outcome for outcome in outcomes if outcome.ran_out == ran_out])}"
-
-
-def _risks(outcomes: Sequence[Outcomes]) -> str:
-    """How many of some runs are given a risk above one half, in all and by family."""
-    num_rows, num_likely = sum(one.num_rows for one in outcomes), sum(one.num_likely for one in outcomes)
-    mean = sum(one.mean_risk * one.num_rows for one in outcomes) / num_rows
-    each = ", ".join(f"{one.name} {one.num_likely} of {one.num_rows}" for one in outcomes)
-    return f"{num_likely} of {num_rows:,} given a risk above 50% ({each}), {percent(mean)} in the mean"
+        found = [outcome for outcome in outcomes if outcome.ran_out == ran_out]
+        num_rows = sum(one.num_rows for one in found)
+        yield from sentences("agreement_risks", name=name, found=found, num_rows=num_rows)
 
 
 def regret_json(scored: Sequence[Scored]) -> Mapping[str, object]:
@@ -198,53 +168,23 @@ def _sweep_json(sweep: PublishedSweep) -> dict[str, object]:
 
 def _regret_table(totals: Sequence[Regret]) -> Table:
     """A line for each family; the last one is of all sweeps."""
-    heads = ("family", "n", "runs", "mean", "median", "p90", "worst", "random", "noise", "perfect")
-    rows = (
-        (
-            score.name, str(score.num_sweeps), str(score.num_layouts), *map(_fine, (
-                score.mean, score.median, score.p90, score.worst, score.random_mean, score.spread, score.noise_mean,
-            )),
-        )
-        for score in totals
-    )  # fmt: skip
-    return headed(heads, "lrrrrrrrrr", rows, 1, _of_all(totals))
+    return listed("regret", totals, 1, _of_all(totals), fine=_fine)
 
 
 def sweep_table(found: Sequence[PublishedSweep]) -> Table:
     """A line for each sweep, the largest regret first: the layout that is ranked first, and the one measured best."""
-    rows = (
-        (
-            _fine(sweep.regret) if place == sweep.chosen else "", str(len(sweep.ids)) if place == sweep.chosen else "",
-            seconds(float(sweep.measured_s[place])), Text(sweep.ids[place], overflow="fold"),
-        )
+    places = (
+        (sweep, place)
         for sweep in sorted(found, key=lambda sweep: -sweep.regret)
         for place in dict.fromkeys((sweep.chosen, sweep.best))
-    )  # fmt: skip
-    return headed(("regret", "runs", "took", "ranked first, then measured best"), "rrrw", rows)
+    )
+    return listed("sweep_regret", places, fine=_fine, fold=partial(Text, overflow="fold"))
 
 
 def remarks(totals: Sequence[Regret]) -> Iterator[str]:
     """The words for the columns, the worst sweep, and the families whose noise decides."""
-    last = totals[-1]
-    yield (
-        "n jobs of which a source measured several layouts (runs); mean to worst: how much longer the one ranked first "
-        "took than the fastest; random: one drawn by chance; noise: how far the same run is from itself; perfect: what "
-        "a perfect prediction would lose to that noise"
-    )
-    if last.worst > 0:
-        yield f"worst: {last.worst_id} was chosen, {last.best_id} was fastest"
-    if noisy := [f"{score.name} ({_fine(score.spread)})" for score in totals if score.is_noisy]:
-        yield f"noisy: {', '.join(noisy)}"
-
-
-def _says_regret(scored: Sequence[Scored]) -> Iterator[str]:
-    """One line on all sweeps, where there are any."""
-    for total in regrets(sweeps(scored), {})[-1:]:
-        yield (
-            f"regret: in {total.num_sweeps} jobs that were measured in several layouts, the one ranked first took "
-            f"{_fine(total.mean)} longer than the fastest, one drawn by chance {_fine(total.random_mean)} "
-            "(--regret lists them)"
-        )
+    noisy = [score for score in totals if score.is_noisy]
+    return sentences("regret_remarks", last=totals[-1], noisy=noisy, fine=_fine)
 
 
 def _fine(value: float | None) -> str:
@@ -254,42 +194,10 @@ def _fine(value: float | None) -> str:
 
 def render_pairs(answers: Sequence[PricedPair]) -> Parts:
     """Every pair, and the scores of each switch."""
-    yield headed(("pair", "measured", "predicted", "error", ""), "wrrrl", map(_pair, answers))
+    yield listed("pairs", answers, points=_points)
     yield ""
     found = scores(answers)
-    rows = (
-        (score.name, str(score.num_pairs), f"{score.sign_right:.0%}", f"{100 * score.median_error:.1f}",
-         _points(score.worst_error))
-        for score in found
-    )  # fmt: skip
-    yield headed(("switch", "pairs", "sign right", "median error", "worst"), "lrrrr", rows, 1, _of_all(found))
-
-
-def _pair(answer: PricedPair) -> Texts:
-    """Measured and predicted gain, their difference in points, and whether the sign is right."""
-    measured = answer.pair.id, _points(answer.measured)
-    if answer.error is not None:
-        return *measured, f"unsupported: {answer.error}", "", ""
-    wrong = "" if answer.sign_right else "wrong sign"
-    return *measured, _points(answer.predicted), _points(answer.gain_error), wrong
-
-
-def _says_pairs(answers: Sequence[PricedPair]) -> str:
-    """One line on all pairs in which a single switch differs."""
-    found = scores(answers)[-1]
-    return (
-        f"{PAIRS}: of {found.num_pairs} published pairs that differ in one switch, {found.sign_right:.0%} have the "
-        f"sign predicted, with a median error of {100 * found.median_error:.1f} points (--family {PAIRS} lists them)"
-    )
-
-
-def _says_harm(answers: Sequence[PricedPair], scored: Sequence[Scored]) -> str:
-    """One line on the switches that a plan would have chosen by itself, in all published pairs."""
-    found = harm([*answers, *run_pairs(scored)])
-    return (
-        f"recipes: of {found.num_pairs} pairs of one switch, {found.num_chosen} are chosen by default; the worst made "
-        f"the step {percent(found.worst)} longer ({found.worst_id}); {found.num_missed} that save over 5% are not"
-    )
+    yield listed("switches", found, 1, _of_all(found), points=_points)
 
 
 def pairs_json(answers: Sequence[PricedPair]) -> dict[str, object]:
@@ -341,23 +249,10 @@ def render_kept(
 ) -> Parts:
     """The runs of a cluster and trainer that are kept, the one added now in bold, and what they ask for together."""
     ordered = sorted(kept, key=lambda run: (run.job, run.source, run.file))
-    rows = (
-        (f"{printable(run.source, 40)}: {printable(run.job)}", seconds(run.measured_s), seconds(run.predicted_s),
-         _signed(run.predicted_s / run.measured_s - 1))
-        for run in ordered
-    )  # fmt: skip
     added = {number for number, run in enumerate(ordered) if run.file == name}
-    yield headed(("run", "measured", "predicted", "error"), "wrrr", rows, bold=added)
+    yield listed("kept_runs", ordered, bold=added, printable=printable, signed=_signed)
     yield ""
-    low, high = found.factor_interval
-    runs, jobs = (
-        f"{n} {what}{'' if n == 1 else 's'}" for n, what in ((found.num_runs, "run"), (found.num_jobs, "job"))
-    )
-    scatter = f", whose jobs lie {found.scatter:.1f} times as far apart as published ones" if found.scatter > 1 else ""
-    yield f"{belongs}: kernels take × {found.factor:.3f} ({low:.3f} to {high:.3f}) by {runs} of {jobs}{scatter}"
-    if folder == default_folder():
-        within = f"a dense step within ± {found.step_width:.0%}"
-        yield f"every later plan of such a job takes it, {within}; --no-history does not"
-    else:
-        yield f"plans of such a job take it where {VARIABLE}={printable(str(folder))}"
-    yield f"{'kept as' if is_new else 'was there already:'} {printable(str(folder / name))}; rm forgets it"
+    yield from sentences(
+        "kept_correction", belongs=belongs, found=found, is_default=folder == default_folder(), variable=VARIABLE,
+        folder=printable(str(folder)), is_new=is_new, path=printable(str(folder / name)),
+    )  # fmt: skip

@@ -12,17 +12,14 @@ from planner.report.format import (
     MEMORY,
     digits,
     fits_with,
-    gibibytes,
     is_proven,
     large,
-    percent,
     says_bound,
     seconds,
+    sentences,
 )
 from planner.specs.base import Fields, Spec
 from planner.specs.cluster import ClusterSpec
-from planner.specs.expressions import text_of, value_of
-from planner.specs.reading import shipped_table
 from planner.specs.units import GIB
 
 
@@ -82,8 +79,7 @@ def largest_cause(best: PricedLayout, other: PricedLayout, cluster: ClusterSpec)
 
 def _said(item: str, /, **names: Any) -> str:
     """The sentence of the first row of an item in causes.yaml that holds."""
-    known, rows = _WORDS | names, shipped_table("report/causes.yaml")[item]
-    return next(text_of(row["says"], known) for row in rows if value_of(row.get("when", "True"), known))
+    return next(sentences(item, "report/causes.yaml", **_WORDS, **names))
 
 
 def says_slower(best: Plan, pinned: Plan, cause: Cause | None, gap_fraction: float) -> str:
@@ -195,8 +191,8 @@ def _shards(layout: Layout) -> str:
 
 
 _WORDS: Fields = {
-    "recomputed": {"none": 0, "selective": 1, "full": 2}, "percent": percent, "share": _share, "full": _full_layers,
+    "recomputed": {"none": 0, "selective": 1, "full": 2}, "share": _share, "full": _full_layers,
     "what": _recomputed, "uneven": _unevenness, "group": _group, "filled": _filled, "shards": _shards,
-    "largest": _largest, "abs": abs, "gibibytes": gibibytes, "seconds": seconds,
+    "largest": _largest,
 }  # fmt: skip
 """The names that the rows of causes.yaml have beside those of the two layouts."""

@@ -30,10 +30,11 @@ from planner.report.format import (
     large,
     percent,
     seconds,
+    sentences,
     signed_seconds,
-    span,
+    told,
 )
-from planner.report.pieces import Parts, as_group, bullets, columns, headed, section
+from planner.report.pieces import Parts, as_group, bullets, columns, headed, listed, section
 from planner.specs.base import Fields
 from planner.trainers.switches import Value, written
 
@@ -59,6 +60,7 @@ TERMS = {
     "others_s": "everything else",
     "replayed_s": "the replayed step",
     "step_s": "the whole step",
+    "step": "step",
 }
 """The terms of a step in words."""
 _CLOSE = "That is closer than predictions can tell layouts apart"
@@ -88,26 +90,16 @@ def says(first: Compared, other: Compared, first_name: str, other_name: str, row
     like_s = max(first.step_s, other.step_s)
     steps = f"{seconds(other.step_s, like_s)} a step, {first_name} {seconds(first.step_s, like_s)}"
     rate = other.tokens_per_s / first.tokens_per_s
-    if abs(rate - 1) < LEAST_SHARE:
-        return f"{other_name} is as fast: {steps}."
-    many = f"{rate:.3g} × as many" if rate >= 2 else f"{percent(rate - 1)} more"
-    how = many if rate > 1 else f"{percent(1 - rate)} fewer"
-    jobs = list(_other_jobs(first, other))
-    another = f", with {', '.join(jobs)}" if jobs else ""
+    gpus = first.facts.get("gpus"), other.facts.get("gpus")
+    times = gpus[1] / gpus[0] if isinstance(gpus[0], int) and isinstance(gpus[1], int) else 1
+    jobs = list(sentences("other_jobs", first=first, other=other, gpus=times))
     # terms of two models do not explain each other
     causes = "" if "another model" in jobs else _causes(rows, like_s)
-    return f"{other_name} trains {how} tokens a second{another}: {steps}{causes}."
-
-
-def _other_jobs(first: Compared, other: Compared) -> Iterator[str]:
-    """The ways in which two sides are not one job."""
-    if first.facts.get("model") != other.facts.get("model"):
-        yield "another model"
-    gpus = first.facts.get("gpus"), other.facts.get("gpus")
-    if isinstance(gpus[0], int) and isinstance(gpus[1], int) and gpus[0] != gpus[1]:
-        yield f"{gpus[1] / gpus[0]:.3g} × the GPUs"
-    if first.tokens_per_step != other.tokens_per_step:
-        yield "another batch"
+    return next(
+        sentences(
+            "compared", rate=rate, least=LEAST_SHARE, other_name=other_name, steps=steps, jobs=jobs, causes=causes
+        )
+    )
 
 
 def _causes(rows: Sequence[WaterfallTerm], like_s: float) -> str:
@@ -164,15 +156,12 @@ def _waterfall(
     rows: Sequence[WaterfallTerm], first: Compared, other: Compared, first_name: str, other_name: str
 ) -> Table:
     like_s = max(first.step_s, other.step_s)
-    table = headed(("", first_name, other_name, "difference"), "lrrr")
-    for row in rows:
-        if max(abs(row.first_s), abs(row.other_s)) >= LEAST_SHARE * like_s:
-            numbers = (seconds(row.first_s, like_s), seconds(row.other_s, like_s), signed_seconds(row.seconds, like_s))
-            table.add_row(TERMS[row.term], *numbers)
-    steps = (seconds(first.step_s, like_s), seconds(other.step_s, like_s))
-    table.add_row("step", *steps, signed_seconds(other.step_s - first.step_s, like_s), style="bold")
-    rates = [large(side.tokens_per_s) for side in (first, other)]
-    table.add_row("tokens a second", *rates)
+    shown = [row for row in rows if max(abs(row.first_s), abs(row.other_s)) >= LEAST_SHARE * like_s]
+    shown.append(WaterfallTerm(term="step", first_s=first.step_s, other_s=other.step_s))
+    table = listed("compared_terms", shown, bold={len(shown) - 1}, terms=TERMS, like_s=like_s)
+    for column, name in zip(table.columns[1:], (first_name, other_name), strict=False):
+        column.header = Text(name)
+    table.add_row("tokens a second", large(first.tokens_per_s), large(other.tokens_per_s))
     return table
 
 
@@ -192,10 +181,7 @@ def render_check(check: Check) -> Parts:
     """The file's name, and a line for each question."""
     new = check.new
     yield Text(f"{new.file}: {new.model} on {new.num_gpus:,} × {new.hardware}, {new.source}", style="bold")
-    table = columns("lw")
-    for title, text in _questions(check):
-        table.add_row(title, text)
-    yield table
+    yield columns("lw", _questions(check))
 
 
 def markdown(checks: Sequence[Check]) -> str:
@@ -243,22 +229,14 @@ def _findings(check: Check) -> Iterator[tuple[str, str]]:
     yield from (("unknown", f"{name} {value}".strip()) for name, value in new.unknown.items())
 
 
-def _questions(check: Check) -> Iterator[tuple[str, str]]:
+def _questions(check: Check) -> Iterator[list[str]]:
     """A title and a text for each question."""
-    new = check.new
-    yield "starts", "yes" if not new.refused else f"no: {'; '.join(new.refused[:MOST_ROWS])}"
-    yield "fits", _needs(new)
-    yield "step", _step(new)
-    if check.old is not None:
-        yield "against", _against(check)
-        yield from _because(check)
-    if new.better and new.better_step_s is not None:
-        saved = percent(1 - new.better_step_s / new.step_s)
-        yield "better", f"{new.better}: {seconds(new.better_step_s)} a step, {saved} less"
-    if new.unknown:
-        yield "unknown", _few([f"{name} {value}".strip() for name, value in new.unknown.items()])
-    if new.notes:
-        yield "assumed", _few(list(new.notes))
+    against = "" if check.old is None else _against(check)
+    changed, moved = _because(check)
+    return told(
+        "check_questions", new=check.new, needs=_needs(check.new), against=against, changed=changed, moved=moved,
+        few=_few, most=MOST_ROWS,
+    )  # fmt: skip
 
 
 def _few(texts: list[str]) -> str:
@@ -267,45 +245,28 @@ def _few(texts: list[str]) -> str:
 
 
 def _needs(new: CheckedFile) -> str:
-    sure = fits_with(new.oom_probability)
-    where = f"stage {new.fullest_stage} needs {gibibytes(new.needed_bytes)} of {gibibytes(new.capacity_bytes)} GiB"
-    return f"{'yes' if new.fits else 'no'}{f', with {sure}' if sure and new.fits else ''}: {where}"
-
-
-def _step(new: CheckedFile) -> str:
-    interval = new.step_s_interval
-    between = "" if interval is None else f" ({span(*interval, new.step_s)} with 80%)"
-    price = "" if new.usd_per_day is None else f", ${large(new.usd_per_day)} a day"
-    return f"{seconds(new.step_s)}{between}, {large(new.tokens_per_day)} tokens a day{price}"
+    return next(sentences("check_needs", new=new, sure=fits_with(new.oom_probability)))
 
 
 def _against(check: Check) -> str:
     old, more = check.old, check.slower_fraction
     assert old is not None
     assert more is not None
-    word = "slower" if more > 0 else "faster"
-    speed = "as fast a token" if abs(more) < 0.0005 else f"{percent(abs(more))} {word} a token"
-    grown = check.new.needed_bytes - old.needed_bytes
-    return f"{old.file}: {speed}, {gibibytes(abs(grown))} GiB {'more' if grown >= 0 else 'less'} on the fullest GPU"
+    return next(sentences("check_against", old=old, more=more, grown=check.new.needed_bytes - old.needed_bytes))
 
 
-def _because(check: Check) -> Iterator[tuple[str, str]]:
-    """The settings that differ, and the terms that make the difference."""
-    comparison = check.comparison
-    assert comparison is not None
-    beside = {*MEMORY, *FIGURES, "peak_allocated_bytes"}
+def _because(check: Check) -> tuple[list[str], list[str]]:
+    """The settings that differ from the old file's, and the terms that make the difference."""
+    comparison, step_s = check.comparison, check.new.step_s
+    if comparison is None:
+        return [], []
     changed = [
         f"{name} {_value(old)} → {_value(new)}"
         for name, (old, new) in comparison.differences.items()
-        if name not in beside
+        if name not in (*MEMORY, *FIGURES, "peak_allocated_bytes")
     ]
-    if changed:
-        yield "changed", _few(changed)
-    step_s = check.new.step_s
     moved = [row for row in comparison.waterfalls[0] if abs(row.seconds) > 0.002 * step_s]
-    if moved:
-        told = [f"{TERMS.get(row.term, row.term)} {signed_seconds(row.seconds, step_s)}" for row in moved]
-        yield "because", _few(told)
+    return changed, [f"{TERMS.get(row.term, row.term)} {signed_seconds(row.seconds, step_s)}" for row in moved]
 
 
 _MARKS = {"fewest_gpus": "fewest GPUs", "cheapest": "cheapest", "fastest": "fastest"}
@@ -325,33 +286,17 @@ def render_sweep(sweep: Sweep) -> Parts:
 
 def says_sweep(sweep: Sweep) -> str:
     """One sentence for each answer."""
-    told = [
+    answers = [
         f"{_MARKS[name]}: {name_of(sweep.points[number], sweep)}{_figures(sweep.points[number])}"
         for name, number in sweep.answers.items()
         if number is not None
     ]
-    num_points, goal = len(sweep.points), _goal(sweep)
-    if not told:
-        return f"None of {num_points} points fits{' with a run that' if goal else ''}{goal}."
-    met = sum(map(sweep.goal.is_met, sweep.points))
-    begin = f"The run{goal} at {met} of {num_points} points; " if goal else f"Of {num_points} points, "
-    return begin + "; ".join(told) + "."
-
-
-def _goal(sweep: Sweep) -> str:
-    goal, terms = sweep.goal, []
-    if goal.deadline_days is not None:
-        terms.append(f"ends within {digits(goal.deadline_days)} days")
-    if goal.budget_usd is not None:
-        terms.append(f"costs at most ${large(goal.budget_usd)}")
-    return f" {' and '.join(terms)}" if terms else ""
+    goal, met = " and ".join(sentences("sweep_goal", goal=sweep.goal)), sum(map(sweep.goal.is_met, sweep.points))
+    return next(sentences("sweep_says", told=answers, total=len(sweep.points), goal=goal, met=met))
 
 
 def _figures(point: Point) -> str:
-    if point.days is not None:
-        usd = "" if point.usd is None else f", ${_dollars(point.usd)}"
-        return f" ({_time(point.days)}{usd})"
-    return "" if point.tokens_per_s is None else f" ({large(point.tokens_per_s)} tokens/s)"
+    return next(sentences("sweep_figures", point=point, days=_time, dollars=_dollars))
 
 
 def _dollars(usd: float) -> str:

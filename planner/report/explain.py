@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 
 from rich.table import Table as RichTable
 from rich.text import Text
@@ -17,19 +18,18 @@ from planner.report.format import (
     gibibytes,
     manner,
     named,
-    percent,
     seconds,
+    sentences,
     signed_seconds,
     sizes,
 )
-from planner.report.pieces import Parts, as_group, bullets, columns, headed, section
+from planner.report.pieces import Parts, as_group, bullets, columns, headed, listed, section
 from planner.report.rows import Table
 from planner.report.small import room_lines, rows_of
 from planner.report.terminal import table
 from planner.report.view import change_table
-from planner.search.why.explanation import ChangedAssumption, Constraint, Explanation
+from planner.search.why.explanation import ChangedAssumption, Explanation
 from planner.search.why.recipe import OtherValue, RecipeTable, SwitchWorth
-from planner.trainers.switches import written
 
 
 def asked(pins: Mapping[str, Iterable[int | str]]) -> str:
@@ -45,9 +45,7 @@ def _named(layout: Layout, best: Layout) -> str:
 @as_group
 def render_explanation(answer: Explanation) -> Parts:
     """The whole answer, made for 80 columns."""
-    fits = answer.verdict != "does_not_fit"
-    question = f"Why not {asked(answer.asked)}?" if answer.asked else f"Why {'this layout' if fits else 'no layout'}?"
-    yield Text(f"{question} {answer.job}", style="bold")
+    yield Text(next(sentences("explain_question", answer=answer, asked=asked(answer.asked))), style="bold")
     yield ""
     yield Text(answer.says)
     if answer.hint and not answer.asked:
@@ -81,55 +79,36 @@ def _small_job(answer: Explanation) -> Parts:
 
 
 def _layouts(answer: Explanation) -> RichTable:
-    table = columns("lwr")
-    table.add_row("best", sizes(answer.best.parallelism), seconds(answer.best.step.step_s))
-    if answer.pinned is None:
+    best, pinned = answer.best, answer.pinned
+    table = columns("lwr", [("best", sizes(best.parallelism), seconds(best.step.step_s))])
+    if pinned is None:
         table.add_row("asked", asked(answer.asked), "none")
-    elif not answer.pinned.fits:
-        table.add_row("nearest", _named(answer.pinned.parallelism, answer.best.parallelism), "does not fit")
-    elif answer.verdict != "chosen":
-        table.add_row(
-            "asked", _named(answer.pinned.parallelism, answer.best.parallelism), seconds(answer.pinned.step.step_s)
-        )
+    elif answer.verdict != "chosen" or not pinned.fits:
+        name, step = ("asked", seconds(pinned.step.step_s)) if pinned.fits else ("nearest", "does not fit")
+        table.add_row(name, _named(pinned.parallelism, best.parallelism), step)
     return table
 
 
 def _why_refused(answer: Explanation) -> Parts:
-    rows = (
-        (f"{count:,}", reason.replace("_", " "), Text(answer.rejection_examples.get(reason, "")))
-        for reason, count in answer.rejections.items()
-    )
     if answer.rejections:
-        yield section("Refused shapes among those asked for, by reason", columns("rlw", rows))
+        refused = listed("refused_shapes", answer.rejections.items(), answer=answer)
+        yield section("Refused shapes among those asked for, by reason", refused)
     if answer.lifts:
-        yield section("What would lift it, one change at a time", _lifts(answer))
+        lifts = listed("lifts", answer.lifts, beside_best=_beside_best(answer))
+        yield section("What would lift it, one change at a time", lifts)
     elif answer.hint:
         yield section("What would lift it", bullets([answer.hint]))
 
 
-def _lifts(answer: Explanation) -> RichTable:
-    best = answer.best.parallelism
-    return columns(
-        "lwrr",
-        (
-            (one.change, _named(one.parallelism, best), seconds(one.step_s), f"{one.more_fraction:+.1%}")
-            for one in answer.lifts
-        ),
-    )
+def _beside_best(answer: Explanation) -> Callable[[Layout], str]:
+    return partial(_named, best=answer.best.parallelism)
 
 
 def _seconds(answer: Explanation, pinned: PricedLayout, shown: Iterable[Difference]) -> RichTable:
-    like_s = answer.best.step.step_s
-    rows = (
-        (one.label, seconds(one.best, like_s), seconds(one.other, like_s), signed_seconds(one.change, like_s))
-        for one in shown
-    )
-    table = headed(("", "best", "asked", "difference"), "lrrr", rows)
-    step = (answer.best.step.step_s, pinned.step.step_s)
-    table.add_row(
-        "step", *(seconds(value, like_s) for value in step), signed_seconds(step[1] - step[0], like_s), style="bold"
-    )
-    return table
+    best_s, other_s = answer.best.step.step_s, pinned.step.step_s
+    whole = Difference(item="step_s", label="step", best=best_s, other=other_s)
+    rows = [*shown, whole]
+    return listed("explained_seconds", rows, bold={len(rows) - 1}, like_s=best_s)
 
 
 def _memory(answer: Explanation, pinned: PricedLayout) -> RichTable:
@@ -157,7 +136,7 @@ def _why_this(answer: Explanation) -> Parts:
     if _moving(answer):
         yield section("Assumptions that would change the choice", _assumptions(answer))
     if answer.constraints:
-        yield section("Which constraint binds", _constraints(answer.constraints))
+        yield section("Which constraint binds", listed("constraints", answer.constraints))
 
 
 def _moving(answer: Explanation) -> list[ChangedAssumption]:
@@ -171,18 +150,11 @@ def _moving(answer: Explanation) -> list[ChangedAssumption]:
 
 
 def _beaten(answer: Explanation) -> RichTable:
-    table = columns("rrw")
+    table, step_s = columns("rrw"), answer.best.step.step_s
     for rank, beaten in enumerate(answer.beaten, start=1):
-        more = beaten.layout.step.step_s / answer.best.step.step_s - 1
-        table.add_row(
-            f"{rank}.", f"{more:+.1%}", Text(_named(beaten.layout.parallelism, answer.best.parallelism), style="bold")
-        )
-        like_s = answer.best.step.step_s
-        table.add_row(
-            "",
-            "",
-            Text(f"{signed_seconds(beaten.cause.difference_s, like_s)} {beaten.cause.label}: {beaten.cause.because}"),
-        )
+        name, cause = _beside_best(answer)(beaten.layout.parallelism), beaten.cause
+        table.add_row(f"{rank}.", f"{beaten.layout.step.step_s / step_s - 1:+.1%}", Text(name, style="bold"))
+        table.add_row("", "", Text(f"{signed_seconds(cause.difference_s, step_s)} {cause.label}: {cause.because}"))
     return table
 
 
@@ -191,25 +163,9 @@ def _assumptions(answer: Explanation) -> RichTable:
     for assumption in sorted(_moving(answer), key=lambda assumption: not assumption.changes_the_choice):
         table.add_row("yes" if assumption.changes_the_choice else "no", Text(f"if {assumption.says}"))
         if assumption.changes_the_choice:
-            table.add_row("", Text(_instead(assumption, answer.best.parallelism)))
+            instead = sentences("changed_choice", it=assumption, beside_best=_beside_best(answer))
+            table.add_row("", Text(next(instead)))
     return table
-
-
-def _instead(assumption: ChangedAssumption, best: Layout) -> str:
-    if assumption.parallelism is None or assumption.step_s is None:
-        return "nothing fits then"
-    kept = (
-        f"today's choice {seconds(assumption.kept_step_s)}" if assumption.kept_fits else "today's choice does not fit"
-    )
-    return f"{_named(assumption.parallelism, best)}: {seconds(assumption.step_s)}, {kept}"
-
-
-def _constraints(constraints: Iterable[Constraint]) -> RichTable:
-    def row(one: Constraint) -> tuple[str, str, str]:
-        gain = f"{percent(one.gain_fraction)} more tokens a second" if one.binds else "nothing gained"
-        return one.name, "binds" if one.binds else "slack", f"{one.now}; with {one.moved}: {gain}"
-
-    return columns("llw", map(row, constraints))
 
 
 @as_group
@@ -230,19 +186,12 @@ def render_recipe_table(answer: RecipeTable) -> Parts:
 
 def _worths(answer: RecipeTable) -> RichTable:
     """The chosen value of each switch in bold, and below it its others."""
-    table = columns("llrrw")
-    for switch in filter(_switch_matters, answer.switches):
-        note = "" if switch.has_effect else "no effect here"
-        chosen = Text(written(switch.value), style="bold")
-        table.add_row(switch.switch, chosen, "", "", Text(note))
-        for other in (other for other in switch.others if not other.rule):
-            table.add_row(
-                "",
-                written(other.value),
-                *_other_step(answer, other),
-                Text(_remark(other), style="dim", overflow="fold"),
-            )
-    return table
+    rows = (
+        (switch, other)
+        for switch in filter(_switch_matters, answer.switches)
+        for other in (None, *(other for other in switch.others if not other.rule))
+    )
+    return listed("worth_of_switches", rows, step=partial(_other_step, answer), remark=_remark)
 
 
 def _switch_matters(switch: SwitchWorth) -> bool:
@@ -256,8 +205,5 @@ def _other_step(answer: RecipeTable, other: OtherValue) -> tuple[str, str]:
     return seconds(other.step_s, answer.step_s), f"{other.more_fraction:+.1%}"
 
 
-def _remark(other: OtherValue) -> str:
-    here = "" if other.replanned else "of this layout"
-    beside = ", ".join(f"{name}={written(value)}" for name, value in other.beside.items())
-    parts = (here, f"with {beside}" if beside else "", f"changes {other.changes}" if other.changes else "")
-    return ", ".join(part for part in parts if part)
+def _remark(other: OtherValue) -> Iterator[str]:
+    return sentences("remark_on_value", it=other)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from textwrap import wrap
+from typing import Any
 
-from planner.answer import Layout, Offer, Plan, PricedLayout, RecipeGain, RecipeRefusal, SearchReport
-from planner.specs.base import Named, Texts
+from planner.answer import Interval, Layout, Offer, Plan, PricedLayout, RecipeGain, RecipeRefusal, SearchReport
+from planner.specs.base import Fields, Named, Texts
+from planner.specs.expressions import text_of, value_of
 from planner.specs.hardware import By, Correction
+from planner.specs.reading import shipped_table
 from planner.specs.units import gib
 from planner.trainers.switches import SWITCHES, Value, written
 
@@ -68,6 +71,16 @@ def large(value: float) -> str:
 def percent(fraction: float, places: int = 1) -> str:
     """`41.7%`."""
     return f"{100 * fraction:.{places}f}%"
+
+
+def counted(number: int, noun: str) -> str:
+    """`1 run`, `1,024 runs`."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def ends(interval: Interval | None, write: Callable[[float], str]) -> str:
+    """`447–566`: both ends of an interval; empty where there is none."""
+    return "" if interval is None else "–".join(map(write, interval))
 
 
 def gibibytes(num_bytes: float) -> str:
@@ -391,3 +404,26 @@ def _some(texts: Sequence[str], between: str, num_lines: int, others: str = "mor
 
 def _num_lines(text: str) -> int:
     return len(wrap(text, LINE, break_long_words=False, break_on_hyphens=False))
+
+
+ANSWERS = "report/answers.yaml"
+WORDS: Fields = {
+    "percent": percent, "seconds": seconds, "signed_seconds": signed_seconds, "span": span, "digits": digits,
+    "duration": duration, "large": large, "gibibytes": gibibytes, "counted": counted, "ends": ends, "sizes": sizes,
+    "manner": manner, "fits_with": fits_with, "named": named, "written": written, "abs": abs, "sorted": sorted,
+}  # fmt: skip
+"""The names that tables of words have beside those that they are given."""
+
+
+def sentences(item: str, path: str = ANSWERS, /, **names: Any) -> Iterator[str]:
+    """The sentences of an item of a table of words whose conditions hold; one without a condition always does."""
+    return ("".join(cells) for cells in told(item, path, **names))
+
+
+def told(item: str, path: str = ANSWERS, /, **names: Any) -> Iterator[list[str]]:
+    """The rows of such an item; a sentence is a row of one cell."""
+    known = WORDS | names
+    for row in shipped_table(path)[item]:
+        says, when = (row["says"], row.get("when", "True")) if isinstance(row, dict) else (row, "True")
+        if value_of(when, known):
+            yield [text_of(cell, known) for cell in ([says] if isinstance(says, str) else says)]

@@ -13,9 +13,9 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from planner.observe.accounts import STEP_TERMS, WALL_TERMS, in_steps
+from planner.observe.accounts import STEP_TERMS, WALL_TERMS
 from planner.observe.gap_rows import GAP_ROWS, OF_MEMORY
-from planner.observe.observation import GapCause, GapRemedy, Observation, Observed, Outlier, Prediction, Term, Wall
+from planner.observe.observation import GapCause, GapRemedy, Observation, Observed, Prediction, Term, Wall
 from planner.observe.traces.dumps import FlightReport, SnapshotReport
 from planner.observe.traces.events import HOST, CollectiveTime, TraceReport, TraceStep
 from planner.observe.traces.recorded import Recorded, steady
@@ -23,17 +23,14 @@ from planner.report.format import (
     BREAKDOWN,
     LEAST_SHARE,
     bar,
-    digits,
-    duration,
     gibibytes,
-    large,
     percent,
     seconds,
+    sentences,
     signed_seconds,
-    span,
+    told,
 )
-from planner.report.pieces import Parts, as_group, bullets, columns, headed, section, shares
-from planner.specs.base import Texts
+from planner.report.pieces import Parts, as_group, bullets, columns, headed, listed, section, shares
 from planner.specs.reading import printable
 
 if TYPE_CHECKING:
@@ -80,76 +77,29 @@ def render_observed(observed: Observed) -> Parts:
 
 def _what(observation: Observation) -> str:
     """One sentence on what was read."""
-    facts = observation.facts
-    kinds = ", ".join(dict.fromkeys(source.format for source in observation.sources))
-    files = f"{len(observation.sources)} files" if len(observation.sources) > 1 else observation.sources[0].path
-    job = [
-        facts.trainer if facts.trainer and facts.trainer != kinds else None,
-        facts.model,
-        f"adapters of rank {facts.lora_rank:,}" if facts.lora_rank else None,
-        f"{facts.num_gpus:,} GPUs" if facts.num_gpus else None,
-        f"batch {facts.global_batch_size:,}" if facts.global_batch_size else None,
-        f"sequence {facts.seq_length:,}" if facts.seq_length else None,
-    ]
-    said = ", ".join(part for part in job if part)
-    return f"{files} ({kinds}): {observation.num_steps:,} steps{f'; {said}' if said else ''}."
+    sources, facts = observation.sources, observation.facts
+    kinds = ", ".join(dict.fromkeys(source.format for source in sources))
+    files = f"{len(sources)} files" if len(sources) > 1 else sources[0].path
+    job = list(sentences("observed_job", facts=facts, kinds=kinds))
+    return next(sentences("observed_what", o=observation, files=files, kinds=kinds, job=job))
 
 
 def _step(observation: Observation, prediction: Prediction | None) -> Table:
     step_s = observation.step_s
     assert step_s is not None
-    table = columns("lrw")
     like_s = step_s if prediction is None else min(step_s, prediction.step_s)
-    spread = observation.step_s_spread
-    around = "" if spread is None else f"{span(*spread, like_s)} for 8 of 10"
-    if observation.step_s_precision_fraction > 0.001:
-        around += f", ±{percent(observation.step_s_precision_fraction)} by the digits printed"
-    table.add_row("median step", seconds(step_s, like_s), around)
-    if prediction is not None:
-        interval = prediction.step_s_interval
-        text = "" if interval is None else f"{span(*interval, like_s)}, {prediction.source}"
-        table.add_row("predicted", seconds(prediction.step_s, like_s), text)
-    drift = observation.drift_fraction
-    if drift is not None and abs(drift) >= _LEAST_DRIFT:
-        table.add_row("drift", f"{100 * drift:+.1f}%", "from the begin to the end of the run")
-    if observation.tokens_per_s is not None:
-        predicted = "" if prediction is None else f"{large(round(prediction.tokens_per_s))} predicted"
-        table.add_row("tokens/s", large(round(observation.tokens_per_s)), predicted)
-    if observation.mfu is not None and prediction is not None:
-        table.add_row("MFU", percent(observation.mfu), f"{percent(prediction.mfu)} predicted, same definition")
-    if observation.printed_mfu is not None:
-        table.add_row("MFU printed", percent(observation.printed_mfu), "by the trainer's own definition")
-    if observation.printed_tflops_per_gpu is not None:
-        table.add_row(
-            "TFLOP/s printed", digits(observation.printed_tflops_per_gpu), "of a GPU, by the trainer's own formula"
-        )
-    return table
+    rows = told("observed_step", o=observation, p=prediction, like_s=like_s, least_drift=_LEAST_DRIFT)
+    return columns("lrw", rows)
 
 
 def _remarks(observed: Observed) -> Iterator[str]:
     observation = observed.observation
     if observation.num_warmup_steps and not observed.beside:
-        extra = seconds(observation.warmup_extra_s)
-        yield f"warm-up: {in_steps(observation.num_warmup_steps)}, {extra} longer than as many steady ones"
+        yield from sentences("observed_warm_up", o=observation)
     for outlier in observation.outliers:
-        yield _says(outlier)
+        yield from sentences("observed_outlier", it=outlier, kinds=_KINDS)
     for restart in observation.restarts:
-        down = "" if restart.down_s is None else f", {seconds(restart.down_s)} without steps"
-        yield (
-            f"restart: after step {restart.from_step:,} again from {restart.to_step:,}; {in_steps(restart.lost_steps)} "
-            f"({seconds(restart.lost_s)}) were made again{down}"
-        )
-
-
-def _says(outlier: Outlier) -> str:
-    steps = ", ".join(f"{step:,}" for step in outlier.steps[:6])
-    more = ", …" if outlier.num_steps > 6 else ""
-    period = f", every {outlier.period_steps:,} steps" if outlier.period_steps else ""
-    likely = f": {outlier.likely}" if outlier.likely else ""
-    kind = _KINDS[outlier.kind]
-    return (
-        f"{kind}{period}{likely}: {in_steps(outlier.num_steps)}, {seconds(outlier.extra_s)} in all (step {steps}{more})"
-    )
+        yield from sentences("observed_restart", it=restart)
 
 
 def _wall(wall: Wall) -> Table:
@@ -162,31 +112,17 @@ def _wall(wall: Wall) -> Table:
 
 
 def _memory(observation: Observation, prediction: Prediction | None) -> RenderableType:
-    printed = len(observation.memory)
-    whose = "of the one rank that prints it" if printed == 1 else f"of the fullest of {printed} ranks that print it"
-    peak = f"{gibibytes(observation.peak_memory_bytes or 0)} GiB"
-    table = columns("lrw", [(f"peak {observation.peak_memory_kind}", peak, whose)])
-    if prediction is not None:
-        ends = "–".join(map(gibibytes, prediction.total_memory_interval or ()))
-        more = f"; {ends} with what is reserved" if ends else ""
-        predicted = f"{gibibytes(prediction.peak_memory_bytes)} GiB"
-        table.add_row("predicted", predicted, f"allocated on the fullest rank{more}")
+    table = columns("lrw", told("observed_memory", o=observation, p=prediction))
     ranks = [rank for rank in observation.memory if rank.rank is not None]
     if len(ranks) < 2:
         return table
     ranks.sort(key=lambda rank: -(rank.max_allocated_bytes or rank.max_reserved_bytes or rank.device_bytes or 0))
-    rows = (
-        (str(rank.rank), *("" if size is None else gibibytes(size) for size in (rank.max_allocated_bytes,
-                                                                               rank.max_reserved_bytes)))
-        for rank in ranks[:_MOST_RANKS]
-    )  # fmt: skip
-    return Group(table, headed(("rank", "allocated", "reserved, GiB"), "lrr", rows))
+    return Group(table, listed("observed_ranks", ranks[:_MOST_RANKS]))
 
 
 def _timers(observation: Observation) -> Table:
     ranked = sorted(observation.timers, key=lambda timer: -timer.max_s)
-    rows = ((timer.name, seconds(timer.min_s), seconds(timer.max_s)) for timer in ranked[:_MOST_TIMERS])
-    table = headed(("timer", "least", "most"), "lrr", rows)
+    table = listed("observed_timers", ranked[:_MOST_TIMERS])
     if len(ranked) > _MOST_TIMERS:
         table.add_row(f"and {len(ranked) - _MOST_TIMERS} smaller ones, in --json", "", "")
     return table
@@ -203,12 +139,7 @@ def _open(observed: Observed) -> Iterator[str]:
     for source in observation.sources:
         if source.partial:
             yield f"{source.path}: {source.partial}"
-    if observation.wall is None and observation.step_s is not None:
-        yield "the lines of steps have no times: the wall time is not known"
-    if observation.asks:
-        yield f"tokens per second: add {' '.join(observation.asks)}"
-    if observed.prediction is None:
-        yield "nothing was predicted: add --plan plan.json, or --model, --gpus and the layout (--tp, --pp, …)"
+    yield from sentences("observed_open", o=observation, p=observed.prediction)
 
 
 _LABELS = {**STEP_TERMS, **WALL_TERMS}
@@ -253,18 +184,11 @@ def gap_section(observed: Observed) -> RenderableType | None:
         _add_terms(table, observed.beside, like_s, largest_s, LEAST_SHARE * step_s)
         wall_s = step_s + sum(term.seconds for term in observed.beside)
         table.add_row("wall time per step", seconds(wall_s, like_s), "", "", style="bold")
-        parts += [Text(words) for words in _whole(observation)]
+        if observation.wall is not None:
+            parts += map(Text, sentences("observed_wall", o=observation, wall=observation.wall))
     if said := list(_evidence(observed.waterfall, _WORTH_A_SENTENCE * step_s)):
         parts += ["", bullets(said)]
     return section("Where the seconds go", Group(*parts))
-
-
-def _whole(observation: Observation) -> Iterator[str]:
-    """One sentence on the wall time of the whole run."""
-    if (wall := observation.wall) is not None:
-        warm_up = f", {observation.num_warmup_steps:,} of them to warm up" if observation.num_warmup_steps else ""
-        share = percent(min(1.0, wall.steps_s / wall.wall_s)) if wall.wall_s else "all"
-        yield f"{seconds(wall.wall_s)} in all, {share} of it {observation.num_steps:,} steps{warm_up}"
 
 
 def _evidence(terms: Sequence[Term], least_s: float) -> Iterator[str]:
@@ -332,21 +256,12 @@ def _cause(cause: GapCause, step_s: float | None) -> Parts:
 
 
 def _details(cause: GapCause, step_s: float | None) -> Table:
-    table = columns("lw")
-    table.add_row("seen", cause.evidence)
-    if cause.seconds:
-        share = f", {percent(cause.seconds / step_s)} of it" if step_s else ""
-        table.add_row("takes", f"{seconds(cause.seconds)} of a step{share}")
-    if cause.remedy is not None:
-        table.add_row("helps", remedy_says(cause.remedy))
-    return table
+    return columns("lw", told("observed_cause", cause=cause, step_s=step_s, remedy_says=remedy_says))
 
 
 def remedy_says(remedy: GapRemedy) -> str:
     """The remedy in words, with its options and the step that it gives."""
-    by = "by the price of this job" if remedy.is_priced else "without it"
-    given = f"a step of {seconds(remedy.step_s)} {by}" if remedy.step_s is not None else ""
-    return "; ".join(part for part in (remedy.says, " ".join(remedy.options), given) if part)
+    return "; ".join(sentences("observed_remedy", it=remedy))
 
 
 _DAY_S = 86400.0
@@ -356,28 +271,8 @@ def line_of(found: FollowedRun) -> str:
     """`step 80 of 500  11.00 s a step  above 8.578–9.482 s, 8 of 20 steps  1.3 h left`."""
     if found.step is None or found.window_step_s is None:
         return found.says
-    step = f"step {found.step:,}" + (f" of {found.total_steps:,}" if found.total_steps else "")
-    parts = [step, f"{seconds(found.window_step_s)} a step", _place(found)]
-    if found.mfu is not None:
-        parts.append(f"MFU {percent(found.mfu)}")
-    elif found.tokens_per_s is not None:
-        parts.append(f"{large(round(found.tokens_per_s))} tokens/s")
-    if found.peak_memory_bytes is not None:
-        parts.append(f"{gibibytes(found.peak_memory_bytes)} GiB")
-    if found.eta_s is not None:
-        left = f"{found.eta_s / _DAY_S:,.1f} d" if found.eta_s >= 2 * _DAY_S else duration(found.eta_s)
-        parts.append(f"{left} left")
-    return "  ".join(parts)
-
-
-def _place(found: FollowedRun) -> str:
-    if found.band_s is None:
-        return found.place
-    low_s, high_s = found.band_s
-    around = f"{found.place} {span(low_s, high_s, high_s) if low_s else seconds(high_s)}"
-    if found.place in ("above", "below"):
-        return f"{around}, {found.out_steps:,} of {found.allowed_steps:,} steps"
-    return around if low_s else f"{found.place} up to {seconds(high_s)}"
+    place = next(sentences("followed_place", run=found))
+    return "  ".join(sentences("followed", run=found, place=place, day_s=_DAY_S))
 
 
 _MOST_ROWS, _NAME_WIDTH = 10, 34
@@ -446,54 +341,26 @@ def _groups(steps: Sequence[TraceStep]) -> Table:
             for index, value in enumerate((group.busy_s, group.hidden_s, group.exposed_s)):
                 total[group.group][index] += value / len(steps)
     ranked = sorted(total.items(), key=lambda item: -item[1][2])
-    rows = ((name, *map(seconds, values)) for name, values in ranked)
-    return headed(("group", "running", "behind computing", "exposed"), "lrrr", rows)
+    return listed("trace_groups", ranked)
 
 
 def _exchanges(rows: Sequence[CollectiveTime]) -> Table:
-    heads = ("exchange", "group", "MB", "times", "transfer", "wait", "GB/s")
-    return headed(
-        heads, "llrrrrr", map(_exchange, sorted(rows, key=lambda row: -row.median_s * row.count)[:_MOST_ROWS])
-    )
-
-
-def _exchange(row: CollectiveTime) -> Texts:
-    rate = "" if row.bus_gb_per_s is None else f"{'≥ ' if row.at_least else ''}{row.bus_gb_per_s:.1f}"
-    times = (f"{seconds(row.median_s)} both", "")
-    if row.transfer_s is not None:
-        times = (seconds(row.transfer_s), seconds(row.wait_s or 0.0))
-    size = "" if row.num_bytes is None else f"{row.num_bytes / 1e6:.2f}"
-    return row.collective, row.group[:20], size, f"{row.count:,}", *times, rate
+    return listed("trace_exchanges", sorted(rows, key=lambda row: -row.median_s * row.count)[:_MOST_ROWS])
 
 
 def _snapshot(report: SnapshotReport) -> RenderableType:
     parts = ((part.category, part.num_bytes) for part in report.parts)
     table = shares((name, f"{gibibytes(size)} GiB", size / (report.peak_bytes or 1)) for name, size in parts)
-    for name, size in (
-        ("peak, allocated", report.peak_bytes), ("most reserved", report.peak_reserved_bytes),
-        ("free in blocks, at the end", report.inactive_bytes), ("largest of them", report.largest_free_block_bytes),
-    ):  # fmt: skip
-        table.add_row(name, f"{gibibytes(size)} GiB")
+    for row in told("snapshot", it=report):
+        table.add_row(*row)
     if (oom := report.out_of_memory) is None:
         return table
-    why = ""
-    if oom.fragmented:
-        why = f": {gibibytes(oom.inactive_bytes)} GiB were free, in blocks of at most "
-        why += f"{gibibytes(oom.largest_free_block_bytes)} GiB; fragmentation"
-    return Group(table, Text(f"Out of memory on a request of {gibibytes(oom.requested_bytes)} GiB{why}."))
+    return Group(table, *map(Text, sentences("snapshot_failed", oom=oom)))
 
 
 def _flight(report: FlightReport) -> RenderableType:
-    rows = (
-        (
-            (group.description or group.name)[:_NAME_WIDTH], f"{len(group.ranks):,}",
-            f"{max(group.last_enqueued.values(), default=0):,}", f"{min(group.last_completed.values(), default=0):,}",
-            f"{len(group.outstanding):,}", f"{len(group.mismatches):,}",
-        )
-        for group in report.groups[:_MOST_ROWS]
-    )  # fmt: skip
-    table = headed(("group", "ranks", "called", "ended", "outstanding", "differ"), "lrrrrr", rows)
-    return Group(Text(_sentence(report.verdict), style="bold"), table)
+    groups = listed("flight_groups", report.groups[:_MOST_ROWS], width=_NAME_WIDTH)
+    return Group(Text(_sentence(report.verdict), style="bold"), groups)
 
 
 def _sentence(text: str) -> str:

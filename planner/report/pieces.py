@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Iterator
+from typing import Any
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType, group
 from rich.measure import Measurement
@@ -12,7 +13,9 @@ from rich.table import Table
 from rich.text import Text
 
 from planner.errors import printable
-from planner.report.format import bar, percent
+from planner.report.format import ANSWERS, WORDS, bar, percent
+from planner.specs.expressions import value_of
+from planner.specs.reading import shipped_table
 
 
 class Plain:
@@ -82,3 +85,18 @@ def shares(rows: Iterable[tuple[str, str, float]], whole: tuple[str, str] | None
 def bullets(lines: Iterable[str]) -> Table:
     """One bullet a line, wrapped beside it."""
     return columns("lw", (("·", line) for line in lines))
+
+
+def listed(item: str, rows: Iterable[object], /, gap: int = 2, bold: Container[int] = (), **names: Any) -> Table:
+    """A table of `answers.yaml` with a row for each thing, which its cells call `it`.
+
+    A column is `head side: cell`: the side as `columns` has it, and an expression.
+    """
+    known = WORDS | {"text": Text} | names
+    heads, cells = zip(*(pair for column in shipped_table(ANSWERS)[item] for pair in column.items()),
+                       strict=True)  # fmt: skip
+    titles, sides = zip(*(head.rpartition(" ")[::2] for head in heads), strict=True)
+    texts = ([value_of(cell, {**known, "it": one}) for cell in cells] for one in rows)
+    return (
+        headed(titles, "".join(sides), texts, gap, bold) if any(titles) else columns("".join(sides), texts, gap, bold)
+    )

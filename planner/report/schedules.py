@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property, partial
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from rich.console import Group, RenderableType
+from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
 from planner.answer import Plan
 from planner.layout.candidate import Candidate
 from planner.layout.price import reprice, with_microbatches
-from planner.report.format import ACTIONS, percent, seconds
-from planner.report.pieces import headed
+from planner.report.format import ACTIONS, percent, seconds, sentences
+from planner.report.pieces import headed, listed
 from planner.schedule.actions import Action, F, Schedule
 from planner.schedule.compare import ScheduleComparison, StragglerCost
 from planner.schedule.replay import IDLE_CAUSES, FloatArray, Timeline
@@ -30,17 +30,10 @@ _STYLE = {"F": "cyan", "B": "green", "I": "green", "W": "yellow"}
 
 def render_timeline(timeline: Timeline, width: int = 80) -> Group:
     """Headline, one row of text per rank in `width` columns, a legend, and what each rank does with its time."""
-    schedule, spell = timeline.schedule, partial(seconds, like_s=timeline.makespan_s)
-    headline = (
-        f"{schedule.name}: {schedule.pp} ranks{_chunks(schedule)}, {schedule.num_microbatches} micro-batches, "
-        f"{spell(timeline.makespan_s)}"
-    )
-    bubble = (
-        f"bubble {percent(timeline.bubble_fraction)} of the step, "
-        f"{percent(timeline.bubble_of_useful_fraction)} of useful time"
-    )
-    parts: list[RenderableType] = [Text(headline, style="bold"), Text(bubble), ""]
-    return Group(*parts, *drawing(timeline, width), _legend(schedule), "", _ranks(timeline, spell))
+    said = {"timeline": timeline, "schedule": timeline.schedule}
+    head, bubble = (Text(text) for item in ("timeline_head", "timeline_bubble") for text in sentences(item, **said))
+    head.style = "bold"
+    return Group(head, bubble, "", *drawing(timeline, width), _legend(timeline.schedule), "", _ranks(timeline))
 
 
 def drawing(timeline: Timeline, width: int) -> list[Text]:
@@ -67,12 +60,6 @@ def drawing(timeline: Timeline, width: int) -> list[Text]:
     return rows
 
 
-def _chunks(schedule: Schedule) -> str:
-    if schedule.num_directions > 1:
-        return ", two directions"
-    return f" × {schedule.vpp} chunks" if schedule.vpp > 1 else ""
-
-
 def _block(action: Action, chunk: int, columns: int) -> str:
     kind = action.kind.lower() if chunk % 2 else action.kind
     label = f"{kind}{action.microbatch}"
@@ -90,7 +77,8 @@ def _legend(schedule: Schedule) -> Text:
     return legend
 
 
-def _ranks(timeline: Timeline, spell: Callable[[float], str]) -> Table:
+def _ranks(timeline: Timeline) -> Table:
+    spell = partial(seconds, like_s=timeline.makespan_s)
     shown = [cause for cause in IDLE_CAUSES if timeline.idle_s[cause].max() > 1e-9 * timeline.makespan_s]
     table = headed(("rank", "busy", *shown, "in flight"), "r" * (len(shown) + 3))
     for rank in range(timeline.schedule.pp):
@@ -102,58 +90,26 @@ def _ranks(timeline: Timeline, spell: Callable[[float], str]) -> Table:
 
 def render_comparison(rows: Sequence[ScheduleComparison]) -> Table:
     """A line per schedule: time, bubble, memory and what it asks for, or why it is not defined here."""
-    spell = partial(seconds, like_s=max((row.step_s for row in rows), default=0.0))
-    heads = ("schedule", "vpp", "time", "bubble", "of useful", "in flight", "asks for")
-    table = headed(heads, "lrrrrrw")
-    for row in rows:
-        if row.timeline is None:
-            table.add_row(row.name, str(row.vpp), "", "", "", "", _refusal(row))
-            continue
-        timeline = row.timeline
-        table.add_row(
-            row.name,
-            str(row.vpp),
-            spell(row.step_s),
-            percent(row.bubble_fraction),
-            percent(1 / (1 - row.bubble_fraction) - 1),
-            f"{timeline.peak_in_flight_microbatches.max():g}",
-            ", ".join(_demands(timeline.schedule)),
-        )
-    return table
+    like_s = max((row.step_s for row in rows), default=0.0)
+    return listed("schedules", rows, like_s=like_s, demands=_demands, refusal=_refusal)
 
 
 def render_synthesis(synthesis: Synthesis) -> Text:
     """A sentence that compares the order that was found with the best named schedule and with the bound."""
-    beside = "no named schedule fits"
-    if synthesis.named is not None:
-        saved = percent(1 - synthesis.makespan_s / synthesis.named_makespan_s, 2)
-        beside = f"{saved} less than {synthesis.named}, the best named schedule that fits"
-    gap = percent(synthesis.gap_fraction, 2)
-    return Text(f"{beside}; at most {gap} above the best possible ({seconds(synthesis.lower_bound_s)})")
+    return Text(next(sentences("synthesis", it=synthesis)))
 
 
 def render_straggler(cost: StragglerCost) -> Text:
     """A sentence about the seconds that slow ranks cost, and what moving layers off them would give back."""
-    lost, back = cost.slow_s - cost.even_s, cost.slow_s - cost.rebalanced_s
-    return Text(
-        f"slow ranks cost {seconds(lost)} ({percent(lost / cost.even_s)} more than {seconds(cost.even_s)}); "
-        f"layers moved off them in proportion would give back {seconds(max(0.0, back))}"
-    )
+    return Text(next(sentences("straggler", it=cost)))
 
 
 def _refusal(row: ScheduleComparison) -> str:
     return row.refusal.message.removeprefix(f"schedule {row.name} ") if row.refusal else ""
 
 
-def _demands(schedule: Schedule) -> list[str]:
-    demands = []
-    if schedule.asynchronous:
-        demands.append(f"weights {schedule.staleness_steps} step stale, {schedule.num_weight_copies} versions")
-    elif schedule.num_weight_copies > 1:
-        demands.append(f"{schedule.num_weight_copies} copies of the weights")
-    if schedule.splits_backward:
-        demands.append("split backward")
-    return demands
+def _demands(schedule: Schedule) -> Iterator[str]:
+    return sentences("schedule_demands", it=schedule)
 
 
 def comparison_json(row: ScheduleComparison) -> Fields:
@@ -337,25 +293,11 @@ def caption(step: DrawnStep, windows: list[Window], bubble_fraction: float | Non
 
     `bubble_fraction` is the plan's own, and `num_microbatches` that of its step where the timeline is of a shorter one.
     """
-    timeline, schedule = step.timeline, step.timeline.schedule
-    makespan_s, (fill_s, drain_s) = timeline.makespan_s, step.steady_s
-    idle = f", of which ranks idle {percent(timeline.bubble_fraction)}"
-    if bubble_fraction is not None:
-        idle = f"; the pipeline bubble is {percent(bubble_fraction)} of the step"
-    each = f" in {step.num_chunks} chunks each" if step.num_chunks > 1 else ""
-    on = f"{schedule.pp} ranks" if schedule.pp > 1 else "1 rank"
-    says = f"{schedule.name}, {schedule.num_microbatches} micro-batches on {on}{each}: "
-    says += f"{seconds(makespan_s)}{idle}."
-    if num_microbatches > schedule.num_microbatches:
-        says += f" The plan's step has {num_microbatches} micro-batches, and the others repeat the steady state."
-    if fill_s < drain_s:
-        parts = (fill_s, drain_s - fill_s, makespan_s - drain_s)
-        fill, steady, drain = (seconds(part_s, makespan_s) for part_s in parts)
-        says += (
-            f" It fills for {fill}, until all ranks have begun a backward, is steady for {steady}, and drains for "
-            f"{drain}, from the first rank's last forward on."
+    timeline, (fill_s, drain_s) = step.timeline, step.steady_s
+    return " ".join(
+        sentences(
+            "timeline_caption", step=step, timeline=timeline, schedule=timeline.schedule, bubble=bubble_fraction,
+            makespan_s=timeline.makespan_s, num_microbatches=num_microbatches, fill_s=fill_s, drain_s=drain_s,
+            windows=windows,
         )
-    if len(windows) > 1:
-        spans = (f"{window.title} ({seconds(window.to_s - window.from_s)})" for window in windows)
-        says += f" Drawn: {', '.join(spans)}."
-    return says + " Zoomed, it has the numbers of the micro-batches."
+    )  # fmt: skip

@@ -5,9 +5,9 @@ from __future__ import annotations
 import shlex
 from dataclasses import dataclass
 
-from planner.answer import Change, Layout, Plan, Room, StagePlan
+from planner.answer import Change, LargestModel, Layout, Plan, Room, StagePlan
 from planner.answer import is_small as is_small_job
-from planner.report.format import digits, duration, fits_with, gibibytes, large, percent, signed_seconds
+from planner.report.format import digits, fits_with, gibibytes, sentences, signed_seconds, told
 from planner.report.rows import Figure, StepShare, cost_figures, quoted_figures
 from planner.specs.base import Texts
 from planner.specs.units import gib
@@ -24,13 +24,7 @@ _CHECKPOINTING = {
     "selective": "checkpointing of some operators",
     "full": "activation checkpointing",
 }
-_ASSUMED = (
-    ("runtime", ("--runtime",)),
-    ("sequence", ("--seq-length", "-s")),
-    ("batch", ("--global-batch-size", "-b", "--batch-tokens")),
-    ("rank", ("--lora-rank",)),
-    ("targets", ("--lora-targets",)),
-)
+_WAYS = {"qlora": "--qlora", "lora": "--lora", "full": "all weights trained"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,51 +48,30 @@ def is_small(plan: Plan) -> bool:
 
 def trained(plan: Plan) -> Texts:
     """The parameters that are trained, and what the frozen ones are kept in."""
-    adapters, total = plan.training.adapters, plan.model.num_parameters
-    if adapters is None and plan.model.spec.vision is not None and not plan.model.spec.vision.is_trained:
-        return (f"{large(plan.model.num_trained_parameters or 0)} of {large(total)} parameters are trained",)
-    if adapters is None:
-        return (f"all {large(total)} parameters are trained",)
-    count = plan.model.num_trained_parameters or 0
-    name = "QLoRA" if adapters.base_bits == 4 else "LoRA"
-    share = percent(count / (total or 1), 2)
-    dropout = f", dropout {adapters.dropout:g}" if adapters.dropout else ""
-    return (
-        f"{name} r={adapters.rank} on {', '.join(adapters.targets)}{dropout}",
-        f"{large(count)} of {large(total)} parameters are trained ({share})",
-        f"frozen base in {adapters.base_bits} bits",
-    )
+    return tuple(
+        sentences(
+            "small_trained", adapters=plan.training.adapters, vision=plan.model.spec.vision,
+            total=plan.model.num_parameters, trained=plan.model.num_trained_parameters or 0,
+        )
+    )  # fmt: skip
 
 
 def fit(plan: Plan) -> str:
     """A sentence that says whether it fits."""
     needed, capacity = plan.best.worst_stage.memory.total_bytes, plan.cluster.hardware.memory_bytes
     of = f"{gibibytes(needed)} of {gibibytes(capacity)} GiB"
-    if not plan.fits:
-        return f"It does not fit: {of}, {gibibytes(needed - capacity)} too many"
     risk = fits_with(plan.best.oom_probability)
-    return f"It fits: {of}" + (f", with a probability of {risk}" if risk else "")
+    return next(sentences("small_fit", plan=plan, of=of, needed=needed, capacity=capacity, risk=risk))
 
 
 def manner(layout: Layout, stage: StagePlan, sharding: str = "") -> Texts:
     """How it is run: batch, checkpointing, sharding."""
-    size, number = layout.micro_batch_size, layout.num_microbatches
-    each = " on each GPU" if layout.num_gpus_used > 1 else ""
-    steps = f"micro-batch {size} × {number} accumulation step{'s' * (number > 1)}{each}"
-    parts = [steps, _checkpointing(layout, stage)]
-    if layout.num_gpus_used > 1:
-        parts.append(_SHARDED[layout.zero_stage] + _MEANS.get(sharding, ""))
-    if layout.num_gpus_spare:
-        parts.append(f"{layout.num_gpus_spare} of {layout.num_gpus_used + layout.num_gpus_spare} GPUs idle")
-    return tuple(parts)
-
-
-def _checkpointing(layout: Layout, stage: StagePlan) -> str:
-    """The way in which activations are checkpointed, and of how many layers where not of all."""
-    whole = stage.recompute.get("full", 0)
-    if 0 < whole < stage.num_layers:
-        return f"activation checkpointing of {whole} of {stage.num_layers} layers"
-    return _CHECKPOINTING[layout.recompute]
+    return tuple(
+        sentences(
+            "small_manner", layout=layout, stage=stage, whole=stage.recompute.get("full", 0), sharded=_SHARDED,
+            checkpointing=_CHECKPOINTING, by=_MEANS.get(sharding, ""),
+        )
+    )  # fmt: skip
 
 
 def figures(plan: Plan) -> tuple[Figure, ...]:
@@ -116,26 +89,22 @@ def how_long(plan: Plan) -> str:
     price, _ = price_of(plan)
     if plan.run_cost is not None and plan.training.tokens is not None:
         return run_line(plan)
-    hour_s, training = 3600.0, plan.training
-    sequences = hour_s / plan.step.step_s * training.global_batch_size
-    million_s = 1e6 / plan.step.tokens_per_s
-    money = "" if price is None else f" (${price * plan.cluster.num_gpus:,.2f})"
-    return (
-        f"an hour{money}: {large(plan.step.tokens_per_s * hour_s)} tokens, {sequences:,.0f} sequences; "
-        f"1M tokens: {duration(million_s)}"
-    )
+    step, sequences = plan.step, plan.training.global_batch_size
+    return next(
+        sentences(
+            "small_hour", price=price, gpus=plan.cluster.num_gpus, tokens_per_s=step.tokens_per_s,
+            sequences_per_s=sequences / step.step_s,
+        )
+    )  # fmt: skip
 
 
 def run_line(plan: Plan) -> str:
     """The time and money of the whole run."""
     cost = plan.run_cost
     assert cost is not None, "a run was asked for"
-    time_s, ends = cost.days * 86_400, cost.days_interval
-    between = "" if ends is None else f" ({duration(ends[0] * 86_400)}–{duration(ends[1] * 86_400)})"
-    money = "" if cost.usd is None else f", ${cost.usd:,.2f}{price_of(plan)[1]}"
-    told = [figure.text for figure in cost_figures(plan) if figure.name in ("examples", "steps", "padding")]
-    sequences = "" if told else f" ({cost.tokens / plan.training.seq_length:,.0f} sequences)"
-    return "; ".join([f"{large(cost.tokens)} tokens{sequences}: {duration(time_s)}{between}{money}", *told])
+    beside = [figure.text for figure in cost_figures(plan) if figure.name in ("examples", "steps", "padding")]
+    says = sentences("small_run", cost=cost, beside=beside, seq_length=plan.training.seq_length, at=price_of(plan)[1])
+    return "; ".join([*says, *beside])
 
 
 def price_of(plan: Plan) -> tuple[float | None, str]:
@@ -184,58 +153,28 @@ def room_lines(room: Room | None) -> tuple[tuple[str, str], ...]:
     """A subject and a sentence each on the largest batch, sequence and model."""
     if room is None:
         return ()
-    one, many = room.micro_batch_size, room.checkpointed_micro_batch_size
     longest = room.sequence
-    if not many and not longest.checkpointed_seq_length:
-        return (("micro-batch", "not even one sequence of 128 tokens fits"), *_models(room))
-    whole = f", of {longest.most:,} positions" if _is_all(longest.most, room) else ""
-    lines = [
-        ("micro-batch", f"up to {_count(one)}; {_count(many)} with checkpointing of every layer"),
-        (
-            "sequence",
-            f"up to {longest.seq_length:,} tokens, one at a time; "
-            f"{longest.checkpointed_seq_length:,} with checkpointing{whole}",
-        ),
-    ]
-    return (*lines, *_models(room))
+    rows = told(
+        "small_room", room=room, longest=longest, one=_count, model=_model,
+        fits=room.checkpointed_micro_batch_size or longest.checkpointed_seq_length,
+    )  # fmt: skip
+    return tuple((subject, says) for subject, says in rows)
 
 
-def _models(room: Room) -> tuple[tuple[str, str], ...]:
-    """The largest model of the catalogue in each way to train it, where it was looked for."""
-    ways = {"qlora": "--qlora", "lora": "--lora", "full": "all weights trained"}
-    models = [
-        f"{model.name} ({large(model.num_parameters)}) with {ways[model.method]}" if model.name else
-        f"none with {ways[model.method]}"
-        for model in room.models
-    ]  # fmt: skip
-    return (("model", f"up to {'; '.join(models)}"),) if models else ()
+def _model(largest: LargestModel) -> str:
+    """The largest model of the catalogue in a way to train it."""
+    return next(sentences("small_model", it=largest, ways=_WAYS))
 
 
 def _count(number: int) -> str:
     return f"{number:,}" if number else "not even 1"
 
 
-def _is_all(most: int | None, room: Room) -> bool:
-    return most is not None and room.sequence.checkpointed_seq_length + 128 > most
-
-
 def assumed(plan: Plan) -> str:
     """The values that stand for what the command line does not say, and the options that change them."""
-    adapters, training = plan.training.adapters, plan.training
-    said = {word.partition("=")[0] for word in shlex.split(plan.command)}
-    values = {
-        "runtime": f"trainer {plan.runtime}",
-        "sequence": f"sequences of {training.seq_length:,}",
-        "batch": f"{training.global_batch_size:,} a step",
-        "rank": f"rank {adapters.rank}" if adapters else "",
-        "targets": f"on {', '.join(adapters.targets)}" if adapters else "",
-    }
-    parts = [
-        f"{values[name]} ({options[0]})"
-        for name, options in _ASSUMED
-        if values[name] and not said.intersection(options)
-    ]
-    return ", ".join(parts)
+    said, training = {word.partition("=")[0] for word in shlex.split(plan.command)}, plan.training
+    known = {"said": said, "plan": plan, "training": training, "adapters": training.adapters}
+    return ", ".join(sentences("small_assumed", **known))
 
 
 SHOWN_CHANGES = 4
@@ -293,9 +232,7 @@ def rows_of(changes: tuple[Change, ...], capacity_bytes: int, step_s: float) -> 
     rows = []
     for change in changes:
         lacking = change.total_bytes - capacity_bytes
-        misfit = f"does not fit by {gibibytes(lacking)} GiB" if lacking > 0 else "fits too narrowly"
-        alters = f"changes {change.changes}" if change.changes else ""
-        remark = "; ".join(filter(None, ("" if change.fits else misfit, alters)))
+        remark = "; ".join(sentences("small_remark", it=change, lacking=lacking))
         size = f"{gib(change.bytes):+,.1f} GiB"
         rows.append(ChangeRow(change.change, size, signed_seconds(change.seconds, step_s), remark, change.options))
     return tuple(rows)

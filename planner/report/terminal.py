@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from textwrap import wrap
 
 from rich.console import Console, Group, RenderableType
@@ -22,7 +23,6 @@ from planner.report import small
 from planner.report.format import (
     EVIDENCE_IN_BRIEF,
     LINE,
-    MEMORY,
     gibibytes,
     percent,
     recipe_lines,
@@ -31,7 +31,7 @@ from planner.report.format import (
     seconds,
     unsure,
 )
-from planner.report.pieces import Parts, TextBar, as_group, bullets, columns, headed, section
+from planner.report.pieces import Parts, TextBar, as_group, bullets, columns, headed, listed, section
 from planner.report.rows import Entry, Figure, ReportSection, Robust, Table, entry_of
 from planner.report.view import View, seconds_table, stage_table, view_of
 from planner.specs.base import Texts
@@ -344,7 +344,9 @@ def render_memory(answer: MemoryAnswer, stage: MemoryOfStage) -> Iterator[Render
     """The stages' peaks, the largest tensors of `stage`, and what would make room there."""
     capacity = gibibytes(stage.capacity_bytes)
     yield Text(f"{answer.model}  {answer.layout}")
-    yield section(f"Memory at the peak of each stage, GiB of the GPU's {capacity}", _peaks(answer))
+    yield section(
+        f"Memory at the peak of each stage, GiB of the GPU's {capacity}", listed("memory_peaks", _alike(answer.stages))
+    )
     when = seconds(stage.peak_s)
     flying = len({(tensor.microbatch, tensor.from_s) for tensor in stage.tensors if tensor.item == "activations"})
     passes = "micro-batches" if len(stage.chunks) == 1 else "chunks of micro-batches"
@@ -353,21 +355,13 @@ def render_memory(answer: MemoryAnswer, stage: MemoryOfStage) -> Iterator[Render
         _largest(answer, stage),
     )
     if answer.changes:
-        yield section(f"What would make room on stage {stage.stage}", _freeing(answer, stage))
+        yield section(
+            f"What would make room on stage {stage.stage}",
+            listed("room_on_stage", answer.changes, stage=stage, longer=partial(_longer, answer)),
+        )
     notes = dict.fromkeys(f"{tensor.name}: {tensor.note}" for tensor in stage.tensors if tensor.note)
     if notes:
         yield section("Rows that are no tensor of their own", bullets(notes))
-
-
-def _peaks(answer: MemoryAnswer) -> RichTable:
-    items = [name for name in MEMORY if name != "total_bytes"]
-    heads = [_SHORT.get(MEMORY[name], MEMORY[name]) for name in items]
-    table = headed(("stage", *heads, "total", "peak at"), "r" * (len(items) + 3))
-    for first, last in _alike(answer.stages):
-        sizes = [gibibytes(getattr(first.memory, name)) for name in items]
-        name = str(first.stage) if first is last else f"{first.stage}–{last.stage}"
-        table.add_row(name, *sizes, gibibytes(first.memory.total_bytes), seconds(first.peak_s))
-    return table
 
 
 def _alike(stages: Sequence[MemoryOfStage]) -> Iterator[tuple[MemoryOfStage, MemoryOfStage]]:
@@ -403,15 +397,3 @@ def _largest(answer: MemoryAnswer, stage: MemoryOfStage) -> RichTable:
 def _longer(answer: MemoryAnswer, change: MemoryChange) -> str:
     ratio = change.step_s / answer.step_s - 1
     return f"{'+' if ratio >= 0 else '−'}{percent(abs(ratio))}"
-
-
-def _freeing(answer: MemoryAnswer, stage: MemoryOfStage) -> RichTable:
-    table = headed(("change", "peak", "frees", "step", ""), "wrrrr")
-    for change in answer.changes:
-        peak = change.peak_bytes[stage.stage]
-        freed = gibibytes(stage.peak_bytes - peak)
-        fits = "" if change.fits else " (does not fit)"
-        table.add_row(
-            change.change + fits, gibibytes(peak), freed, seconds(change.step_s), _longer(answer, change)
-        )  # fmt: skip
-    return table

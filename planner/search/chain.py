@@ -182,8 +182,8 @@ class _Cells:
     """The same where memory is no matter."""
     ends_s: tuple[FloatArray, ...]
     """Seconds of the gradients, the parameters and the optimizer that each cell asks for."""
-    recomputed: IntArray
-    free_bytes: FloatArray
+    number: int
+    """Layers of each rank that are recomputed whole; −1 for as few as its memory asks for."""
 
     @classmethod
     def of(cls, node: Node, number: int, most_s: float) -> _Cells | None:
@@ -201,7 +201,7 @@ class _Cells:
         row_s = np.where(legal, _largest(rows.row_s), np.inf)
         fits = rows.free_bytes >= -TINY * node.usable_bytes
         ends_s = tuple(_largest(parts) for parts in rows.ends_s)
-        return cls(node, np.where(fits, row_s, np.inf), row_s, ends_s, rows.recomputed, rows.free_bytes)
+        return cls(node, np.where(fits, row_s, np.inf), row_s, ends_s, number)
 
     def beats(self, limit_s: float) -> bool:
         """True if some split's bound is below the limit where memory is no matter."""
@@ -224,7 +224,7 @@ class _Cells:
         bound_s = max(float(least[0]), float(least[1:].sum()))
         if bound_s >= node.cutoff_s or not np.isfinite(bound_s):
             return Solution((), (), np.inf, bound_s, ())
-        best = min((self._solution(each) for each in choices), key=lambda solution: solution.objective_s)
+        best = min((self._read(each) for each in choices), key=lambda solution: solution.objective_s)
         if best.objective_s > bound_s * (1 + max(CLOSE, node.gap_fraction)):
             limits_s = np.linspace(
                 float(_bottlenecks(np.where(possible, beside_s, np.inf)[None])[0][0]),
@@ -236,17 +236,16 @@ class _Cells:
             # splits whose ends are longer than the last limit are slower than the best one
             divided_s = np.minimum((rows_s[1:] + limits_s[:-1]).min(), best.objective_s)
             bound_s = max(bound_s, min(float(rows_s[0] + limits_s[0]), float(divided_s)))
-            found = [self._solution(each) for each, row_s in zip(choices, rows_s, strict=True) if np.isfinite(row_s)]
+            found = [self._read(each) for each, row_s in zip(choices, rows_s, strict=True) if np.isfinite(row_s)]
             best = min([best, *found], key=lambda solution: solution.objective_s)
         return replace(best, bound_s=bound_s)
 
-    def _solution(self, choices: Sequence[IntArray]) -> Solution:
-        """The split that a dynamic program chose, with its objective; its bound is set by those who know one."""
-        node, counts = self.node, _read(choices, self.node.num_layers)
-        at = np.arange(node.pp), np.cumsum([0, *counts[:-1]]), np.array(counts)
-        again = np.broadcast_to(self.recomputed, self.row_s.shape)[at]
-        free = np.broadcast_to(self.free_bytes, self.row_s.shape)[at]
-        return _solution(node, at[2], again, free)
+    def _read(self, choices: Sequence[IntArray]) -> Solution:
+        """The split that a dynamic program chose."""
+        ends = [self.node.num_layers]
+        for choice in reversed(choices):
+            ends.append(ends[-1] - int(choice[ends[-1]]))
+        return _solution(self.node, np.array(ends[-2::-1]), self.number)
 
 
 @dataclass(frozen=True, slots=True)
@@ -297,7 +296,7 @@ class _Line:
         works, counts = self._within(0, np.array([min(node.cutoff_s, FAR_S)]), self.room)
         if not works[0]:
             return Solution((), (), np.inf, node.cutoff_s, ())
-        best, bounds_s = self._solution(self._shared(counts[:, 0])), np.zeros(len(self.parts))
+        best, bounds_s = _solution(node, self._shared(counts[:, 0]), self.number), np.zeros(len(self.parts))
         # parts of the row that fall are looked at by themselves, for the splits that stay within them are less even
         later = range(0 if self._falling(0).any() else 1, len(self.parts))
         for table, falls in ((0, False), *((table, True) for table in later)):
@@ -312,7 +311,8 @@ class _Line:
             bounds_s[table] = low_s
             if table == 0 and works.any():
                 splits = [self._shared(counts[:, at]), self._filled(counts[:, at])]
-                best = min([best, *map(self._solution, splits)], key=lambda solution: solution.objective_s)
+                found = [_solution(node, ends, self.number) for ends in splits]
+                best = min([best, *found], key=lambda solution: solution.objective_s)
         bound_s = float(bounds_s.sum())
         if bound_s >= node.cutoff_s:
             return Solution((), (), np.inf, bound_s, ())
@@ -361,14 +361,6 @@ class _Line:
         after = self.fewest[::-1].cumsum()[::-1] - self.fewest
         return np.asarray(np.minimum(most.cumsum(), self.node.num_layers - after), dtype=np.int64)
 
-    def _solution(self, ends: IntArray) -> Solution:
-        """The split whose ranks end at these layers."""
-        node, counts = self.node, np.diff(ends, prepend=0)
-        rank, first, last = (each[:, None, None] for each in (np.arange(node.pp), ends - counts, ends))
-        rows, shape = _Rows.of(node, rank, first, last, self.number), (node.pp, 1, 1)
-        again, free = np.broadcast_to(rows.recomputed, shape), np.broadcast_to(rows.free_bytes, shape)
-        return _solution(node, counts, again[:, 0, 0], free[:, 0, 0])
-
 
 def _fewest(node: Node, rank: IntArray, number: int) -> IntArray:
     """The fewest layers of a rank."""
@@ -376,13 +368,15 @@ def _fewest(node: Node, rank: IntArray, number: int) -> IntArray:
     return np.where(is_end & node.empty_ends, max(number, 0), max(number, 1))
 
 
-def _solution(node: Node, counts: IntArray, again: IntArray, free_bytes: FloatArray) -> Solution:
-    """A split with its objective, without a bound; each rank recomputes so many layers and leaves so many bytes."""
+def _solution(node: Node, last: IntArray, number: int) -> Solution:
+    """The split whose ranks end at these layers, with its objective; its bound is set by those who know one."""
+    counts = np.diff(last, prepend=0)
+    first = last - counts
+    of_cells = _memory(node, first[:, None, None], last[:, None, None], number)
+    free, again = (np.broadcast_to(each, (node.pp, 1, 1))[:, 0, 0] for each in of_cells)
     told = (counts if node.whole == "all" else again).tolist()
-    settings = tuple((number,) * len(node.kinds) for number in told)
-    last = counts.cumsum()
-    objective_s = _objective_s(node, last - counts, last, again)
-    return Solution(tuple(counts.tolist()), settings, objective_s, 0.0, tuple(free_bytes.tolist()))
+    settings = tuple((count,) * len(node.kinds) for count in told)
+    return Solution(tuple(counts.tolist()), settings, _objective_s(node, first, last, again), 0.0, tuple(free.tolist()))
 
 
 def _again_s(node: Node) -> float:
@@ -483,12 +477,3 @@ def _bottlenecks(tables: FloatArray, wanted: int = 0) -> tuple[FloatArray, list[
             best = cells[table][:, order] <= reached[table][:, None] * (1 + TINY)
             chosen.append(order[np.argmax(best, axis=1)])
     return reached[:, -1], choices
-
-
-def _read(choices: Sequence[IntArray], num_layers: int) -> list[int]:
-    """Layers of each rank, from the choices of the dynamic program."""
-    counts, end = [], num_layers
-    for choice in reversed(choices):
-        counts.append(int(choice[end]))
-        end -= counts[-1]
-    return counts[::-1]

@@ -403,13 +403,11 @@ def _shard_groups(grid: Grid, dp: IntArray, pricing: Pricing, limits: SearchLimi
     gradients are reduced between them. Pinned sizes are kept, to be refused with a reason.
     """
     every_row, all_ranks, zero_stage = np.arange(len(dp)), dp * grid["cp"], grid["zero_stage"]
-    groups = [(every_row, all_ranks)]
+    groups, grouped = [(every_row, all_ranks)], np.isin(zero_stage, pricing.runtime.grouped_zero_stages)
     if limits.shard_size is not None:
         pinned = zero_stage >= 1
-        groups = [(every_row[~pinned], all_ranks[~pinned])]
+        groups, grouped = [(every_row[~pinned], all_ranks[~pinned])], np.zeros_like(grouped)
         groups += [(every_row[pinned], np.full(int(pinned.sum()), size)) for size in sorted(set(limits.shard_size))]
-        return np.concatenate([rows for rows, _ in groups]), np.concatenate([sizes for _, sizes in groups])
-    grouped = np.isin(zero_stage, pricing.runtime.grouped_zero_stages)
     size = 2 ** np.floor(np.log2(np.maximum(pricing.cluster.nvlink_domain_size // grid["tp"], 1))).astype(np.int64)
     alone = np.flatnonzero(grouped & (zero_stage == 1) & (size < all_ranks))
     columns = {name: column[alone] for name, column in grid.items()}

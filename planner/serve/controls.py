@@ -111,37 +111,27 @@ CONTROLS = {control.name: control for parts in GROUPS.values() for controls in p
 class Catalogue:
     """The names that the page may use; everything else is refused, and so are paths and addresses."""
 
-    models: Texts
-    hardware: Texts
-    runtimes: Texts
+    names: Mapping[str, Texts]
+    """The names that a control may have, by control."""
     defaults: Options
     """The names of the defaults."""
 
     @classmethod
     def shipped(cls, start: Options, defaults: Options) -> Catalogue:
         """All that ships with the planner, and what `plan serve` itself was started with."""
-
-        def listed(field: str, names: Sequence[str]) -> Texts:
-            given = start.get(field)
-            return tuple(names) if given is None else tuple(dict.fromkeys([given, *names]))
-
-        return cls(
-            models=listed("model", list(model_names())),
-            hardware=listed("hardware", list(hardware_names())),
-            runtimes=listed("runtime", list(RUNTIMES)),
-            defaults=defaults,
-        )
+        shipped = {"model": model_names(), "hardware": hardware_names(), "runtime": RUNTIMES}
+        given = {field: [start[field]] if field in start else [] for field in shipped}
+        return cls({field: tuple(dict.fromkeys([*given[field], *names])) for field, names in shipped.items()}, defaults)
 
     def names_of(self, field: str) -> Texts:
         """The names that a control may have."""
-        return {"model": self.models, "hardware": self.hardware, "runtime": self.runtimes}.get(field, ())
+        return self.names.get(field, ())
 
     def check(self, options: Options) -> None:
         """Raise SpecError for a name that is none of these."""
         aliases = {"model": model_names, "hardware": hardware_names}
-        for field in ("model", "hardware", "runtime"):
+        for field, known in self.names.items():
             name = options.get(field)
-            known = self.names_of(field)
             if name is None or name in known:
                 continue
             others = [alias for names in aliases[field]().values() for alias in names] if field in aliases else []

@@ -296,6 +296,21 @@ class ModelSpec(Spec):
         return tuple(dict.fromkeys(self.layers))
 
     @cached_property
+    def predicting_layers(self) -> tuple[LayerKind, ...]:
+        """The layers of a multi-token-prediction block: one like the last, which chooses keys itself (GLM-5.2); where
+        each is half a layer, attention and the MLP (Nemotron 3's pattern ends in `/*E`)."""
+        last = self.layers[-1]
+        if last.attention == "sparse":
+            last = next((kind for kind in self.kinds if kind[:2] == ("indexed", last.mlp)), last)
+        attends = next((kind for kind in self.kinds if kind[:2] == ("full", "none")), None)
+        mlp = next((kind for kind in reversed(self.kinds) if kind.attention == "none"), None)
+        return (last,) if attends is None or mlp is None else (attends, mlp)
+
+    def without_predictions(self) -> Self:
+        """The model as a trainer without multi-token prediction trains it."""
+        return self.model_copy(update={"num_nextn_predict_layers": 0})
+
+    @cached_property
     def runs(self) -> tuple[tuple[LayerKind, int], ...]:
         """Maximal runs of layers of one kind, in order: (kind, length)."""
         return tuple((kind, len(list(group))) for kind, group in groupby(self.layers))

@@ -40,7 +40,8 @@ from planner.specs.reading import load_yaml
 VIEWS = {
     "view", "_unsafe_view", "t", "transpose", "permute", "expand", "unsqueeze", "squeeze", "slice", "select", "split",
     "split_with_sizes", "chunk", "unbind", "detach", "alias", "reshape", "as_strided", "_reshape_alias", "lift_fresh",
-    "empty", "new_empty", "empty_like", "is_same_size", "sym_size", "unsafe_split", "view_as_real", "view_as_complex",
+    "empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "is_same_size", "sym_size",
+    "unsafe_split", "view_as_real", "view_as_complex",
 }  # fmt: skip
 """Operations that move no bytes."""
 BATCH = 2
@@ -53,6 +54,8 @@ FAMILIES = {
     **dict.fromkeys(("sort", "topk"), "permute"),
 }  # fmt: skip
 """Families of operations that reach less of the memory's bandwidth; all inside of a norm are norms."""
+FILLS = {"new_zeros", "new_ones", "new_full", "zeros_like", "ones_like", "full_like"}
+"""Operations that read nothing of the tensor that they are like."""
 PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "_grouped_mm"}
 
 
@@ -239,6 +242,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         node: Any = torch._C._current_autograd_node()
         if node is not None:
             if name not in PRODUCTS:
+                tensors = [] if name in FILLS else tensors
                 self.add_backward(name, _moved(tensors, output) / BATCH, node._sequence_nr())
             return output
         has_weight = any(_storage(one) in self.weights for one in tensors)
@@ -259,7 +263,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 k=left.shape[-1], n=right.shape[-1], weight=has_weight, parameters=parameters,
             )  # fmt: skip
             return output
-        if name == "embedding":
+        if name == "embedding" or name in FILLS:
             tensors = tensors[1:]  # of the table, rows are read
         self.add(name, "elementwise", **_passes(_moved(tensors, output) / BATCH, 0.0), parameters=parameters)
         return output

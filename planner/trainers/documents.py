@@ -71,14 +71,15 @@ def kernel_of(model: ModelSpec, kind: LayerKind, hardware: HardwareSpec, cp: int
     """The kernel that a layer's attention is expected to take; `mask` where nothing prices it."""
     if needs_mask(model, kind, seq_length):
         return "mask"
-    if calls_flash(window_of(model, kind), model.attention_sinks, cp):
+    if calls_flash(window_of(model, kind, seq_length), model.attention_sinks, cp):
         return "flash"
     return torch_choice(hardware, *head_dims(model.of_layer(kind)))
 
 
-def window_of(model: ModelSpec, kind: LayerKind) -> int:
-    """Keys that a query of a sliding layer sees; 0 elsewhere."""
-    return model.sliding_window or 0 if kind.attention == "sliding" else 0
+def window_of(model: ModelSpec, kind: LayerKind, seq_length: int) -> int:
+    """Keys that a query of a sliding layer sees; 0 elsewhere, and where no sequence is longer, as kernels take it."""
+    window = model.sliding_window or 0 if kind.attention == "sliding" else 0
+    return window if window < seq_length else 0
 
 
 def head_dims(model: ModelSpec) -> tuple[int, int]:

@@ -31,7 +31,7 @@ from planner.shape import FloatArray
 from planner.specs.base import Fields, PositiveFloat, Spec, Texts
 from planner.trainers.stated import consent_of, least_gain
 from planner.trainers.switches import SWITCHES
-from planner.validate.rows import PublishedRun, data_lines, model_fields
+from planner.validate.rows import PublishedRun, rows_of
 from planner.validate.score import NUM_DRAWS, Scored, repeat_spread, weighted_quantile
 
 OTHER_SPREADS = {"vtrain-single": 0.16, "vtrain-multi": 0.05, "ultrascale": 0.017}
@@ -295,14 +295,7 @@ def gain_of(off_s: float, on_s: float) -> float:
 @cache
 def load_ablations() -> tuple[Ablation, ...]:
     """All pairs that come with the package, in the order of their file."""
-    models = model_fields()
-    pairs = []
-    for line in data_lines("ablations.jsonl"):
-        model = line["run"]["model"]
-        # a name that no published row has is one of model_specs/
-        line["run"]["model"] = models.get(model, model) if isinstance(model, str) else model
-        pairs.append(Ablation.model_validate(line))
-    return tuple(pairs)
+    return rows_of(Ablation, "ablations.jsonl")
 
 
 def priced(pair: Ablation) -> PricedPair:

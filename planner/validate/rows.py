@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from functools import cache
 from importlib import resources
-from typing import Literal
+from typing import Literal, TypeVar
 
 from planner.layout.runs import Run, parse_run
 from planner.specs.base import Fields, PositiveFloat, Spec, Texts
@@ -124,20 +124,22 @@ class PublishedRun(Spec):
 @cache
 def load_rows() -> tuple[PublishedRun, ...]:
     """All published runs that come with the package, in the order of their file."""
-    models = model_fields()
-    rows = []
-    for line in data_lines("runs.jsonl"):
-        line["run"]["model"] = models[line["run"]["model"]]
-        rows.append(PublishedRun.model_validate(line))
-    return tuple(rows)
+    return rows_of(PublishedRun, "runs.jsonl")
 
 
-def model_fields() -> Fields:
-    """The models that published runs share, by the names that these runs call them."""
-    return {line["key"]: line["model"] for line in data_lines("models.jsonl")}
+Row = TypeVar("Row", bound=Spec)
 
 
-def data_lines(name: str) -> list[Fields]:
-    """The objects of a file of `data/`, one a line."""
+def rows_of(kind: type[Row], name: str) -> tuple[Row, ...]:
+    """The rows of a file of `data/`, one a line. A model that is none of `models.jsonl` is one of model_specs/."""
+    models = {line["key"]: line["model"] for line in _lines("models.jsonl")}
+    rows = _lines(name)
+    for row in rows:
+        model = row["run"]["model"]
+        row["run"]["model"] = models.get(model, model) if isinstance(model, str) else model
+    return tuple(kind.model_validate(row) for row in rows)
+
+
+def _lines(name: str) -> list[Fields]:
     text = (resources.files(__package__) / "data" / name).read_text(encoding="utf-8")
     return [json.loads(line) for line in text.splitlines()]

@@ -22,7 +22,7 @@ from planner.shape import FloatArray
 from planner.specs.base import Fields, Spec
 from planner.specs.problems import nearest
 from planner.specs.units import GIB
-from planner.validate.rows import PRODUCTION, PublishedRun, data_lines, load_rows, model_fields
+from planner.validate.rows import PRODUCTION, PublishedRun, load_rows, rows_of
 
 MIN_RANKED = 3
 """The fewest layouts in a group whose order says something."""
@@ -354,12 +354,7 @@ class Outcomes:
 
 def load_memory_rows() -> tuple[MemoryRow, ...]:
     """All published runs with their outcome, in the order of their file."""
-    models = model_fields()
-    rows = []
-    for line in data_lines("memory_runs.jsonl"):
-        line["run"]["model"] = models[line["run"]["model"]]
-        rows.append(MemoryRow.model_validate(line))
-    return tuple(rows)
+    return rows_of(MemoryRow, "memory_runs.jsonl")
 
 
 def memory_outcomes(rows: Iterable[MemoryRow], ran: Iterable[Scored]) -> list[Outcomes]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 import runpy
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planner.answer import Plan
-from planner.decide.course import Course, answer_of, course_of, held, run_of_phases, shortest
+from planner.decide.course import Course, answer_of, course_of, held, shortest
 from planner.decide.next import (
     REPEAT_SIGMA,
     Belief,
@@ -46,10 +46,6 @@ LIMITS = SearchLimits(micro_batch_size=(1, 2), vpp=(1, 2), switches="default", r
 DAY = 86_400
 
 
-def here(function: Any, arguments: Iterable[Any]) -> list[Any]:
-    return [function(argument) for argument in arguments]
-
-
 def phase(name: str, batch: int, seq_length: int = 4096, tokens: float = 1e11, gpus: int = 16, *ramp: Batch) -> Phase:
     training = TrainingSpec(seq_length=seq_length, global_batch_size=batch, tokens=tokens)
     cluster = ClusterSpec(hardware=load_hardware("h100"), num_gpus=gpus)
@@ -64,7 +60,7 @@ PHASES = (
 
 @pytest.fixture(scope="module")
 def course() -> Course:
-    return course_of(PHASES, here, reshard_hours=0.5)
+    return course_of(PHASES, reshard_hours=0.5)
 
 
 @pytest.fixture(scope="module")
@@ -111,7 +107,7 @@ def test_one_phase_is_what_plan_answers() -> None:
     alone = PHASES[1]
     case = alone.case
     own = plan(case.model, case.cluster, case.training, limits=case.limits, runtime=case.runtime)
-    (told,) = run_of_phases([alone], here).phases
+    (told,) = answer_of(course_of([alone])).phases
     assert told.plan.best == own.best
     assert told.plan.run_cost == own.run_cost
     assert (told.days, told.usd, told.days_interval) == (
@@ -165,7 +161,7 @@ def _counts(told: Any) -> tuple[int, ...]:
 def test_a_batch_that_grows_takes_the_steps_of_each_size() -> None:
     ramp = (Batch(32, 1e10), Batch(64, 1e10), Batch(96, 1e10))
     grown = phase("grown", 128, 4096, 1e11, 16, *ramp)
-    (told,) = run_of_phases([grown], here).phases
+    (told,) = answer_of(course_of([grown])).phases
     assert [batch.global_batch_size for batch in told.batches] == [32, 64, 96, 128]
     assert told.steps == pytest.approx(sum(batch.tokens / batch.global_batch_size / 4096 for batch in grown.batches))
     training_s = sum(batch.steps * batch.step_s for batch in told.batches)
@@ -181,13 +177,13 @@ def test_a_batch_that_no_layout_runs_is_an_error_with_one_that_runs() -> None:
     grown = phase("grown", 128, 4096, 1e11, 16, Batch(1, 1e9))
     odd = replace(grown, case=grown.case.limited(dp=(8,)), batches=(Batch(3, 1e9), *grown.batches[1:]))
     with pytest.raises(SpecError, match="phase grown: rampup: no layout found runs every batch"):
-        run_of_phases([odd], here)
+        answer_of(course_of([odd]))
 
 
 def test_a_phase_without_a_plan_is_named() -> None:
     tight = replace(PHASES[0], name="tight", case=PHASES[0].case.limited(dp=(5,), time_limit_s=0.1))
     with pytest.raises(Infeasible, match="phase tight: "):
-        run_of_phases([PHASES[0], tight], here)
+        course_of([PHASES[0], tight])
 
 
 def test_documents_alone_change_without_a_stop() -> None:
@@ -199,7 +195,7 @@ def test_documents_alone_change_without_a_stop() -> None:
         replace(PHASES[1], case=cases[0]),
         replace(PHASES[1], name="packed", case=replace(cases[1], training=training)),
     )
-    told = run_of_phases([whole, packed], here)
+    told = answer_of(course_of([whole, packed]))
     assert told.phases[1].document_fraction == pytest.approx(500 / 4096 * (1 - 500 / 4096 / 3))
     assert told.phases[1].step_s < told.phases[0].step_s
     assert told.phases[1].stop_s == 0.0
@@ -210,16 +206,16 @@ def test_a_layout_follows_the_checkpoint_that_it_can_load() -> None:
     pinned = [replace(PHASES[n], case=PHASES[n].case.limited(zero_stage=(1, 3), pp=(1,))) for n in (1, 3)]
     one = replace(pinned[0], case=pinned[0].case.limited(zero_stage=(1,)))
     three = replace(pinned[1], case=pinned[1].case.limited(zero_stage=(3,)))
-    assert {stage.plan.parallelism.zero_stage for stage in run_of_phases([one, pinned[1]], here).phases} == {1}
-    assert {stage.plan.parallelism.zero_stage for stage in run_of_phases([pinned[0], three], here).phases} == {3}
+    assert {stage.plan.parallelism.zero_stage for stage in answer_of(course_of([one, pinned[1]])).phases} == {1}
+    assert {stage.plan.parallelism.zero_stage for stage in answer_of(course_of([pinned[0], three])).phases} == {3}
     with pytest.raises(SpecError, match="phase long: no layout found for it can load the checkpoint of phase second"):
-        run_of_phases([one, three], here)
+        answer_of(course_of([one, three]))
 
 
 def test_what_is_saved_for_another_layout_is_said() -> None:
     narrow = replace(PHASES[1], case=PHASES[1].case.limited(tp=(2,), zero_stage=(1,), pp=(1,)))
     wide = replace(PHASES[3], case=PHASES[3].case.limited(tp=(4,), zero_stage=(1,), pp=(1,)))
-    (change,) = run_of_phases([narrow, wide], here).changes
+    (change,) = answer_of(course_of([narrow, wide])).changes
     assert (change.resharded, change.gains_days, change.costs_days) == (True, None, 0.0)
     assert change.saved_as == "--dist-ckpt-optim-fully-reshardable"
 

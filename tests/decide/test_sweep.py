@@ -33,9 +33,8 @@ from planner.decide.sweep import (
     Sweep,
     Trial,
     of_points,
+    plan_all,
     planned,
-    planners,
-    sweep,
     with_deadline,
 )
 from planner.errors import SpecError
@@ -91,7 +90,7 @@ def test_what_cannot_be_planned_is_a_point_with_its_reason() -> None:
 
 
 def test_scaling_is_held_against_the_fewest_gpus_of_the_same_kind() -> None:
-    answer = sweep([trial(n, hardware=kind, **PINS) for n in (16, 8) for kind in ("h100", "h200")], Goal(), here)
+    answer = of_points(here([trial(n, hardware=kind, **PINS) for n in (16, 8) for kind in ("h100", "h200")]), Goal())
     efficiency = {(point.num_gpus, point.options["hardware"]): point.scaling_efficiency for point in answer.points}
     assert efficiency[8, "h100"] == efficiency[8, "h200"] == 1.0
     assert 0.9 < (efficiency[16, "h100"] or 0) <= 1.02
@@ -100,8 +99,7 @@ def test_scaling_is_held_against_the_fewest_gpus_of_the_same_kind() -> None:
 
 def test_processes_give_the_same_points_in_the_same_order() -> None:
     trials = [trial(n, **PINS) for n in (8, 32, 16, 24, 40, 48, 56, 64)]
-    with planners(len(trials)) as plan_all:
-        assert plan_all(trials) == here(trials)
+    assert plan_all(trials) == here(trials)
 
 
 POINTS = st.builds(

@@ -136,13 +136,22 @@ def test_a_tied_head_beside_its_embedding_has_no_matrix_of_its_own() -> None:
     assert flops[0] == flops[1]
 
 
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [("nemotron-3-super-120b-a12b", 2_942_325_248), ("deepseek-v3", 11_610_068_224), ("glm-5.2", 9_952_920_576)],
+)
+def test_predictions_have_the_layers_of_the_checkpoint(name: str, parameters: int) -> None:
+    """Megatron-LM's pattern of Nemotron 3 ends in `/*E`; a block chooses its keys where the last layer takes others'."""
+    assert model_totals(load_model(name), MEGATRON, 8192).num_predicting_parameters == parameters
+
+
 def test_a_prediction_block_is_a_layer_with_a_projection_and_a_head_of_others() -> None:
     """DeepSeek-AI 2024, section 2.2: embedding and head are the main model's."""
     model = load_model("deepseek-v3")
     h = model.hidden_size
     layer = num_parameters(decoder_layer(model, model.layers[-1], ONE, TORCH))
     assert num_parameters(mtp_block(model, ONE, TORCH)) == layer + 2 * h * h + 3 * h
-    plain = model.model_copy(update={"num_nextn_predict_layers": 0})
+    plain = model.without_predictions()
     with_block, without = (model_totals(m, MEGATRON, 4096) for m in (model, plain))
     assert with_block.num_parameters == without.num_parameters
     assert with_block.model_flops_per_token > without.model_flops_per_token
@@ -179,6 +188,22 @@ def test_layers_that_attend_in_chunks_take_them_for_sequences(seq_length: int, c
         op for op in operators_of(decoder_layer(model, model.layers[3], shape, MEGATRON)) if op.name == "attention"
     )
     assert (full.batch, full.q_len, full.kv_len) == (2, seq_length, seq_length)
+
+
+@pytest.mark.parametrize(("seq_length", "window"), [(1024, 0), (1025, 1024)])
+def test_a_window_as_long_as_the_sequence_is_none(seq_length: int, window: int) -> None:
+    model = load_model("gemma-3-27b")
+    layer = decoder_layer(model, model.layers[0], Shape(seq_length=seq_length), MEGATRON)
+    assert [op.window for op in operators_of(layer) if op.name == "attention"] == [window]
+
+
+def test_a_router_in_fp32_makes_fp32_of_the_rows_that_transformers_weights() -> None:
+    model, hf = load_model("deepseek-v3"), load_runtime("hf")
+    (rows,) = (op for op in operators_of(decoder_layer(model, model.layers[-1], ONE, hf)) if op.name == "rows in fp32")
+    token_bytes = 2 * 4096 * 7168
+    assert (rows.forward_bytes, rows.backward_bytes) == (4 * 9 * token_bytes, (17 * 8 + 2) * token_bytes)
+    ours = operators_of(decoder_layer(model, model.layers[-1], ONE, MEGATRON))
+    assert "rows in fp32" not in {op.name for op in ours}
 
 
 @pytest.mark.parametrize(("fused", "forward", "backward"), [(True, 2, 3), (False, 4, 10)])

@@ -144,7 +144,7 @@ def results(
 
 
 def _stages(plan: Plan, run: ProbeRun) -> list[int]:
-    return ranks_run(plan, ProbeOptions(device="cuda"), run.world_size)[2]
+    return list(ranks_run(plan, ProbeOptions(device="cuda"), run.world_size).stages)
 
 
 def _chunk(stage: int, own: dict[tuple[int, str], float]) -> ChunkSeconds:
@@ -199,11 +199,7 @@ def account_of(run: ProbeRun, rank: int, alone: bool, plan: Plan, health: Health
 
 
 def _trainer_among(run: ProbeRun, rank: int) -> RankTrainer:
-    grid = RankGroups(run, rank)
-    place = grid.place
-    return RankTrainer(
-        run, place.pp, grid.around, Wires(), "cuda:0", grid.dense, grid.expert, grid.holders, grid.replicas, place.dp
-    )
+    return RankTrainer(run, RankGroups.of(run, rank), Wires(), "cuda:0")
 
 
 def _account(trainer: RankTrainer, recorder: Recorder) -> RankAccounts:

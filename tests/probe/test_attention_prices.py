@@ -15,7 +15,7 @@ from planner.layout.evaluate import evaluate  # noqa: E402
 from planner.physics.layer.attention import attention  # noqa: E402
 from planner.physics.operators import Operator, operators_of  # noqa: E402
 from planner.probe.evidence import in_words  # noqa: E402
-from planner.probe.model.attention import KernelsSeen, core_attention  # noqa: E402
+from planner.probe.model.attention import KernelsSeen, Visibility, core_attention  # noqa: E402
 from planner.probe.model.peers import TensorPeers  # noqa: E402
 from planner.probe.run_price import EAGER  # noqa: E402
 from planner.shape import Shape  # noqa: E402
@@ -113,14 +113,13 @@ def test_copies_and_sums_around_flash_move_as_many_bytes_as_priced(case: str, mo
     model = ModelSpec(name="case", num_hidden_layers=1, hidden_size=1024, intermediate_size=1024, vocab_size=64,
         num_attention_heads=8, head_dim=128, **changes)  # fmt: skip
     monkeypatch.setattr("planner.probe.model.attention.takes_flash", lambda x: True)
-    monkeypatch.setattr("planner.probe.model.attention.takes_flash", lambda x: True)
     seq, (qk_dim, v_dim) = 4096 // cp, (192, 128) if "mla" in changes else (128, 128)
     q, k = (torch.empty(seq, 1, 8, qk_dim, device="meta", dtype=torch.bfloat16) for _ in range(2))
     v = torch.empty(seq, 1, 8, 2 * v_dim, device="meta", dtype=torch.bfloat16)[..., v_dim:]
     sinks = torch.empty(8, device="meta", dtype=torch.bfloat16) if model.attention_sinks else None
     inputs = [x.requires_grad_() for x in (q, k, v, sinks) if x is not None]
     with Moved() as forward:
-        out = core_attention(q, k, v, None, model.sliding_window or 0, sinks, Silent(cp))
+        out = core_attention(q, k, v, Visibility(None, model.sliding_window or 0, sinks), Silent(cp))
     with Moved() as backward:
         torch.autograd.grad(out, inputs, torch.empty_like(out))
     shape = Shape.of(cp=cp, seq_length=4096)

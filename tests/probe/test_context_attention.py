@@ -109,7 +109,7 @@ def test_sinks_take_their_share_from_what_the_flash_kernel_returns(monkeypatch: 
     grad = torch.randn(6, 2, 24, dtype=torch.float64)
 
     def attend() -> list[Any]:
-        out = core_attention(q, k, v, None, 0, sinks, TensorPeers())
+        out = core_attention(q, k, v, Visibility(None, 0, sinks), TensorPeers())
         return [out, *torch.autograd.grad(out, inputs, grad)]
 
     expected = attend()
@@ -126,10 +126,10 @@ def test_chunks_attend_as_sequences_of_their_own(seq_length: int) -> None:
     q, k, v = torch.randn(3, seq_length, 1, 2, 8).unbind()
     mask = AttentionTables.of(model, seq_length, Surroundings(), q).window_mask
     apart = [
-        core_attention(*(x[part] for x in (q, k, v)), None, 0, None, TensorPeers(1, 0))
+        core_attention(*(x[part] for x in (q, k, v)), Visibility(None, 0, None), TensorPeers())
         for part in (slice(0, 4), slice(4, seq_length))
     ]
-    together = core_attention(q, k, v, mask, 0, None, TensorPeers(1, 0))
+    together = core_attention(q, k, v, Visibility(mask, 0, None), TensorPeers())
     assert torch.allclose(together, torch.cat(apart), atol=1e-6)
 
 

@@ -174,7 +174,7 @@ def test_connections_that_a_training_script_left_are_overridden(
 def test_groups_have_the_time_limit_of_their_ranks(make_run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     limits: list[timedelta] = []
     monkeypatch.setattr(torch.distributed, "new_group", lambda ranks, timeout: limits.append(timeout))
-    RankGroups(make_run(("1f1b", 2, 1, 3)), 0, timedelta(seconds=7))
+    RankGroups.of(make_run(("1f1b", 2, 1, 3)), 0, timedelta(seconds=7))
     assert set(limits) == {timedelta(seconds=7)}
 
 

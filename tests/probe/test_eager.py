@@ -185,16 +185,17 @@ def test_no_stage_is_slow_that_takes_what_eager_torch_takes(probe_it: Any, tmp_p
 
 def test_memory_that_eager_torch_was_to_lack_contradicts_no_plan() -> None:
     plan, out_of_memory = make_plan(), RankOutOfMemory(rank=0, stage=0, phase="warm-up", message="")
-    run, grid, stages = ranks_run(plan, ProbeOptions(device="cuda"), num_gpus=8)
-    measured = MeasuredRun(run=run, ranks=(), out_of_memory=out_of_memory)
-    result = judge_ranks(plan, ProbeOptions(device="cuda"), measured, grid, stages)
+    options = ProbeOptions(device="cuda")
+    ran = ranks_run(plan, options, num_gpus=8)
+    measured = MeasuredRun(run=ran.run, ranks=(), out_of_memory=out_of_memory)
+    result = judge_ranks(plan, options, ran, measured)
     needed_bytes = in_eager_torch(plan).stages[0].memory.total_bytes
     assert result.predicted_bytes == needed_bytes > plan.stages[0].memory.total_bytes
     assert not result.agrees
     small = plan.cluster.hardware.model_copy(update={"memory_gib": needed_bytes / 2**30 - 0.1})
     tight = plan.model_copy(update={"cluster": ClusterSpec(hardware=small, num_gpus=8)})
     with pytest.raises(ProbeError, match="stage 0 ran out of memory as predicted: eager torch"):
-        judge_ranks(tight, ProbeOptions(device="cuda"), measured, grid, stages)
+        judge_ranks(tight, options, ran._replace(plan=tight), measured)
 
 
 @pytest.mark.parametrize(("hardware", "is_doubted"), [("h200", False), ("h100", True)])

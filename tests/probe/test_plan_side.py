@@ -38,9 +38,9 @@ def test_one_instance_of_a_sharded_optimizer_is_run() -> None:
     """The runner shards over all its replicas: as many as share one in the plan."""
     plan = plan_of(load_model("8b"), 64, 8192, 64, tp=4, dp=16, fsdp=4, zero_stage=1)
     assert fit_gpus(plan.best, 64).dp == 4
-    assert ranks_run(plan, ProbeOptions(device="cuda"), num_gpus=64)[0].dp_stands_for == 1
+    assert ranks_run(plan, ProbeOptions(device="cuda"), num_gpus=64).run.dp_stands_for == 1
     assert fit_gpus(plan.best, 8).dp == 2
-    assert ranks_run(plan, ProbeOptions(device="cuda"), num_gpus=8)[0].dp_stands_for == 2
+    assert ranks_run(plan, ProbeOptions(device="cuda"), num_gpus=8).run.dp_stands_for == 2
 
 
 def test_gpus_take_whole_tensor_parallel_groups() -> None:
@@ -73,7 +73,7 @@ def test_sequences_are_split_over_as_many_ranks_as_planned_or_in_small_over_two(
     assert fit_processes(plan.best, 16, most_dp=2) == RankGrid(pp=4, dp=1, cp=2, tp=2, ep=1)
     assert fit_processes(plan.best, 8, most_dp=2) == RankGrid(pp=4, dp=1, cp=2, tp=1, ep=1)
     assert fit_processes(plan.best, 4, most_dp=2) == RankGrid(pp=4, dp=1, cp=1, tp=1, ep=1)
-    run, grid, _ = ranks_run(plan, ProbeOptions(), num_gpus=16)
+    _, run, grid, *_ = ranks_run(plan, ProbeOptions(), num_gpus=16)
     assert (run.world_size, run.seq_length, run.whole_seq_length) == (grid.num_ranks, 2048, 8192)
     assert [run.rank(run.place(rank)) for rank in range(16)] == list(range(16))
     assert run.place(8).pp == 1
@@ -81,7 +81,7 @@ def test_sequences_are_split_over_as_many_ranks_as_planned_or_in_small_over_two(
 
 def test_ranks_are_numbered_as_planned() -> None:
     plan = plan_of(load_model("8b"), 8, 8192, 64, tp=2, pp=2, dp=2, rank_order="tp-cp-ep-pp-dp")
-    run, _, _ = ranks_run(plan, ProbeOptions(), num_gpus=8)
+    run = ranks_run(plan, ProbeOptions(), num_gpus=8).run
     assert [run.rank(run.place(rank)) for rank in range(8)] == list(range(8))
     assert [(run.place(rank).pp, run.place(rank).dp) for rank in range(0, 8, 2)] == [(0, 0), (1, 0), (0, 1), (1, 1)]
 

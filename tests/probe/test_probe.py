@@ -95,7 +95,7 @@ def test_zero_3_is_run_where_no_backward_is_split() -> None:
     split = small_plan(pp=2, dp=2, zero_stage=3, schedule="zb-h1")
     with pytest.raises(ProbeError, match="no ZeRO-3 under zb-h1"):
         ranks_run(split, ProbeOptions(), num_gpus=4)
-    assert ranks_run(plan, ProbeOptions(), num_gpus=2)[0].fully_sharded
+    assert ranks_run(plan, ProbeOptions(), num_gpus=2).run.fully_sharded
     assert any("ZeRO-3" in what for what in run(split).slice.extrapolated)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -69,18 +70,18 @@ def test_default_plans_fit_into_eager_torch(name: str) -> None:
     fullest = max(stage.total_bytes for stage in start.stages)
     assert 0.4 * capacity_bytes < fullest <= (1 - ROOM_FRACTION) * capacity_bytes
     assert set(start.commands) == {"torchrun", "slurm", "kubernetes"}
-    alone = made_to_fit(plan, lambda changed: stages_run(changed, GPUS)[0], capacity_bytes, alone=True)
-    held = run_bytes(stages_run(alone.plan, GPUS)[0], plan.cluster, alone=True)
+    alone = made_to_fit(plan, partial(stages_run, options=GPUS), capacity_bytes, alone=True)
+    held = run_bytes(alone.run, plan.cluster, alone=True)
     assert max(stage.total_bytes for stage in held) <= (1 - ROOM_FRACTION) * capacity_bytes
 
 
 def test_no_fewer_layers_are_recomputed_and_dropped_than_it_takes() -> None:
     plan = planned("70b 8")
-    fitted = made_to_fit(plan, lambda changed: ranks_run(changed, GPUS, 8)[0], plan.cluster.hardware.memory_bytes)
+    fitted = made_to_fit(plan, partial(ranks_run, options=GPUS, num_gpus=8), plan.cluster.hardware.memory_bytes)
     kept = max(stage.num_layers for stage in fitted.plan.stages)
     assert fitted.plan.model.spec.num_hidden_layers == sum(stage.num_layers for stage in fitted.plan.stages)
     one_more = recomputing(with_layers(plan, kept + 1), kept + 1)
-    held = run_bytes(ranks_run(one_more, GPUS, 8)[0], plan.cluster)
+    held = run_bytes(ranks_run(one_more, GPUS, 8).run, plan.cluster)
     assert max(stage.total_bytes for stage in held) > (1 - ROOM_FRACTION) * plan.cluster.hardware.memory_bytes
 
 
@@ -96,7 +97,7 @@ def test_layers_of_each_kind_stay_where_they_were() -> None:
 def test_communicators_are_counted_as_they_are_made() -> None:
     """Of all ranks, tp and dp; two a neighbour: up, and down."""
     plan = planned("70b 128 B200")
-    run = ranks_run(plan, GPUS, 128)[0]
+    run = ranks_run(plan, GPUS, 128).run
     assert num_communicators(run) == [3 + 2 * 2] * 4  # of an interleaved order, whose ends are neighbours
     straight = run.model_copy(update={"ranks": (("0F0", "0B0"), ("1F0", "1B0")), "stage_to_rank": (0, 1), "dp": 1})
     assert num_communicators(straight.model_copy(update={"chunks": run.chunks[:2], "num_microbatches": 1})) == [6, 6]
@@ -107,7 +108,7 @@ def test_a_stage_that_never_fits_is_refused_with_what_it_needs() -> None:
 
     plan = planned("8b 8")
     with pytest.raises(ProbeError, match=r"needs \d+\.\d GiB of 4\.0 here, \d+\.\d with one recomputed layer"):
-        made_to_fit(plan, lambda changed: ranks_run(changed, GPUS, 8)[0], 4 * GIB)
+        made_to_fit(plan, partial(ranks_run, options=GPUS, num_gpus=8), 4 * GIB)
 
 
 def test_the_documented_command_starts_a_run_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:

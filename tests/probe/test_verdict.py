@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,7 +19,7 @@ pytest.importorskip("torch", reason="needs the probe extra (torch)")
 from small_plans import SMALL, plan_of, small_plan
 
 from planner.probe.compare import compare_exchanges, replayed_step_s
-from planner.probe.plan_runs import ranks_run
+from planner.probe.plan_runs import PlannedRun, ranks_run
 from planner.probe.plan_slice import RankGrid
 from planner.probe.probe import ProbeOptions, judge_ranks
 from planner.probe.result import ChunkSeconds, MeasuredRun, ProbedExchange, ProbedMemory, ProbeResult, RankOutOfMemory
@@ -27,27 +28,35 @@ from planner.specs.model import ModelSpec
 
 
 def test_what_ran_out_of_memory_is_held_against_the_stage_it_stands_for() -> None:
-    plan, grid = plan_of(load_model("8b"), 4, 8192, 64, pp=4), RankGrid(2, 1, 1, 1, 1)
-    run, _, stages = ranks_run(plan, ProbeOptions(device="cuda"), 2)
+    plan = plan_of(load_model("8b"), 4, 8192, 64, pp=4)
+    planned = ranks_run(plan, GPUS, 2)
     memory = RankOutOfMemory(rank=1, stage=1, phase="warm-up", message="")
-    measured = MeasuredRun(run=run, ranks=(), out_of_memory=memory)
-    result = judge_ranks(plan, ProbeOptions(device="cuda"), measured, grid, stages)
+    measured = MeasuredRun(run=planned.run, ranks=(), out_of_memory=memory)
+    result = judge_ranks(plan, GPUS, planned, measured)
     assert result.predicted_bytes == plan.stages[3].memory.total_bytes != plan.stages[1].memory.total_bytes
 
 
-def compared_memory(plan: Plan, grid: RankGrid, stages: list[int]) -> tuple[ProbeResult, dict[Any, Any]]:
+GPUS = ProbeOptions(device="cuda")
+
+
+def judged(plan: Plan, ran: ProbeResult, grid: RankGrid, stages: Sequence[int] = (0, 1)) -> ProbeResult:
+    measured = MeasuredRun(run=ran.run, ranks=ran.ranks)
+    return judge_ranks(plan, GPUS, PlannedRun(plan, ran.run, grid, stages), measured)
+
+
+def compared_memory(plan: Plan, grid: RankGrid, stages: Sequence[int]) -> tuple[ProbeResult, dict[Any, Any]]:
     """What ranks that hold just what the plan says of them are said to hold."""
-    run, _, _ = ranks_run(plan, ProbeOptions(device="cuda"), grid.num_ranks)
+    run = ranks_run(plan, GPUS, grid.num_ranks).run
     memory = ProbedMemory(static_bytes=1, peak_allocated_bytes=1, peak_reserved_bytes=1, device_used_bytes=1)
     ran = probe_result(plan, lambda j: (1e-3, 2e-3), stages=range(grid.pp), mode="ranks", run=run, memory=memory)
     ranks = tuple(rank.model_copy(update={"steps": rank.steps * run.num_steps}) for rank in ran.ranks)
-    result = judge_ranks(plan, ProbeOptions(device="cuda"), MeasuredRun(run=run, ranks=ranks), grid, stages)
+    result = judged(plan, ran.model_copy(update={"ranks": ranks}), grid, stages)
     return result, {(row.name, row.stage): row for row in result.comparisons}
 
 
 def test_a_slice_with_less_dp_holds_what_the_plan_says() -> None:
     plan = plan_of(load_model("8b"), 16, 8192, 64, pp=4, dp=4)
-    run, grid, stages = ranks_run(plan, ProbeOptions(device="cuda"), 15)
+    _, run, grid, stages, _ = ranks_run(plan, GPUS, 15)
     assert (grid, run.dp_stands_for) == (RankGrid(pp=4, dp=2, cp=1, tp=1, ep=1), 2)
     _, found = compared_memory(plan, grid, stages)
     planned = plan.stages[1].memory
@@ -80,8 +89,7 @@ def test_a_plans_ring_is_named_among_what_was_not_measured(exchange: str) -> Non
     runtime = plan.runtime_spec.model_copy(update={"cp_comm_type": exchange})
     plan = plan.model_copy(update={"runtime_spec": runtime})
     ran = probe_result(plan, lambda stage: (1e-3, 2e-3), mode="ranks", run=probe_run(plan, num_steps=1))
-    grid, measured = RankGrid(pp=2, dp=1, cp=2, tp=1, ep=1), MeasuredRun(run=ran.run, ranks=ran.ranks)
-    result = judge_ranks(plan, ProbeOptions(device="cuda"), measured, grid, [0, 1])
+    result = judged(plan, ran, RankGrid(pp=2, dp=1, cp=2, tp=1, ep=1))
     assert any("by p2p" in what for what in result.slice.extrapolated) == (exchange == "p2p")
 
 
@@ -94,9 +102,8 @@ def test_ranks_on_gpus_are_compared_in_time_memory_and_loss(loss: float, capsys:
     memory = ProbedMemory(static_bytes=1, peak_allocated_bytes=2, peak_reserved_bytes=3, device_used_bytes=4)
     ran = probe_result(plan, lambda stage: (1e-3, 2e-3), mode="ranks", run=probe_run(plan, num_steps=1), memory=memory)
     step = StepSeconds(**{**ran.ranks[0].steps[0].model_dump(), "loss": loss})
-    ranks = [rank.model_copy(update={"steps": (step,)}) for rank in ran.ranks]
-    measured = MeasuredRun(run=ran.run, ranks=tuple(ranks))
-    result = judge_ranks(plan, ProbeOptions(device="cuda"), measured, RankGrid(pp=2, dp=1, cp=1, tp=1, ep=1), [0, 1])
+    ranks = tuple(rank.model_copy(update={"steps": (step,)}) for rank in ran.ranks)
+    result = judged(plan, ran.model_copy(update={"ranks": ranks}), RankGrid(pp=2, dp=1, cp=1, tp=1, ep=1))
     found = {(row.name, row.stage): row for row in result.comparisons}
     for name in ("forward", "backward", "optimizer", "wait for messages", "static memory", "peak allocated"):
         assert {(name, 0), (name, 1)} <= found.keys()
@@ -119,12 +126,10 @@ def test_a_report_and_a_trace_say_how_far_clocks_may_differ(capsys: pytest.Captu
     plan = small_plan()
     ran = probe_result(plan, lambda stage: (1e-3, 2e-3), mode="ranks", run=probe_run(plan, num_steps=1))
     for errors, words in (((None, 25e-6), "differ by up to 25.00 µs"), ((None, None), None)):
-        ranks = [
+        ranks = tuple(
             rank.model_copy(update={"clock_error_s": error_s}) for rank, error_s in zip(ran.ranks, errors, strict=True)
-        ]
-        measured = MeasuredRun(run=ran.run, ranks=tuple(ranks))
-        grid = RankGrid(pp=2, dp=1, cp=1, tp=1, ep=1)
-        result = judge_ranks(plan, ProbeOptions(device="cuda"), measured, grid, [0, 1])
+        )
+        result = judged(plan, ran.model_copy(update={"ranks": ranks}), RankGrid(pp=2, dp=1, cp=1, tp=1, ep=1))
         show(render(result))
         printed = " ".join(capsys.readouterr().out.split())
         process = next(event for event in trace_events(plan, result)["traceEvents"] if event["ph"] == "M")

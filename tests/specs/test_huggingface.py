@@ -325,3 +325,18 @@ def test_the_published_batch(name: str, seq_length: int, sequences: int) -> None
 )
 def test_the_sequence_of_layer_kinds(name: str, runs: tuple[tuple[LayerKind, int], ...]) -> None:
     assert load_model(name).runs == runs
+
+
+@pytest.mark.parametrize("name", ["deepseek-v3", "gemma-3-27b", "gpt-oss-20b", "qwen1.5-moe-a2.7b"])
+def test_a_key_by_another_name_is_named(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Whatever its value: false is not off where nobody reads it."""
+    told, data = 0, config(name)
+    plain = from_config(data, "x")
+    for key in data.keys() - {"model_type", "_name_or_path"}:
+        for other in (f"new_{key}", f"{key}_v2"):
+            caplog.clear()
+            with suppress(SpecError):
+                if from_config({other if one == key else one: value for one, value in data.items()}, "x") != plain:
+                    assert other.removesuffix("_config") in caplog.text
+                    told += 1
+    assert told > 1

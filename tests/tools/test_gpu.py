@@ -13,7 +13,7 @@ from planner.probe.model.attention import (  # noqa: E402
     Visibility,
     flash_backward,
     flash_forward,
-    plain_attention,
+    masked_attention,
 )
 from planner.profile.measurements import Machine, known_profile  # noqa: E402
 from planner.specs.hardware import HardwareSpec  # noqa: E402
@@ -76,8 +76,8 @@ def test_flash_attention_of_a_chunk_is_the_formula(v_dim: int, window: int, has_
     flash, plain = Visibility(None, window, sinks), Visibility(mask, window, sinks)
     found, *kept = flash_forward(q, k, v, flash)
     leaves = [x.requires_grad_() for x in (q, k, v, *([sinks] if has_sinks else []))]
-    expected = plain_attention(q, k, v, plain)
-    expected_grads = torch.autograd.grad(expected, leaves, grad)
+    expected = masked_attention(*(x.float() for x in (q, k, v)), plain)
+    expected_grads = torch.autograd.grad(expected, leaves, grad.float())
     with torch.no_grad():
         grads = flash_backward(grad, q, found.contiguous(), k, v, flash, kept)
     assert (grads[-1] is None) == (not has_sinks)

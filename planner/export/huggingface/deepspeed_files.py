@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import re
+from functools import partial
 from itertools import pairwise
 
 from planner.answer import Plan
 from planner.errors import SpecError
 from planner.export.imported_run import ConfigFile, ImportedRun, json_of, new_run, positive_number
-from planner.export.keyed_settings import beginnings, dialect, flat, is_off, refused_settings
+from planner.export.keyed_settings import beginnings, dialect, flat, is_off, readings, refused_settings
 from planner.export.launchers import node_environment
 from planner.export.named_models import exported_model
 from planner.export.refusal import broken_rules, hint_for, notes_on_price, refuse
@@ -155,32 +156,10 @@ def apply_deepspeed(imported: ImportedRun, config: Fields) -> None:
 
     Raises SpecError for values that DeepSpeed would not take.
     """
-    run, layout, zero = imported.run, imported.run["parallelism"], section(config, "zero_optimization")
-    batch, micro_batch, steps = (
-        positive_number(config, name, "write a number or auto", _AUTO)
-        for name in ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-    )
-    for dtype in ("fp16", "bf16", "bfloat16"):
-        if section(config, dtype).get("enabled") is True:
-            run["dtype"] = dtype.replace("bfloat", "bf")
-    found = _layout(config, zero)
-    recompute = layout.get("recompute") or found.get("recompute")
-    layout |= found | ({"recompute": recompute} if recompute else {})
-    run["runtime"] = DEEPSPEED_RUNTIME
-    run["features"] |= {
-        "overlap_grad_reduce": bool(zero.get("overlap_comm", found["zero_stage"] == 3)),
-        "optimizer_offload": _offloaded(zero),
-    }
-    if found["zero_stage"] == 3 and section(zero, "offload_param").get("device") == "cpu":
-        run["features"]["parameter_offload"] = True
-    if found.get("cp", 1) > 1:
-        run["features"]["ulysses"] = "autosp" if _is_autosp(config) else True
-    if section(config, "data_types").get("grad_accum_dtype") == "bf16":
-        run["features"]["bf16_gradients"] = True
-    run["global_batch_size"] = run["global_batch_size"] or batch
-    if micro_batch:
-        layout.setdefault("micro_batch_size", micro_batch)
-    imported.microbatches_per_rank = imported.microbatches_per_rank or steps
+    run = imported.run
+    positive = partial(positive_number, config, hint="write a number or auto", unsaid=_AUTO)
+    known = {"run": run, "layout": run["parallelism"], "steps": imported.microbatches_per_rank}
+    imported.put(readings("deepspeed", config, section=section, positive=positive, **known))
     _sort(config, imported)
 
 
@@ -196,38 +175,9 @@ def section(config: Said, name: str) -> Fields:
     return part
 
 
-def _layout(config: Fields, zero: Fields) -> Fields:
-    """Sharding, tensor and sequence parallelism, and recompute."""
-    stage = zero.get("stage", 0)
-    stage = 0 if stage in _AUTO else stage
-    if stage not in (0, 1, 2, 3) or isinstance(stage, bool):
-        raise SpecError(f"zero_optimization: stage: {stage!r:.60} is none", "one of 0, 1, 2, 3")
-    layout: Fields = {"zero_stage": stage, "sequence_parallel": False}
-    tensor = section(config, "tensor_parallel")
-    tp = tensor.get("autotp_size") or section(tensor, "tp").get("tp_size") or 1
-    if not isinstance(tp, int):
-        raise SpecError(f"tensor_parallel: autotp_size: {tp!r:.60} is no number", "write a number")
-    layout["tp"] = tp
-    if isinstance(cp := config.get("sequence_parallel_size"), int) and cp > 1:
-        layout |= {"cp": cp} | ({"recompute": "selective"} if _is_autosp(config) else {})
-    checkpointing = section(config, "activation_checkpointing")
-    if any(value for name, value in checkpointing.items() if name != "profile"):
-        layout["recompute"] = "full"
-    return layout
-
-
 def _is_autosp(config: Fields) -> bool:
     """True where DeepSpeed's compiler splits sequences."""
     return "autosp" in (section(config, "compile").get("passes") or ())
-
-
-def _offloaded(zero: Fields) -> float:
-    """The share of the optimizer's states that stays on the host; all of them unless a ratio is given."""
-    offload = section(zero, "offload_optimizer")
-    ratio = offload.get("ratio", 1.0)
-    if not isinstance(ratio, (int, float)) or not 0 <= ratio <= 1:
-        raise SpecError(f"offload_optimizer: ratio: {ratio!r:.60} is no share", "write a number between 0 and 1")
-    return float(ratio) if offload.get("device") == "cpu" or zero.get("cpu_offload") is True else 0.0
 
 
 def name_sections(imported: ImportedRun, config: Fields) -> None:

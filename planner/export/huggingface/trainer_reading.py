@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import replace
-from math import prod
+from functools import partial
 
 from planner.errors import SpecError
 from planner.export.followed.shell_script import read_script
@@ -21,7 +21,6 @@ from planner.export.huggingface.tuning_settings import (
     deepspeed_beside,
     dtype_of,
     note_sections,
-    policy_length,
     read_fine_tuning,
     set_model,
 )
@@ -32,7 +31,6 @@ from planner.export.keyed_settings import (
     Settings,
     dialect,
     flat,
-    fraction,
     is_any_on,
     is_empty,
     is_off,
@@ -40,6 +38,7 @@ from planner.export.keyed_settings import (
     mapping_of,
     number,
     overrides_of,
+    readings,
     refused_settings,
     settings_of,
     table,
@@ -49,7 +48,7 @@ from planner.export.megatron.deepspeed_options import refuse_other
 from planner.export.megatron.keyed_reading import is_adapter, read_adapter
 from planner.export.megatron.option_rows import options_of
 from planner.export.named_models import Model, exported_gpus, exported_model, model_called, num_layers_of
-from planner.specs.base import Fields, Named
+from planner.specs.base import Fields
 from planner.specs.training import MLP
 
 _FULL = (None, "", "full", 0, "0", False, "false", "False", "none", "LORA")
@@ -97,49 +96,18 @@ def read_openrlhf(config: ConfigFile) -> ImportedRun:
     row, keyed = dialect("openrlhf"), settings_of(config)
     names = {row.renamed[key]: key for key in {**row.unasked, **keyed.settings} if row.renamed.get(key)}
     given = keyed.settings = {row.renamed.get(key) or key: value for key, value in keyed.settings.items()}
-    is_rl, tokens = "train_ppo" in config.text, number(given, "train.max_tokens_per_gpu") or 16192
-    if answer := "prompt_max_len" in given and number(given, "generate_max_len"):
-        given["max_length"] = (number(given, "prompt_max_len") or 0) + answer
-    if is_rl:
-        length = number(given, "max_length") or 2048
-        packed = max(1, tokens // length) if is_on(given.get("train.dynamic_batch_enable")) else 1
-        given.setdefault("per_device_train_batch_size", packed)
-    gpus = [number(given, name) for name in ("actor_num_nodes", "actor_num_gpus_per_node")]
-    keyed.num_gpus = keyed.num_gpus or (prod(each or 1 for each in gpus) if any(gpus) else None)
-    if (other := re.search(r"train_(dpo|rm|kto|kd|prm)\b", config.text)) is not None:
-        keyed.settings["stage"] = other[1]
+    is_rl, other = "train_ppo" in config.text, re.search(r"train_(dpo|rm|kto|kd|prm)\b", config.text)
+    said = readings("openrlhf-arguments", given, is_rl=is_rl, other=other)
+    given |= said["arguments"]
+    keyed.num_gpus = keyed.num_gpus or said["num_gpus"]
     tool = replace(row, unasked={row.renamed.get(key, key): value for key, value in row.unasked.items()})
     imported = run_of_arguments(keyed, config, tool)
     imported.rename(names)
     imported.source = "openrlhf"
     if is_rl:
-        is_beside = is_on(given.get("colocate_all_models"))
-        imported.reinforce(
-            scored_tokens=_scored_tokens(given, imported.run["seq_length"] or 0, tokens),
-            rollout_fraction=is_beside * fraction(given, "vllm_gpu_memory_utilization", 0.95),
-            rollout_stays=is_beside and not is_on(given.get("vllm_enable_sleep")),
-            scored_alone=is_on(given.get("deepspeed_enable_sleep")),
-            **_models_beside(given, config.text),
-        )
-        imported.notes.append("one update of the actor is priced; rollouts are not, nor models on other GPUs")
+        length, in_ray = imported.run["seq_length"] or 0, "train_ppo_ray" in config.text
+        imported.put(readings("openrlhf", given, length=length, in_ray=in_ray))
     return imported
-
-
-def _scored_tokens(given: Settings, length: int, tokens: int) -> int:
-    """Tokens of OpenRLHF's micro-batch of log-probabilities, padded unless it is packed."""
-    if is_on(given.get("train.dynamic_batch_enable")):
-        return max(tokens, number(given, "rollout.max_tokens_per_gpu") or 0)
-    return 0 if is_on(given.get("packing")) else length * (number(given, "micro_rollout_batch_size") or 1)
-
-
-def _models_beside(given: Settings, text: str) -> dict[str, int]:
-    """Critics and frozen models on the actor's GPUs: all of them without Ray, or as the run places them."""
-    shares = "train_ppo_ray" not in text or is_on(given.get("colocate_all_models"))
-    has_critic = shares and given.get("advantage_estimator", "gae") == "gae"
-    scores = shares and not (given.get("remote_rm_url") or given.get("agent_func_path"))
-    kept = not is_on(given.get("ref_reward_offload"))
-    refers = shares or is_on(given.get("colocate_actor_ref"))
-    return {"critics": int(has_critic), "frozen_copies": kept * (int(refers) + int(scores))}
 
 
 def run_of_arguments(keyed: KeyedSettings, config: ConfigFile, tool: Dialect | None = None) -> ImportedRun:
@@ -159,8 +127,7 @@ def run_of_arguments(keyed: KeyedSettings, config: ConfigFile, tool: Dialect | N
     imported.predicts_further = False
     tool.assume(imported, unasked | (dialect("peft").left_out(said) if said.get("peft_type") else {}))
     run, layout = imported.run, imported.run["parallelism"]
-    length, run["global_batch_size"] = number(said, *_SEQUENCE), number(settings, "global_batch_size")
-    run["seq_length"] = policy_length(settings, length) or number(settings, *_SEQUENCE)
+    run["seq_length"], run["global_batch_size"] = number(settings, *_SEQUENCE), number(settings, "global_batch_size")
     asked = {name: settings[name] for name in _CHECKPOINTING if str(settings.get(name, 0)) != "0"}
     is_asked = any(not is_off(value) for value in asked.values())
     imported.unknown |= {
@@ -182,7 +149,7 @@ def run_of_arguments(keyed: KeyedSettings, config: ConfigFile, tool: Dialect | N
     known = {**settings, **stage, "said": said, "num_gpus": run["num_gpus"]}
     imported.refused = refused_settings(known, "huggingface", "accelerate", tool.name)
     imported.refused += _other_batches(imported, said, deepspeed_beside(config, settings.get("deepspeed")) or {})
-    read_fine_tuning(imported, settings)
+    read_fine_tuning(imported, settings, number(said, *_SEQUENCE))
     _list_unread(imported, settings)
     if is_on(settings.get("use_asft_loss")):
         imported.reinforce(frozen_copies=1)
@@ -359,32 +326,14 @@ def read_torchtune(config: ConfigFile) -> ImportedRun:
     component, row = str(settings["model._component_"]), dialect("torchtune")
     model, kind = model_of_builder(component)
     imported = new_run("torchtune", "torchtune", model=exported_model(config.text) or model, num_gpus=num_gpus)
-    run, layout, features = imported.run, imported.run["parallelism"], imported.run["features"]
-    run["seq_length"], layout["micro_batch_size"] = (
-        _number(settings, name) for name in ("tokenizer.max_seq_len", "batch_size")
-    )
-    layout["micro_batch_size"] = layout["micro_batch_size"] or 1
-    imported.microbatches_per_rank = _number(settings, "gradient_accumulation_steps") or 1
-    if run["model"] is None:
+    names = {"kind": kind, "num_gpus": num_gpus, "layers": num_layers_of(imported.run["model"]), "mlp": MLP}
+    tables = {name: _TORCHTUNE[name] for name in ("modules", "optimizers")}
+    positive = partial(positive_number, settings, unsaid=(None, -1))
+    imported.put(readings("torchtune", settings, positive=positive, **names, **tables))
+    if imported.run["model"] is None:
         imported.model_name = component
-    if str(settings.get("dtype", "bf16")) != "bf16":
-        imported.notes.append(f"dtype: {settings['dtype']}, so that it trains in fp32: priced as bf16")
-    _read_layout(imported, settings)
-    if kind:
-        _read_adapters(imported, settings, kind)
-    if settings.get("compile") is True:
-        features["compile"] = True
-    optimizer = str(settings.get("optimizer._component_", "torch.optim.AdamW"))
-    if (value := _TORCHTUNE["optimizers"].get(optimizer)) is None:
-        imported.unknown["optimizer._component_"] = optimizer
-    elif value != "adamw":
-        features["optimizer"] = value
-    layers = num_layers_of(run["model"])
-    if settings.get("enable_activation_offloading") is True and layers is not None:
-        features["cpu_offloading_num_layers"] = layers
-    loss = str(settings.get("loss._component_", "CrossEntropy"))
-    if not re.search(r"CrossEntropy|CEWith", loss):
-        imported.unknown["loss._component_"] = f"{loss}, priced as cross-entropy of one model"
+    if any(path.startswith("dataset.") for path in settings) and not settings.get("dataset.packed"):
+        imported.note_unpacked()
     parts = {path: value for path, value in settings.items() if path.startswith("model.") or "." not in path}
     row.sort(imported, {**data, **parts}, (), lambda name, value: False)
     row.assume(imported, row.left_out(settings))
@@ -411,50 +360,3 @@ def _recipe_of(config: ConfigFile) -> tuple[Fields, Fields, int | None]:
     ranks = re.search(r"--nproc[-_]per[-_]node[ =](\d{1,4})", text)
     said = int(ranks[1]) if ranks is not None else 1 if "single_device" in config.text + text else None
     return data, {**flat(data), **overrides}, gpus or exported_gpus(text) or said
-
-
-def _read_layout(imported: ImportedRun, settings: Fields) -> None:
-    """Sharding, which recipes for several ranks always have, and recomputation."""
-    layout = imported.run["parallelism"]
-    shards = _number(settings, "data_parallel_shard_dim")
-    layout["zero_stage"] = 2 if settings.get("fsdp_reshard_after_forward") is False else 3
-    if imported.run["num_gpus"] == 1:
-        layout["zero_stage"] = 0
-    elif (_number(settings, "data_parallel_replicate_dim") or 1) > 1 and shards:
-        layout["fsdp"] = shards
-    if settings.get("enable_activation_checkpointing") is True:
-        layout["recompute"] = "full"
-    split = [name for name in ("tensor_parallel_dim", "context_parallel_dim") if (_number(settings, name) or 1) > 1]
-    split += ["optimizer_in_bwd"] if settings.get("optimizer_in_bwd") else []
-    imported.unknown |= {name: str(settings[name]) for name in split}
-    if settings.get("fsdp_cpu_offload"):
-        imported.offload_all("fsdp_cpu_offload")
-    if any(path.startswith("dataset.") for path in settings) and not settings.get("dataset.packed"):
-        imported.note_unpacked()
-
-
-def _read_adapters(imported: ImportedRun, settings: Fields, kind: str) -> None:
-    """Adapters of LoRA and QLoRA."""
-    if "dora" in kind:
-        imported.unknown["model._component_"] = "DoRA, priced as LoRA"
-    ours: Named = _TORCHTUNE["modules"]
-    named = settings.get("model.lora_attn_modules")
-    modules = [str(name) for name in named] if isinstance(named, list) else []
-    targets = [ours[name] for name in modules if name in ours]
-    targets += MLP if settings.get("model.apply_lora_to_mlp") is True else ()
-    targets += ["lm_head"] if settings.get("model.apply_lora_to_output") is True else []
-    if unknown := [name for name in modules if name not in ours]:
-        imported.unknown["model.lora_attn_modules"] = ", ".join(unknown)
-    if not targets:
-        raise SpecError("model: lora_attn_modules: names no module", f"of {', '.join(ours)}")
-    told = {name: settings.get(f"model.lora_{name}") for name in ("rank", "dropout")}
-    is_packed = kind.startswith("q") or settings.get("model.quantize_base") is True
-    imported.run["adapters"] = {
-        "rank": 8, **{name: value for name, value in told.items() if value is not None},
-        "targets": targets, "base_bits": 4 if is_packed else 16,
-    }  # fmt: skip
-
-
-def _number(settings: Fields, name: str) -> int | None:
-    """A positive whole number; None where there is none, or -1, which recipes infer."""
-    return positive_number(settings, name, unsaid=(None, -1))

@@ -228,7 +228,7 @@ def _adapter_files(plan: Plan) -> tuple[ExportFile, ...]:
         return ()
     packed = quantization_config(adapters, sharding_of(plan) == "fsdp2" or plan.parallelism.zero_stage == 3)
     found = ((ADAPTER_FILE, lora_config(adapters, plan.model.spec)), (QUANTIZATION_FILE, packed))
-    return tuple(ExportFile(name, as_json(data)) for name, data in found if data is not None)
+    return tuple(ExportFile(name, as_json(data)) for name, data in found if data)
 
 
 def _launch_files(plan: Plan, comments: str) -> tuple[ExportFile, ...]:

@@ -13,7 +13,7 @@ from planner.export.followed.python_recipe import Evaluator, chosen_recipe
 from planner.export.followed.python_values import CallRecord, Unknown
 from planner.export.followed.shell_script import Script, launched_on, read_script
 from planner.export.imported_run import ConfigFile, ImportedRun, json_of, yaml_of
-from planner.export.keyed_settings import flat, refused_settings, table
+from planner.export.keyed_settings import flat, readings, refused_settings, table
 from planner.export.megatron.keyed_reading import add_lora
 from planner.export.megatron.model_options import PATTERNS
 from planner.export.megatron.option_rows import (
@@ -33,53 +33,6 @@ from planner.specs.base import Fields, Named, Said
 from planner.specs.reading import kind_of
 from planner.specs.registry import load_model
 from planner.specs.units import is_count
-
-_CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
-
-
-def model_fields(fields: Said, recipe: str) -> Fields:
-    """Fields of a ModelSpec, as far as the configuration says them."""
-    found: Fields = {}
-    if "model.activation_func" in fields:
-        found["activation"] = _activation(str(fields["model.activation_func"]), fields)
-    if isinstance(centred := fields.get("model.layernorm_zero_centered_gamma"), bool):
-        found["zero_centered_norm"] = centred
-    if isinstance(scale := fields.get("model.softmax_scale"), float):
-        found["attention_multiplier"] = scale
-    caps = {name: fields.get(f"model.{name}") for name in _CAPS}
-    return found | {name: cap for name, cap in caps.items() if isinstance(cap, float)} | _of_gemma(fields, recipe)
-
-
-def _activation(name: str, fields: Said) -> str:
-    """A GELU that is fused with a bias is the tanh's."""
-    fused = fields.get("model.bias_activation_fusion") is True
-    if name == "gelu":
-        return "gelu_tanh" if fused else "gelu"
-    return {"squared_relu": "relu2", TANH: "gelu_tanh"}.get(name, name)
-
-
-def _of_gemma(fields: Said, recipe: str) -> Fields:
-    """The parts that recipes of Gemma 2 and 3 build, whatever is overridden."""
-    if recipe not in (OF_BRIDGE["recipes"]["gemma2"], OF_BRIDGE["recipes"]["gemma3"]):
-        return {}
-    hidden = fields.get("model.hidden_size")
-    found: Fields = {"post_norms": True}
-    if isinstance(hidden, int):
-        found["embedding_multiplier"] = hidden**0.5
-    if recipe == OF_BRIDGE["recipes"]["gemma2"]:
-        scalar = fields.get("model.query_pre_attn_scalar")
-        scaled = {"attention_multiplier": scalar**-0.5} if isinstance(scalar, (int, float)) and scalar > 0 else {}
-        return found | scaled | {"sliding_window_pattern": 2}
-    if isinstance(bases := fields.get("model.rotary_base"), list) and len(bases) == 2:
-        found |= {"rope_local_base_freq": float(bases[0]), "rope_theta": float(bases[1])}
-    if isinstance(window := fields.get("model.window_size"), int):
-        found["sliding_window"] = window
-    if isinstance(pattern := fields.get("model.interleaved_attn_pattern"), list) and len(pattern) == 2:
-        found["sliding_window_pattern"] = sum(pattern)
-    if (factor := fields.get("model.rope_scaling_factor")) not in (None, 1, 1.0):
-        found["rope_scaling"] = {"rope_type": "linear", "factor": factor}
-    return found
-
 
 _ROW = table()["bridge"]
 _PATHS = {path: option for option, path in BRIDGE.items()}
@@ -203,29 +156,15 @@ def _layout_string(stages: list[Any]) -> str:
 def _derived(fields: Said, options: Options) -> OptionWords:
     """Options whose meaning several fields take together."""
     derived: OptionWords = {}
-    if "--num-query-groups" in options:
-        derived["--group-query-attention"] = []
-    if fields.get("model.overlap_p2p_comm") is False and "--num-virtual-stages-per-pipeline-rank" in options:
-        derived["--no-overlap-p2p-communication"] = []
     for plain, latent, option in YARN:
         if (number := fields.get(latent if fields.get("model.multi_latent_attention") else plain)) is not None:
             derived[option] = [str(number)]
-    if derived.get("--rotary-scaling-factor", ["1"]) not in (["1"], ["1.0"]):
-        derived.setdefault("--position-embedding-type", ["yarn"])
-    if "--fp8-format" in options:
-        derived["--fp8-recipe"] = [str(fields.get("mixed_precision.fp8_recipe") or "tensorwise")]
-    if "--cross-entropy-loss-fusion" in options and "--cross-entropy-fusion-impl" not in options:
-        derived["--cross-entropy-fusion-impl"] = ["te"]  # as its recipes have it
-    in_fp32 = fields.get("mixed_precision.grad_reduce_in_fp32", fields.get("ddp.grad_reduce_in_fp32"))
-    if in_fp32 is not None and in_fp32 == ("--fp16" in options):
-        derived["--accumulate-allreduce-grads-in-fp32" if in_fp32 else "--grad-reduce-in-bf16"] = []
     for option, field in OF_BRIDGE["moment_fields"].items():
         if dtype := fields.get(field):
             name = str(dtype["_target_"] if isinstance(dtype, Mapping) else dtype).rpartition(".")[2]
             derived[option] = [_OPTION_MOMENTS.get(name, name)]
-    if fields.get("model.bias_activation_fusion") is False and "--swiglu" in options:
-        derived["--no-bias-swiglu-fusion"] = []
-    return derived
+    said: OptionWords = readings("bridge", fields, options={**options, **derived})["options"]
+    return derived | said
 
 
 def run_of_fields(
@@ -380,7 +319,8 @@ def _run(fields: Said, script: Script, recipe: str, hub_name: str = "") -> Impor
     imported = run_of(options, script, "bridge", named=named)
     imported.run["runtime"] = "bridge"
     if imported.run["model"] is not None and named is None:
-        imported.run["model"] |= model_fields(fields, recipe)
+        names = {"recipe": recipe, "recipes": OF_BRIDGE["recipes"], "tanh": TANH}
+        imported.run["model"] |= readings("bridge-model", fields, **names)["model"]
     imported.unknown.clear()
     _sort_fields(fields, imported)
     if named is not None:

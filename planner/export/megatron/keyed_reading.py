@@ -18,6 +18,7 @@ from planner.export.keyed_settings import (
     is_off,
     is_on,
     number,
+    readings,
     settings_of,
     table,
 )
@@ -216,24 +217,14 @@ def read_slime(config: ConfigFile) -> ImportedRun:
     script = read_script(config.text, config.beside)
     options = options_of(script.words)
     settings: Settings = {name.removeprefix("--").replace("-", "_"): " ".join(w) or True for name, w in options.items()}
-    if steps := number(settings, "num_steps_per_rollout"):
-        samples = (number(settings, "rollout_batch_size") or 0) * (number(settings, "n_samples_per_prompt") or 1)
-        settings.setdefault("global_batch_size", samples // steps)
-    gpus = (number(settings, "actor_num_nodes") or 1) * (number(settings, "actor_num_gpus_per_node") or 0)
+    said = readings("slime", settings)
+    if "global_batch_size" in said:
+        settings.setdefault("global_batch_size", said["global_batch_size"])
     named, name = (None, "") if "num_layers" in settings else _named(settings)
-    imported = read_keys("slime", settings, gpus or None, script, named)
+    imported = read_keys("slime", settings, said["num_gpus"], script, named)
     imported.predicts_further = "mtp_num_layers" in settings
     imported.ignore(lambda key: (key, settings.get(key)) == ("train_backend", "megatron"))
-    if imported.run["seq_length"] is None or "seq_length" not in settings:
-        tokens = (number(settings, "max_tokens_per_gpu") or 0) * (number(settings, "context_parallel_size") or 1)
-        imported.run["seq_length"] = tokens or imported.run["seq_length"]
-        if tokens:
-            imported.notes.append(
-                f"micro-batches are packed to {tokens:,} tokens (max_tokens_per_gpu): priced as sequences that long, "
-                "the most that a step takes; --seq-length N prices the mean one"
-            )
-    if "rollout_function_path" not in settings or "sft" not in str(settings["rollout_function_path"]):
-        imported.notes.append("the training of a step is priced; its rollouts are not")
+    imported.put(said)
     _note_model(imported, name)
     return imported
 
@@ -250,17 +241,18 @@ def read_neox(config: ConfigFile) -> ImportedRun:
     if (other := _OTHER_LAYERS.search(json.dumps(layers))) is not None:
         raise SpecError(f"attention_config: {other[0]}: no transformer's layers", "give the configuration of a GPT")
     given = {**_ROW.unasked, **settings}
-    options = as_megatron(_options(given))
+    said = readings("neox", settings, given=given, gated=_GATED)
+    options = as_megatron(_options(given, said))
     imported = run_of(options, launched_on(given.get("global_num_gpus")), "neox")
     run, layout = imported.run, imported.run["parallelism"]
     run["runtime"] = "megatron-deepspeed"
     imported.unknown, imported.ignored, imported.notes = {}, {}, []
-    read_zero(options, {**settings, "fp16": None, "bf16": None, _precision(given): {"enabled": True}}, imported)
+    read_zero(options, {**settings, "fp16": None, "bf16": None, said["precision"]: {"enabled": True}}, imported)
     imported.microbatches_per_rank = int(given["gradient_accumulation_steps"] or 1)
     _ROW.assume(imported, _ROW.left_out(settings))
-    if run["model"] is not None:
-        _add_to_model(run["model"], given)
-    _list_unread(imported, settings)
+    imported.put(said)
+    read = {*_ROW.renamed, *_ROW.unasked}
+    _ROW.sort(imported, settings, read, lambda key, value: is_off(value) or is_empty(value))
     layout["zero_stage"] = min(layout["zero_stage"], 3)
     return imported
 
@@ -273,54 +265,14 @@ def _settings(config: ConfigFile) -> Settings:
     return {str(key).replace("-", "_"): value for key, value in data.items()}
 
 
-def _precision(given: Settings) -> str:
-    for dtype in ("fp16", "bf16"):
-        section = given.get(dtype)
-        if isinstance(section, dict) and section.get("enabled"):
-            return "bf16" if section.get("type") == "bfloat16" else dtype
-    return {"bfloat16": "bf16", "fp32": "fp32"}.get(str(given["precision"]), "fp16")
-
-
-def _options(given: Settings) -> OptionWords:
+def _options(given: Settings, said: Fields) -> OptionWords:
     """The keys in the words of Megatron-DeepSpeed; a pipeline of 0 stages is none."""
     options = {
         option: [str(given[key])] for key, option in _ROW.renamed.items() if given.get(key) not in (None, "", 0, [], {})
     }
     names = {"given": given, "is_on": is_on, "is_off": is_off, "number": number, "gated": _GATED}
-    names |= {"precision": _precision(given), "width": _width(given)}
+    names |= {"precision": said["precision"], "width": said["width"]}
     for option, text in table()["neox"]["says"].items():
         if (value := value_of(text, names)) not in (None, False, ""):
             options[option] = [] if value is True else [str(value)]
     return options
-
-
-def _width(given: Settings) -> int:
-    """Width of the MLP; a gated one is two thirds as wide, and half of that is each of its two inputs."""
-    hidden = int(given.get("hidden_size") or 0)
-    width = given.get("intermediate_size") or int((given.get("expansion_factor") or 4) * hidden)
-    multiple = int(given["mlp_multiple_of"] or 1)
-    if str(given["activation"]) in _GATED:
-        width = int(width * 2 / 3) // 2
-    return multiple * -(-int(width) // multiple)
-
-
-def _add_to_model(model: Fields, given: Settings) -> None:
-    if is_on(given["gpt_j_residual"]):
-        model["parallel_residual"] = "one_norm" if is_on(given.get("gpt_j_tied")) else "two_norms"
-    if str(given["activation"]) in _GATED:
-        model |= {"gated_mlp": True, "activation": _GATED[given["activation"]]}
-    if is_off(given["use_bias_in_attn_linear"]) != is_off(given["use_bias_in_mlp"]):
-        model["attention_bias"] = "none" if is_off(given["use_bias_in_attn_linear"]) else "all"
-
-
-def _list_unread(imported: ImportedRun, settings: Settings) -> None:
-    optimizer = settings.get("optimizer")
-    kind = str(optimizer.get("type", "adam") if isinstance(optimizer, dict) else optimizer or "adam").lower()
-    if not re.fullmatch(r"adam|adamw|fusedadam|cpu_adam", kind):
-        imported.unknown["optimizer.type"] = kind
-    if settings.get("train_impl", "normal") != "normal":
-        imported.unknown["train_impl"] = f"{settings['train_impl']}, priced as learning the next token"
-    if re.search("sparse|local", json.dumps(settings.get("attention_config") or [])):
-        imported.unknown["attention_config"] = "sparse or local attention, priced as full"
-    read = {*_ROW.renamed, *_ROW.unasked}
-    _ROW.sort(imported, settings, read, lambda key, value: is_off(value) or is_empty(value))

@@ -302,11 +302,14 @@ PATTERNS = ("--hybrid-layer-pattern", "--hybrid-override-pattern")
 
 
 def hybrid_pattern(model: ModelSpec, ends: Sequence[int] = ()) -> str:
-    """A letter for each layer, | where a virtual stage ends, and /*E or /*- for each further token: `ME|M*/*E`."""
-    letters = "".join(HYBRID_LETTERS[kind.attention, kind.mlp] for kind in model.layers)
+    """A letter for each layer, | where a virtual stage ends, and those of each further token: `ME|M*/*E`."""
+    letters, predicted = (
+        "".join(HYBRID_LETTERS[kind.attention, kind.mlp] for kind in kinds)
+        for kinds in (model.layers, model.predicting_layers)
+    )
     bounds = [0, *ends] if ends else [0, len(letters)]
     main = "|".join(letters[first:last] for first, last in pairwise(bounds))
-    return main + ("/*E" if model.moe is not None else "/*-") * model.num_nextn_predict_layers
+    return main + f"/{predicted}" * model.num_nextn_predict_layers
 
 
 def _pattern(options: Options) -> list[str]:
@@ -329,11 +332,12 @@ def with_pattern(options: Options) -> Options:
 
 def _hybrid(options: Options, fields: Fields) -> Fields:
     """The layers of a hybrid, each a mixer or an MLP alone, in place of those that other options say."""
-    main = _pattern(options)[0]
+    main, *predicted = _pattern(options)
     if not main:
         return {}
+    config = {"hybrid_override_pattern": main, "mtp_hybrid_override_pattern": predicted[0] if predicted else None}
     try:
-        found: Fields = dict(block_pattern({"hybrid_override_pattern": main}))
+        found: Fields = dict(block_pattern(config))
     except InexpressibleError as error:
         raise SpecError(str(error), "give a pattern of M, *, - and E") from None
     moe = fields.get("moe") if "E" in main else None

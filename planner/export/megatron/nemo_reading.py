@@ -11,7 +11,17 @@ from planner.export.followed.python_recipe import Evaluator, chosen_recipe
 from planner.export.followed.python_values import CallRecord
 from planner.export.followed.shell_script import read_script
 from planner.export.imported_run import ConfigFile, ImportedRun, yaml_of
-from planner.export.keyed_settings import beginnings, dialect, flat, is_empty, num_gpus, resolved, table, value_of
+from planner.export.keyed_settings import (
+    beginnings,
+    dialect,
+    flat,
+    is_empty,
+    num_gpus,
+    readings,
+    resolved,
+    table,
+    value_of,
+)
 from planner.export.megatron.bridge_reading import fields_of, plain, precision_named, read_peft, run_of_fields
 from planner.export.megatron.keyed_reading import add_lora
 from planner.export.megatron.option_rows import options_of
@@ -27,28 +37,8 @@ def as_fields(given: Said) -> Fields:
     """The fields of a Megatron-Bridge tree that NeMo's settings by their paths say."""
     model = {path.removeprefix("model."): value for path, value in given.items() if path.startswith("model.")}
     fields: Fields = {_ROW.renamed.get(name, f"model.{name}"): v for name, v in model.items() if "." not in name}
-    activation = str(model.get("activation", "gelu"))
-    if "glu" in activation:
-        fields["model.gated_linear_unit"] = True
-    fields["model.activation_func"] = activation.replace("-", "_") if activation == "squared-relu" else activation
-    fields["model.add_bias_linear"] = bool(model.get("bias", True))
-    fields["model.normalization"] = _NORMS.get(str(model.get("normalization", "layernorm")), "LayerNorm")
     precision = str(given.get("trainer.precision", "bf16"))
-    fields |= {"mixed_precision.fp16": precision in ("16", "16-mixed"), "mixed_precision.bf16": "bf16" in precision}
-    if model.get("fp8"):
-        # a switch of the model; the trainer says bf16 or 16
-        fields["mixed_precision.fp8"] = "e4m3" if model.get("fp8_e4m3") else "hybrid"
-        fields["mixed_precision.fp8_recipe"] = "delayed"
-    is_sharded = "distributed" in str(model.get("optim.name", ""))
-    fields["ddp.use_distributed_optimizer"] = is_sharded
-    if is_sharded:
-        fields["ddp.overlap_grad_reduce"] = bool(model.get("optim.overlap_grad_sync", False))
-        fields["ddp.overlap_param_gather"] = bool(model.get("optim.overlap_param_sync", False))
-        if "optim.grad_sync_dtype" in model:
-            fields["mixed_precision.grad_reduce_in_fp32"] = model["optim.grad_sync_dtype"] in ("fp32", 32, "float32")
-    if not fields.get("model.vocab_size"):
-        kind = str(model.get("tokenizer.type") or "")
-        fields["model.vocab_size"] = vocabulary_of(kind, str(model.get("tokenizer.model") or kind))
+    fields |= readings("nemo", model, precision=precision, norms=_NORMS, vocabulary=vocabulary_of)["fields"]
     for name in ("model.bias", "model.activation", "model.mcore_gpt", "model.precision"):
         fields.pop(name, None)
     return fields

@@ -6,14 +6,13 @@ from collections.abc import Iterable
 from itertools import groupby
 
 from planner.answer import Plan
-from planner.errors import SpecError
+from planner.export.keyed_settings import readings
 from planner.export.megatron.model_options import hybrid_pattern
 from planner.export.megatron.option_rows import (
     Codec,
     Options,
-    number,
-    positive,
     read_fields,
+    reading,
     sections_of,
     table,
     text,
@@ -77,19 +76,6 @@ def _write_stages(plan: Plan) -> Arguments:
     return {"--num-virtual-stages-per-pipeline-rank": layout.vpp} if layout.vpp > 1 else {}
 
 
-def _read_sharding(options: Options) -> Fields:
-    """The ZeRO stage that the distributed optimizer or FSDP amounts to."""
-    strategies = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}
-    if "--use-megatron-fsdp" in options or "--use-custom-fsdp" in options:
-        # unasked: all of it since 0.18, nothing before, when custom FSDP was renamed
-        unasked = "optim_grads_params" if "--use-megatron-fsdp" in options else "no_shard"
-        strategy = text(options, "--data-parallel-sharding-strategy", unasked)
-        return {"zero_stage": strategies.get(strategy, 0)}
-    if "--use-torch-fsdp2" in options:
-        return {"zero_stage": 3}
-    return {"zero_stage": 1 if "--use-distributed-optimizer" in options else 0}
-
-
 def _write_recompute(plan: Plan) -> Arguments:
     layout = plan.parallelism
     if layout.recompute == "none":
@@ -104,65 +90,10 @@ def _write_recompute(plan: Plan) -> Arguments:
     return {"--recompute-granularity": "full", "--recompute-method": method, "--recompute-num-layers": layers}
 
 
-def _read_recompute(options: Options) -> Fields:
-    """Recompute mode, with its modules or its number of layers."""
-    mode = text(options, "--recompute-granularity")
-    if not mode:
-        return {"recompute": "selective"} if "--recompute-activations" in options else {}
-    if mode == "selective":
-        modules = options.get("--recompute-modules", ["core_attn"])
-        return {
-            "recompute": "selective",
-            "recompute_modules": [m for word in modules for m in word.strip("[]").split()],
-        }
-    if options.get("--recompute-method") == ["block"]:
-        num_layers = number(options, "--recompute-num-layers", 1)
-        return {"recompute": "full", "recompute_num_layers": num_layers} if num_layers else {}
-    return {"recompute": "full"}
-
-
 def _read_stages(options: Options) -> Fields:
     """Virtual stages per rank and an uneven split, from any of Megatron's ways to give them."""
-    pp = positive(options, "--pipeline-model-parallel-size")
-    if symbols := options.get("--pipeline-model-parallel-layout"):
-        layout = "".join(symbols)
-        return {"layout": layout, "vpp": (expanded(layout).count("|") + 1) // pp}
-    num_layers = number(options, "--num-layers", 0) or 0
-    vpp = positive(options, "--num-virtual-stages-per-pipeline-rank")
-    ends = ("--account-for-embedding-in-pipeline-split" in options, "--account-for-loss-in-pipeline-split" in options)
-    if "--num-layers-per-virtual-pipeline-stage" in options:
-        per_chunk = positive(options, "--num-layers-per-virtual-pipeline-stage")
-        vpp = max(1, (num_layers + sum(ends)) // (pp * per_chunk))
-    is_counted = any(ends) and num_layers > 0
-    counts = _uneven(options, num_layers, pp) or (_accounted(num_layers, pp * vpp, ends) if is_counted else None)
-    return {"vpp": vpp, **({"layers_per_stage": counts} if counts else {})}
-
-
-def _uneven(options: Options, num_layers: int, pp: int) -> list[int] | None:
-    """Layers of every stage where those of the first or the last are given: the middle ones are equal."""
-    first = number(options, "--decoder-first-pipeline-num-layers")
-    last = number(options, "--decoder-last-pipeline-num-layers")
-    if (first is None and last is None) or pp == 1 or not num_layers:
-        return None
-    middle = pp - (first is not None) - (last is not None)
-    left = num_layers - (first or 0) - (last or 0)
-    if left < 0 or (middle and left % middle) or (not middle and left):
-        raise SpecError(f"{left} layers are left for {middle} middle stages", "they must divide evenly")
-    return [*([] if first is None else [first]), *[left // max(middle, 1)] * middle, *([] if last is None else [last])]
-
-
-def _accounted(num_layers: int, num_stages: int, ends: tuple[bool, bool]) -> list[int]:
-    """Layers of every stage where embedding and loss each count as a layer of their stage."""
-    layers_per_stage, rest = divmod(num_layers + sum(ends), num_stages)
-    if rest:
-        raise SpecError(
-            f"{num_layers + sum(ends)} layers, embedding and loss counted, do not divide by {num_stages} stages",
-            "give other stages, or what each holds by --pipeline-model-parallel-layout",
-        )
-    counts = [layers_per_stage] * num_stages
-    counts[0] -= ends[0]
-    counts[-1] -= ends[1]
-    return counts
+    layout: Fields = readings("megatron-stages", options, **reading(options), expanded=expanded)["layout"]
+    return layout
 
 
 def has_published_scales(plan: Plan) -> bool:
@@ -208,8 +139,7 @@ PRECISION_OPTIONS = frozenset({
 """Options that are read for the dtype; the first two formats have older names."""
 CODECS = {
     "stages": Codec(_write_stages, _read_stages),
-    "sharding": Codec(None, _read_sharding),
-    "recompute": Codec(_write_recompute, _read_recompute),
+    "recompute": Codec(_write_recompute),
 }
 _SECTIONS = sections_of("layout", CODECS)
 GRID, RECOMPUTE, KERNELS = (_SECTIONS[name] for name in ("grid", "recompute", "kernels"))

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator, Sequence
 from planner.errors import SpecError
 from planner.export.followed.shell_script import AROUND, Script, read_script
 from planner.export.imported_run import ConfigFile, ImportedRun, json_of, new_run, published_name
-from planner.export.keyed_settings import beginnings, count, num_gpus, table
+from planner.export.keyed_settings import beginnings, count, num_gpus, readings, table
 from planner.export.megatron.deepspeed_options import (
     DEEPSPEED_OPTIONS,
     as_megatron,
@@ -46,25 +46,19 @@ def options_of_features() -> dict[str, frozenset[str]]:
     return {name: frozenset(option for other, option in pairs if other == name) for name, _ in pairs}
 
 
-def read_features(options: Options) -> Fields:
-    """A run's features; those that no option names are as Megatron-LM has them unasked."""
-    found = {name: words or True for name, words in options.items()}
-    features: Fields = canonical(read_switches(SWITCH_OPTIONS, found))
-    if features.get("cp_comm_type") == "allgather":
-        features["cp_comm_type"] = "all_gather"
-    if "--num-experts" in options:
-        features.setdefault("dispatcher", "allgather")
-    else:
-        features = {name: value for name, value in features.items() if name not in _OF_MIXTURES}
-    if "--use-megatron-fsdp" in options:
-        # those of its shards have the weights' dtype unless they are asked to be 32 bits wide
-        features["bf16_gradients"] = text(options, "--megatron-fsdp-main-grads-dtype", "auto") != "fp32"
+def _said(options: Options, source: str) -> Fields:
+    """A run's features, as Megatron-LM has them where no option names them, and notes."""
+    features: Fields = canonical(
+        read_switches(SWITCH_OPTIONS, {name: words or True for name, words in options.items()})
+    )
+    names = {"features": features, "dtype": read_dtype(options), "source": source}
+    said = readings("megatron", options, **reading(options), **names, fields_of=SWITCHES["precision_recipe"].fields_of)
+    left_out = () if "--num-experts" in options else _OF_MIXTURES
     if read_dtype(options) == "fp16":
         # gradients of fp16 are 16 bits wide unless they are asked to be 32
-        del features["bf16_gradients"]
-    # Megatron-LM drops a tenth of the activations unless told otherwise
-    features["dropout"] = text(options, "--hidden-dropout", "0.1").strip("0.") != ""
-    return features | read_fields([KERNELS], options)
+        left_out = (*left_out, "bf16_gradients")
+    features = {name: value for name, value in (features | said["features"]).items() if name not in left_out}
+    return {**said, "features": features | read_fields([KERNELS], options)}
 
 
 _ROW = table()["megatron"]
@@ -207,6 +201,7 @@ def _run_of(
         described = {**options, **_options_of_model(found)}
     elif "--num-layers" in options:
         model = read_model(options)
+    said = _said(described, source)
     imported = new_run(
         source,
         "megatron",
@@ -218,7 +213,7 @@ def _run_of(
         dtype=read_dtype(options),
         precision_recipe=read_scales(options),
         parallelism=read_layout(described),
-        features=read_features(described),
+        features=said["features"],
     )
     if named is None and not source.startswith("megatron") and not {"--vocab-size", "--tokenizer-type"} & {*options}:
         # GPT-2's vocabulary is what Megatron-LM alone takes unasked
@@ -227,7 +222,7 @@ def _run_of(
         imported.again = lambda model: run_of(options, script, source, also_read, model)
     imported.optimizer_instances = number(options, "--num-distributed-optimizer-instances", 1) or 1
     imported.microbatches_per_rank = 1
-    imported.notes += _assumptions(options, source)
+    imported.notes += said["notes"]
     imported.assumed = unsaid_options(described)
     imported.documented = _ROW["documented"]
     # DeepSpeed's pipelines take other splits and other words
@@ -258,23 +253,6 @@ def unsaid_options(options: Options) -> Named:
         for name, value in deciding.items()
         if name not in options and not any(other in options for other in _ROW["instead"].get(name, ()))
     }
-
-
-def _assumptions(options: Options, source: str) -> Iterator[str]:
-    """Notes on options that mean something else in another version, or that no plan has a word for."""
-    if "--use-megatron-fsdp" in options and "--data-parallel-sharding-strategy" not in options:
-        yield (
-            "--use-megatron-fsdp shards optimizer, gradients and weights where --data-parallel-sharding-strategy is "
-            "not given, as Megatron core 0.18 and later do; before it sharded nothing"
-        )
-    scales = read_scales(options)
-    if scales is not None and not SWITCHES["precision_recipe"].fields_of(scales):
-        recipe = scales.removeprefix("fp8-")
-        yield f"--fp8-recipe {recipe}: its scales are not modelled, and priced as one for a tensor (tensorwise)"
-    if source not in ("bridge", "nemo") and "--bf16" not in options and "--fp16" not in options:
-        yield "neither --bf16 nor --fp16 is given, so that it trains in fp32: priced as bf16"
-    if "--seq-length" not in options and "--max-position-embeddings" in options:
-        yield "--seq-length is missing: as long as --max-position-embeddings"
 
 
 def refusals(options: Options, parsers: Collection[str] = _PARSERS["megatron"]) -> list[str]:

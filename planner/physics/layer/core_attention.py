@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import numpy as np
+
 from planner.physics.operators import BF16, FP32, Collective, Item, Operator, Saved
 from planner.shape import Number, Shape, maximum, minimum, where
 from planner.specs.model import LayerKind, ModelSpec
@@ -176,8 +178,11 @@ def core_attention(model: ModelSpec, kind: LayerKind, shape: Shape, runtime: Run
         yield _merged(shape, BF16 * shape.tokens * heads, kv_bytes, qk_dim, v_dim)
     num_kernels: Number = 1
     flash: Number = 0
+    window = window_of(model, kind, int(np.max(shape.seq_length)))  # shapes of one job have one length
+    if model.indexer is not None and kind.attention in ("indexed", "sparse"):
+        window = model.indexer.index_topk  # keys that a query attends to
     if runtime.takes_torch_attention:
-        num_kernels, flash = chunks_of(shape), calls_flash(window_of(model, kind), model.attention_sinks, shape.cp)
+        num_kernels, flash = chunks_of(shape), calls_flash(window, model.attention_sinks, shape.cp)
         yield from around_flash(shape, flash, heads, kv_heads, qk_dim, v_dim, model.attention_sinks)
     kept = [output, Saved("log-sum-exp", (shape.tokens, heads), core, dtype="fp32")]
     if runtime.keeps_gathered_keys:
@@ -185,18 +190,11 @@ def core_attention(model: ModelSpec, kind: LayerKind, shape: Shape, runtime: Run
     yield Operator(
         name="attention", kind="attention", modules=core, batch=shape.micro_batch_size * (shape.seq_length / span),
         heads=heads, kv_heads=kv_heads, count=num_kernels, q_len=span / shape.cp / num_kernels, kv_len=span,
-        window=_window(model, kind), causal=model.causal,
+        window=window, causal=model.causal,
         imbalance=1.0 if runtime.balances_context or kind.attention != "full" else 2 - 1 / shape.cp,
         qk_dim=qk_dim, v_dim=v_dim, has_sinks=model.attention_sinks, calls_flash=flash, parameters=sinks,
         saved=tuple(kept),
     )  # fmt: skip
-
-
-def _window(model: ModelSpec, kind: LayerKind) -> int:
-    """Keys that a query attends to; 0 for all before it."""
-    if model.indexer is not None and kind.attention in ("indexed", "sparse"):
-        return model.indexer.index_topk
-    return window_of(model, kind)
 
 
 def _repeated(shape: Shape, head_dim: int, heads: Number, kv_heads: Number) -> Operator:

@@ -53,6 +53,8 @@ def mixture(model: ModelSpec, moe: MoESpec, shape: Shape, runtime: RuntimeSpec, 
         summed, sums = Saved("expert outputs", (pairs - combined, sent), MODULES), Saved("sums", (combined, sent), MOE)
         unpermute = replace(unpermute, saved=(summed, sums))
     yield unpermute
+    if _in_fp32(model, moe, runtime):
+        yield _wide_rows(BF16 * pairs * sent, BF16 * tokens * sent)
     if moe.latent_size is not None:
         if moe.latent_norm:
             yield norm("latent norm", sent, tokens, model, runtime, saves_output=False)
@@ -66,8 +68,7 @@ def _router(model: ModelSpec, moe: MoESpec, tokens: Number, pairs: Number, runti
     """Scores of every expert for every token, and the choice of the best."""
     scored, hidden = moe.num_experts + moe.num_zero_experts, model.hidden_size
     has_bias = moe.router_bias and (model.has_mlp_bias or not runtime.balances_in_buffers)
-    casts = model.balances_by_bias if moe.router_in_fp32 is None else moe.router_in_fp32
-    copied = (Saved("input in fp32", (tokens, hidden), MODULES, dtype="fp32"),) * (casts and runtime.runs_transformers)
+    copied = (Saved("input in fp32", (tokens, hidden), MODULES, dtype="fp32"),) * _in_fp32(model, moe, runtime)
     yield Operator(
         name="router", kind="gemm", wide=True, modules=MODULES, m=tokens, n=scored, k=hidden,
         parameters=scored * (hidden + has_bias),
@@ -77,6 +78,25 @@ def _router(model: ModelSpec, moe: MoESpec, tokens: Number, pairs: Number, runti
         name="route", kind="elementwise", family="router", modules=MODULES, forward_bytes=4 * FP32 * tokens * scored,
         backward_bytes=3 * FP32 * tokens * scored, forward_kernels=8, backward_kernels=6,
         saved=_routing(tokens, pairs, runtime),
+    )  # fmt: skip
+
+
+def _in_fp32(model: ModelSpec, moe: MoESpec, runtime: RuntimeSpec) -> bool:
+    """True where transformers casts the router's input to fp32; its weights make fp32 of the rows that they weight."""
+    casts = model.balances_by_bias if moe.router_in_fp32 is None else moe.router_in_fp32
+    return casts and runtime.runs_transformers
+
+
+def _wide_rows(pair_bytes: Number, token_bytes: Number) -> Operator:
+    """What weighting rows, sorting them back and summing them up moves in fp32 beyond 16 bits, as torch's trace counts.
+
+    Forward, rows are written, read and written, and read once more at twice the width, and sums are cast. Backward, two
+    products and a sum of fp32 take the place of those of 16 bits, and rows' gradients are copied, put back and cast.
+    """
+    return Operator(
+        name="rows in fp32", kind="elementwise", family="activation", modules=MODULES, forward_kernels=1,
+        backward_kernels=4, forward_bytes=4 * (pair_bytes + token_bytes),
+        backward_bytes=17 * pair_bytes + 2 * token_bytes, working_bytes=0,
     )  # fmt: skip
 
 

@@ -31,11 +31,10 @@ from planner.probe.launch.process import CONSEQUENCES, EXIT_FAILED, HINTS, faile
 from planner.probe.rank.groups import (
     BEAT_S,
     MEET_S,
-    RESULT_FILE,
-    STATUS_FILE,
     Progress,
     SharedProgress,
     hanging_rank,
+    read_results,
     read_status,
     refuse_all,
 )
@@ -220,10 +219,6 @@ class RankWatch:
     def end(self) -> None:
         self.done.set()
 
-    def own(self) -> Progress:
-        now_s = time.monotonic()
-        return read_status(self.folder / STATUS_FILE.format(self.rank)) or Progress("start", "", now_s, now_s)
-
     def _talk(self) -> None:
         shared: SharedProgress | None = None
         while not self.done.wait(self.poll_s if shared else BEAT_S):
@@ -231,7 +226,7 @@ class RankWatch:
                 if shared is None:
                     store = _store(self.run.world_size, RING_S, is_master=False)
                     shared = SharedProgress(store, self.rank, self.run.world_size)
-                shared.tell(self.own())
+                shared.tell(read_status(self.folder, self.rank, time.monotonic()))
                 self.progress = shared.all()
                 said = self._judge() if self.rank == 0 else None
                 self.verdict = shared.verdict(said) or self.verdict
@@ -350,8 +345,7 @@ def _run_in(folder: Path, run: ProbeRun, rank: int, store: Any) -> tuple[RankRes
     watch.end()
     if rank:
         return ()
-    paths = [folder / RESULT_FILE.format(other) for other in range(run.world_size)]
-    return tuple(RankResult.model_validate_json(path.read_text()) for path in paths)
+    return read_results(folder, range(run.world_size))
 
 
 def _error(failure: RankFailure, run: ProbeRun, cause: tuple[str, str] | None) -> ProbeError:

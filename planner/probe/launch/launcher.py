@@ -38,17 +38,16 @@ from planner.probe.launch.process import (
 )
 from planner.probe.rank.groups import (
     FAILURE_FILE,
-    RESULT_FILE,
     RUN_FILE,
     SILENT_HINT,
     STACK_FILE,
     START_TIMEOUT_S,
-    STATUS_FILE,
     Progress,
     hanging_rank,
+    read_results,
     read_status,
 )
-from planner.probe.result import MeasuredRun, RankFailure, RankResult
+from planner.probe.result import MeasuredRun, RankFailure
 from planner.probe.run import ProbeRun
 
 PREFIX = "plan-probe-"
@@ -259,9 +258,7 @@ class _StartedRanks:
 
     def _collect(self) -> MeasuredRun:
         self._require_folder()
-        paths = (self.folder / RESULT_FILE.format(rank) for rank in self.ranks)
-        ranks = tuple(RankResult.model_validate_json(path.read_text()) for path in paths)
-        return MeasuredRun(run=self.run, ranks=ranks)
+        return MeasuredRun(run=self.run, ranks=read_results(self.folder, self.ranks))
 
     def _check_progress(self) -> None:
         self._require_folder()
@@ -272,7 +269,7 @@ class _StartedRanks:
         self._dump_stacks()
         hint = f"{SILENT_HINT}; " if ranks[rank].is_silent(self.run.timeout_s) else ""
         raise ProbeError(
-            f"{self._name(rank)} {ranks[rank].hang(self.run.timeout_s)}",
+            f"{failed_rank(self.run, rank)} {ranks[rank].hang(self.run.timeout_s)}",
             f"{hint}stacks and logs of all ranks are in {self.folder}; --timeout gives slow ranks longer",
         )
 
@@ -285,8 +282,7 @@ class _StartedRanks:
             )
 
     def _progress(self, rank: int) -> Progress:
-        progress = read_status(self.folder / STATUS_FILE.format(rank))
-        return progress or Progress("start", "", self.started_s, time.monotonic())
+        return read_status(self.folder, rank, self.started_s)
 
     def _dump_stacks(self) -> None:
         """Have all ranks write their stacks, and wait until they have; a stopped process writes none."""
@@ -323,14 +319,14 @@ class _StartedRanks:
         if killed and (are_consequences or not killed[0][0]):
             rank = killed[0][1]
             sent = signal.Signals(-codes[rank]).name
-            raise ProbeError(f"{self._name(rank)} was killed by {sent} in {self._progress(rank)}", hint)
+            raise ProbeError(f"{failed_rank(self.run, rank)} was killed by {sent} in {self._progress(rank)}", hint)
         silent = next((rank for rank in codes if rank not in {failure.rank for failure in failures}), None)
         if silent is not None and are_consequences:
             progress = self._progress(silent)
             if codes[silent] == EXIT_FAILED:  # and had no space to say why, but in its status
                 hint = f"{DISK_HINT}; {hint}"
-                raise ProbeError(f"{self._name(silent)} failed in {progress.phase}: {progress.detail}", hint)
-            raise ProbeError(f"{self._name(silent)} ended with code {codes[silent]} in {progress}", hint)
+                raise ProbeError(f"{failed_rank(self.run, silent)} failed in {progress.phase}: {progress.detail}", hint)
+            raise ProbeError(f"{failed_rank(self.run, silent)} ended with code {codes[silent]} in {progress}", hint)
         first = failures[0]
         hint = "; ".join(filter(None, (hint_of(first), hint)))
         raise ProbeError(first.in_words(self.run.place(first.rank)), hint)
@@ -340,9 +336,6 @@ class _StartedRanks:
         paths = (self.folder / FAILURE_FILE.format(rank) for rank in self.ranks)
         failures = (RankFailure.model_validate_json(path.read_text()) for path in paths if path.exists())
         return sorted(failures, key=lambda failure: (_consequence(failure), failure.time_s))
-
-    def _name(self, rank: int) -> str:
-        return failed_rank(self.run, rank)
 
     def _stop(self) -> None:
         begun = [started for started in self.processes.values() if started.pid is not None]

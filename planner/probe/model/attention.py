@@ -7,7 +7,7 @@ context-parallel ranks, which are gathered (Llama 3, arXiv:2407.21783 §3.3.2).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -27,7 +27,7 @@ from planner.probe.model.peers import (
     chunk_ends,
     enter,
     gather,
-    mark_shard,
+    mark,
     recomputable,
     scatter,
     shard,
@@ -104,12 +104,8 @@ def flash_backward(
     return dq, dk, dv[..., : v.shape[-1]], dsinks
 
 
-def _kernel(*arguments: Any, **options: Any) -> Any:
-    return torch.ops.aten._flash_attention_forward(*arguments, **options)
-
-
-def _kernel_backward(*arguments: Any, **options: Any) -> Any:
-    return torch.ops.aten._flash_attention_backward(*arguments, **options)
+_kernel: Any = torch.ops.aten._flash_attention_forward
+_kernel_backward: Any = torch.ops.aten._flash_attention_backward
 
 
 def _widened(x: Tensor, q: Tensor) -> Tensor:
@@ -122,28 +118,24 @@ def _window(rules: Visibility) -> dict[str, int]:
     return {"window_size_left": rules.window - 1, "window_size_right": 0} if rules.window else {}
 
 
-def plain_attention(q: Tensor, k: Tensor, v: Tensor, rules: Visibility) -> Tensor:
-    """The same written out in torch operations, whose gradients are torch's own."""
-    scores = _scores(q, k, rules)
-    if rules.sinks is not None:
-        scores = torch.cat((scores, rules.sinks.view(-1, 1, 1).expand(*scores.shape[:3], 1)), dim=-1)
-    probabilities = scores.softmax(dim=-1)[..., : k.shape[0]].to(q.dtype)
-    return torch.einsum("bhqk,kbhd->qbhd", probabilities, _per_head(v, q))
-
-
-def _scores(q: Tensor, k: Tensor, rules: Visibility) -> Tensor:
-    """q·kᵀ/√dim [batch, heads, queries, keys], −∞ where a query does not see a key; the last query has the last key."""
-    scores = torch.einsum("qbhd,kbhd->bhqk", to_fp32(q), to_fp32(_per_head(k, q))) / math.sqrt(q.shape[-1])
-    last = k.shape[0]
-    if rules.mask is not None:
-        return scores + rules.mask[..., last - q.shape[0] : last, :last]
-    unseen = torch.ones(scores.shape[2:], dtype=torch.bool, device=q.device).triu(last - q.shape[0] + 1)
-    return scores.masked_fill(unseen, -math.inf)
-
-
-def _per_head(x: Tensor, q: Tensor) -> Tensor:
-    """Keys or values, repeated for each query head of their group."""
-    return x.repeat_interleave(q.shape[2] // x.shape[2], dim=2)
+def masked_attention(q: Tensor, k: Tensor, v: Tensor, rules: Visibility) -> Tensor:
+    """The same by torch's own attention. It aligns causality to the first key, so that a mask says it where q is a part
+    of the sequence, and a sink is one more key of zeros, whose score is the head's sink and whose value is zero."""
+    num_queries, num_keys, v_dim, mask = q.shape[0], k.shape[0], v.shape[-1], rules.mask
+    if mask is None and (rules.sinks is not None or num_queries < num_keys):
+        mask = torch.full((num_keys, num_keys), -math.inf, dtype=q.dtype, device=q.device).triu(1)
+    if mask is not None:
+        mask = mask[..., num_keys - num_queries : num_keys, :num_keys]
+    if not on_gpu(q) and v_dim < q.shape[-1]:
+        v = functional.pad(v, (0, q.shape[-1] - v_dim))
+    if mask is not None and rules.sinks is not None:
+        column = rules.sinks.view(-1, 1, 1).expand(-1, num_queries, 1)
+        mask = torch.cat((mask.expand(1, len(column), num_queries, num_keys), column[None]), dim=-1)
+        k, v = (torch.cat((x, x.new_zeros(1, *x.shape[1:]))) for x in (k, v))
+    grouped = k.shape[2] != q.shape[2]
+    q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))
+    out = functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped)
+    return out.permute(2, 0, 1, 3)[..., :v_dim]
 
 
 KERNELS = {
@@ -239,9 +231,9 @@ def rotate(x: Tensor, tables: AttentionTables) -> Tensor:
     return torch.cat((first * tables.cos - second * tables.sin, second * tables.cos + first * tables.sin), dim=-1)
 
 
-class ContextAttention(torch.autograd.Function):
+class FlashAttention(torch.autograd.Function):
     """Causal attention of this rank's queries [seq/cp, batch, heads, dim] over the keys and values of all ranks, by the
-    flash kernel.
+    flash kernel itself: windows, learned sinks, and parts of sequences.
 
     Keys and values come as this rank's, and are kept as such: the others' are gathered again in backward. Returns
     [seq/cp, batch, heads, v dim].
@@ -251,27 +243,28 @@ class ContextAttention(torch.autograd.Function):
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, window: int, sinks: Tensor | None, cp: TensorPeers
     ) -> Tensor:
-        ctx.window, ctx.cp = window, cp
-        keys, values = gather(k, cp), gather(v, cp)
-        outs, saved = list[Tensor](), list[Tensor]()
-        for part, end in zip(q.chunk(2), chunk_ends(q, cp), strict=True):
-            out, *kernel_state = flash_forward(part, keys[:end], values[:end], Visibility(None, window, sinks))
-            outs.append(out)
-            saved += kernel_state
-        output = torch.cat(outs)
-        ctx.save_for_backward(q, k, v, sinks, output, *saved)
+        ctx.rules, ctx.cp = Visibility(None, window, None), cp
+        keys, values, ends = gather(k, cp), gather(v, cp), chunk_ends(q, cp)
+        rules = Visibility(None, window, sinks)
+        parts = zip(q.chunk(len(ends)), ends, strict=True)
+        done = [flash_forward(part, keys[:end], values[:end], rules) for part, end in parts]
+        output = joined([out for out, *_ in done])
+        ctx.save_for_backward(q, k, v, sinks, output, *(kept for _, *kernel_state in done for kept in kernel_state))
         return output
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, sinks, out, *saved = ctx.saved_tensors
+        rules, ends = ctx.rules._replace(sinks=sinks), chunk_ends(q, ctx.cp)
+        if len(ends) == 1:
+            dq, dk, dv, dsinks = flash_backward(grad, q, out, k, v, rules, saved)
+            return dq, dk, dv, None, dsinks, None
         keys, values = gather(k, ctx.cp), gather(v, ctx.cp)
-        rules = Visibility(None, ctx.window, sinks)
         keys_grad, values_grad = torch.zeros_like(keys), torch.zeros_like(values)
         sinks_grad = None if sinks is None else torch.zeros_like(sinks)
         q_grads = []
         half = len(saved) // 2
-        for number, end in enumerate(chunk_ends(q, ctx.cp)):
+        for number, end in enumerate(ends):
             dout, part, part_out = (x.chunk(2)[number] for x in (grad.contiguous(), q, out))
             kernel_state = saved[number * half : (number + 1) * half]
             dq, dk, dv, dsinks = flash_backward(dout, part, part_out, keys[:end], values[:end], rules, kernel_state)
@@ -283,74 +276,27 @@ class ContextAttention(torch.autograd.Function):
         return torch.cat(q_grads), scatter(keys_grad, ctx.cp), scatter(values_grad, ctx.cp), None, sinks_grad, None
 
 
-def over_ranks(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, window: int, sinks: Tensor | None, cp: TensorPeers
-) -> Tensor:
-    """Causal attention of this rank's queries over the keys and values of all ranks, on a GPU or written out."""
-    if takes_flash(q) and mask is None:
-        return apply(ContextAttention, q, k, v, window, sinks, cp)
-    keys, values = (apply(Exchange, x, partial(gather, cp=cp), partial(scatter, cp=cp)) for x in (k, v))
-    rules = Visibility(mask, window, sinks)
-    parts = zip(q.chunk(2), chunk_ends(q, cp), strict=True)
-    return torch.cat([plain_attention(part, keys[:end], values[:end], rules) for part, end in parts])
+def core_attention(q: Tensor, k: Tensor, v: Tensor, rules: Visibility, cp: TensorPeers) -> Tensor:
+    """Causal attention of this rank's q [seq/cp, batch, heads, dim] over k and v [seq/cp, batch, kv heads, dim].
 
-
-class FlashAttention(torch.autograd.Function):
-    """Causal attention of q [seq, batch, heads, dim] over k and v by the flash kernel itself: windows, learned sinks.
-
-    Returns [seq, batch, heads, v dim].
+    Returns [seq/cp, batch, heads·v dim]. A mask is added to the scores and replaces causality; which layers go to the
+    flash kernel on a GPU is said in `trainers.documents`. Unequal head dimensions are padded on the CPU and in ROCm
+    builds, whose kernels want them equal. The keys and values of all context-parallel ranks are gathered.
     """
-
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, window: int, sinks: Tensor | None) -> Tensor:
-        out, *saved = flash_forward(q, k, v, Visibility(None, window, sinks))
-        ctx.window = window
-        ctx.save_for_backward(q, k, v, sinks, out, *saved)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, sinks, out, *saved = ctx.saved_tensors
-        dq, dk, dv, dsinks = flash_backward(grad, q, out, k, v, Visibility(None, ctx.window, sinks), saved)
-        return dq, dk, dv, None, dsinks
-
-
-def core_attention(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, window: int, sinks: Tensor | None, cp: TensorPeers
-) -> Tensor:
-    """Causal attention of q [seq, batch, heads, dim] over k and v [seq, batch, kv heads, dim].
-
-    Returns [seq, batch, heads·v dim]. `mask` is added to the scores and replaces causality where given; which layers
-    go to the flash kernel on a GPU is said in `trainers.torch_attention`, elsewhere sinks are one more key with a logit
-    of their own. Unequal head dimensions are padded on the CPU and in ROCm builds, whose kernels want them equal. Where
-    sequences are split, the keys and values of all context-parallel ranks are gathered.
-    """
-    if cp.size > 1:
-        return over_ranks(q, k, v, mask, window, sinks, cp).flatten(2)
     pads = this_build().pads_values and v.shape[-1] < q.shape[-1]
-    if mask is None and takes_flash(q) and (calls_flash(window, sinks is not None, cp.size) or pads):
-        return apply(FlashAttention, q, k, v, window, sinks).flatten(2)
-    v_dim = v.shape[-1]
-    if not on_gpu(q) and v_dim < q.shape[-1]:
-        v = functional.pad(v, (0, q.shape[-1] - v_dim))
-    if sinks is not None:
-        k, v, mask = _with_sink(k, v, mask, sinks)
-    grouped = k.shape[2] != q.shape[2]
-    q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))
-    out = functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped)
-    out = out.permute(2, 0, 1, 3)[..., :v_dim]
-    return out.reshape(*out.shape[:2], -1)
+    calls = calls_flash(rules.window, rules.sinks is not None, cp.size) or pads
+    if rules.mask is None and takes_flash(q) and calls:
+        return apply(FlashAttention, q, k, v, rules.window, rules.sinks, cp).flatten(2)
+    if cp.size > 1:
+        k, v = (apply(Exchange, x, partial(gather, cp=cp), partial(scatter, cp=cp)) for x in (k, v))
+    ends = chunk_ends(q, cp)
+    parts = zip(q.chunk(len(ends)), ends, strict=True)
+    return joined([masked_attention(part, k[:end], v[:end], rules) for part, end in parts]).flatten(2)
 
 
-def _with_sink(k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """One more key of zeros per head, whose score is the head's sink and whose value is zero."""
-    seq = k.shape[0]
-    if mask is None:
-        mask = torch.full((seq, seq), -math.inf, dtype=k.dtype, device=k.device).triu(1)
-    column = sinks.view(-1, 1, 1).expand(-1, seq, 1)
-    mask = torch.cat((mask.expand(1, sinks.numel(), seq, seq), column[None]), dim=-1)
-    k, v = (torch.cat((x, x.new_zeros(1, *x.shape[1:]))) for x in (k, v))
-    return k, v, mask
+def joined(parts: Sequence[Tensor]) -> Tensor:
+    """The parts one after another; a single one as it is, not copied."""
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
 
 
 class CoreAttention(nn.Module):
@@ -364,18 +310,19 @@ class CoreAttention(nn.Module):
         super().__init__()
         self.around = around
         self.slides = kind.attention != "full"
-        self.window = window_of(model, kind)
+        self.model, self.kind = model, kind
         self.heads = model.num_attention_heads // around.tp.size
         self.output = Linear(
             model.num_attention_heads * v_dim, model.hidden_size, around, parallel="row", bias=model.output_bias
         )
         self.sinks = nn.Parameter(torch.empty(self.heads)) if model.attention_sinks else None
-        mark_shard(self.sinks, 0, ((model.num_attention_heads, self.heads),))
+        mark(self.sinks, shard=(0, ((model.num_attention_heads, self.heads),)))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, tables: AttentionTables) -> Tensor:
-        mask = tables.window_mask if self.slides else tables.alibi
-        core: Callable[..., Tensor] = recomputable("core_attn", core_attention, self.around)
-        out: Tensor = self.output(core(q, k, v, mask, self.window, self.sinks, self.around.cp))
+        window = window_of(self.model, self.kind, q.shape[0] * self.around.cp.size)
+        rules = Visibility(tables.window_mask if self.slides else tables.alibi, window, self.sinks)
+        core = recomputable("core_attn", core_attention, self.around)
+        out: Tensor = self.output(core(q, k, v, rules, self.around.cp))
         return out
 
 
@@ -389,9 +336,7 @@ class Attention(CoreAttention):
         q = (model.num_attention_heads * model.head_dim, self.heads * model.head_dim)
         kv = (model.num_key_value_heads * model.head_dim, self.key_heads * model.head_dim)
         self.widths = [q[1], kv[1], kv[1]]
-        self.qkv = Linear(
-            model.hidden_size, q[0] + 2 * kv[0], around, parallel="column", bias=model.qkv_bias, sections=(q, kv, kv)
-        )
+        self.qkv = Linear(model.hidden_size, (q, kv, kv), around, parallel="column", bias=model.qkv_bias)
         self.q_norm = Norm(model.head_dim, model, per_head=True) if model.qk_norm else nn.Identity()
         self.k_norm = Norm(model.head_dim, model, per_head=True) if model.qk_norm else nn.Identity()
 

@@ -22,9 +22,8 @@ from planner.probe.model.peers import (
     hidden_to_sequence,
     leave,
     leave_by_view,
-    mark_partial,
-    mark_replica,
-    mark_shard,
+    mark,
+    marks_of,
     recomputable,
     shard,
     to_fp32,
@@ -76,11 +75,11 @@ class Embedding(nn.Module):
         self.around = around
         self.rows = model.vocab_size // around.tp.size
         self.weight = nn.Parameter(torch.empty(self.rows, model.hidden_size))
-        mark_shard(self.weight, 0, ((model.vocab_size, self.rows),))
+        mark(self.weight, shard=(0, ((model.vocab_size, self.rows),)))
         learned = model.position_embedding == "learned"
         positions = torch.empty(model.max_position_embeddings or 0, model.hidden_size)
         self.positions = nn.Parameter(positions) if learned else None
-        mark_partial(self.positions)
+        mark(self.positions, partial="sequence")
         # weights of the model that no layer reads, which only take memory
         self.rest = nn.Parameter(torch.empty(model.num_other_parameters)) if model.num_other_parameters else None
         self.norm = Norm(model.hidden_size, model) if model.embedding_norm else nn.Identity()
@@ -172,12 +171,12 @@ class Chunk(nn.Module):
         if model.tie_word_embeddings and self.head is not None:
             if self.embedding is not None:
                 self.head.output.weight = self.embedding.weight
-            mark_replica(self.head.output.weight, "embedding.weight")
+            mark(self.head.output.weight, replica="embedding.weight")
         if self.embedding is not None:
-            mark_replica(self.embedding.weight, "embedding.weight")
+            mark(self.embedding.weight, replica="embedding.weight")
         if self.mtp_embedding is not None:
             for name, parameter in self.mtp_embedding.named_parameters():
-                mark_replica(parameter, f"embedding.{name}")
+                mark(parameter, replica=f"embedding.{name}")
 
     def forward(self, x: Tensor | None, tokens: Tensor, labels: Tensor, tables: AttentionTables) -> Tensor:
         """Hidden states [seq/(cp·tp), batch, hidden] (of this rank's share of tokens [seq, batch] where it holds the
@@ -222,7 +221,7 @@ def local(tensor: Any) -> Tensor:
 
 def whole_name(name: str, parameter: Tensor) -> str:
     """The name of a parameter in the whole model. Replicas share one name."""
-    return str(getattr(parameter, "replica", name))
+    return marks_of(parameter).replica or name
 
 
 def copy_shard(whole: nn.Module, shard: nn.Module, around: Surroundings) -> None:
@@ -235,16 +234,13 @@ def copy_shard(whole: nn.Module, shard: nn.Module, around: Surroundings) -> None
 
 def shard_of(whole: Tensor, like: Tensor, around: Surroundings) -> Tensor:
     """The part of a whole parameter (or of its gradient) that `like` is; key-value heads fewer than tp repeat."""
-    cut: Any = getattr(like, "shard", None)
-    if cut is not None:
-        dim, sections = cut
+    marks = marks_of(like)
+    if marks.shard is not None:
+        dim, sections = marks.shard
         parts = torch.split(whole, [width for width, _ in sections], dim=dim)
         pieces = [
             part.narrow(dim, around.tp.rank * (width // local) // around.tp.size * local, local)
             for part, (width, local) in zip(parts, sections, strict=True)
         ]
         return torch.cat(pieces, dim=dim)
-    expert: Any = getattr(like, "expert", None)
-    if expert is not None:
-        return whole.narrow(0, around.ep.rank * like.shape[0], like.shape[0])
-    return whole
+    return whole.narrow(0, around.ep.rank * len(like), len(like)) if marks.expert else whole

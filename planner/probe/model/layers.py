@@ -16,16 +16,17 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from planner.probe.model.peers import (
+    Sections,
     Surroundings,
     apply,
     expert_all_to_all,
     leave,
-    mark_partial,
-    mark_shard,
+    mark,
     recomputable,
     to_fp32,
 )
 from planner.probe.torch_build import on_gpu, this_build
+from planner.specs.base import Fields
 from planner.specs.model import ModelSpec
 from planner.specs.model_parts import MoESpec
 
@@ -93,16 +94,8 @@ class DenseMLP(nn.Module):
     def __init__(self, model: ModelSpec, intermediate_size: int, around: Surroundings) -> None:
         super().__init__()
         self.model = model
-        section = (intermediate_size, intermediate_size // around.tp.size)
-        sections = (section,) * (2 if model.gated_mlp else 1)
-        self.up = Linear(
-            model.hidden_size,
-            intermediate_size * len(sections),
-            around,
-            parallel="column",
-            bias=model.has_mlp_bias,
-            sections=sections,
-        )
+        up = ((intermediate_size, intermediate_size // around.tp.size),) * (2 if model.gated_mlp else 1)
+        self.up = Linear(model.hidden_size, up, around, parallel="column", bias=model.has_mlp_bias)
         self.down = Linear(intermediate_size, model.hidden_size, around, parallel="row", bias=model.has_mlp_bias)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -218,8 +211,7 @@ class Experts(nn.Module):
         self.up_bias = nn.Parameter(torch.empty(local, factor * width)) if has_bias else None
         self.down_bias = nn.Parameter(torch.empty(local, model.hidden_size)) if has_bias else None
         for parameter in self.parameters():
-            parameter.expert = True  # type: ignore[attr-defined]
-            mark_partial(parameter)
+            mark(parameter, expert=True, partial="sequence")
 
     def forward(self, rows: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
         ends = counts.cumsum(0).to(torch.int32)
@@ -253,8 +245,8 @@ class Norm(nn.Module):
         self.rms = per_head or model.norm == "rmsnorm"
         self.weight = nn.Parameter(torch.empty(width))
         self.bias = nn.Parameter(torch.empty(width)) if model.has_norm_bias and not self.rms else None
-        mark_partial(self.weight, always=per_head)
-        mark_partial(self.bias)
+        mark(self.weight, partial="always" if per_head else "sequence")
+        mark(self.bias, partial="sequence")
 
     def forward(self, x: Tensor) -> Tensor:
         shape = tuple(self.weight.shape)
@@ -272,40 +264,35 @@ class Linear(nn.Module):
     """y = x · weightᵀ + bias, whole ("none"), or with its rows ("column") or columns ("row") sharded over tp.
 
     A column-parallel layer gathers the sequence inside its GEMM, keeps the shard and gathers again in backward; a
-    row-parallel one sums over the peers and shards the sequence again. `sections` are the parts of a fused weight
-    (q, k, v; gate, up), each sharded by itself: (whole width, width on a rank).
+    row-parallel one sums over the peers and shards the sequence again. A column-parallel weight may be fused of several
+    sections (q, k, v; gate, up).
     """
 
     def __init__(
         self,
         in_features: int,
-        out_features: int,
+        out_features: int | Sections,
         around: Surroundings,
         *,
         parallel: Literal["none", "column", "row"] = "none",
         bias: bool = False,
-        sections: tuple[tuple[int, int], ...] = (),
     ) -> None:
         super().__init__()
-        tp = around.tp.size
-        self.around = around
-        self.parallel = parallel
-        rows = out_features
-        columns = in_features // tp if parallel == "row" else in_features
+        self.around, self.parallel = around, parallel
+        tp = around.tp.size if parallel == "column" else 1
+        sections = ((out_features, out_features // tp),) if isinstance(out_features, int) else out_features
+        rows, columns = sum(local for _, local in sections), in_features
+        of_weight: Fields = {"partial": "sequence"}
+        of_bias = of_weight
         if parallel == "column":
-            sections = sections or ((out_features, out_features // tp),)
-            rows = sum(local for _, local in sections)
+            of_weight = of_bias = {"shard": (0, sections)}
+        elif parallel == "row":
+            columns = in_features // around.tp.size
+            of_weight = {"shard": (1, ((in_features, columns),))}
         self.weight = nn.Parameter(torch.empty(rows, columns))
         self.bias = nn.Parameter(torch.empty(rows)) if bias else None
-        if parallel == "column":
-            mark_shard(self.weight, 0, sections)
-            mark_shard(self.bias, 0, sections)
-        elif parallel == "row":
-            mark_shard(self.weight, 1, ((in_features, columns),))
-            mark_partial(self.bias)
-        else:
-            mark_partial(self.weight)
-            mark_partial(self.bias)
+        mark(self.weight, **of_weight)
+        mark(self.bias, **of_bias)
 
     def forward(self, x: Tensor) -> Tensor:
         row_of_several = self.parallel == "row" and self.around.tp.size > 1

@@ -7,10 +7,10 @@ that causal attention is the same work on every rank.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
@@ -20,25 +20,35 @@ from torch.utils.checkpoint import checkpoint
 
 from planner.probe.torch_build import gather_whole, on_gpu, scatter_sum
 
+Sections = tuple[tuple[int, int], ...]
+"""The parts of a fused weight along one dimension, each cut by itself: (whole width, width on a rank)."""
 
-def mark_shard(parameter: Tensor | None, dim: int, sections: tuple[tuple[int, int], ...]) -> None:
-    """Mark how a parameter is cut out of the whole one: each section along `dim`, of (whole, local) width, by
-    itself."""
+
+@dataclass(frozen=True, slots=True)
+class Marks:
+    """What a parameter is in the whole model."""
+
+    shard: tuple[int, Sections] | None = None
+    """The dimension along which it is cut out of the whole one, and its sections."""
+    partial: Literal["", "sequence", "always"] = ""
+    """Its gradient is the sum over tensor-parallel ranks, because each of them sees a part of the input alone: a shard
+    of the sequence under sequence parallelism, or (`always`) some of the heads."""
+    expert: bool = False
+    """It is of experts, of which each rank holds its own."""
+    replica: str = ""
+    """Other ranks (or chunks) hold it too, under this name, and it must stay equal on all of them."""
+
+
+def mark(parameter: Tensor | None, **marks: Any) -> None:
+    """Add marks to a parameter, where there is one."""
     if parameter is not None:
-        parameter.shard = (dim, sections)  # type: ignore[attr-defined]
+        parameter.marks = replace(marks_of(parameter), **marks)  # type: ignore[attr-defined]
 
 
-def mark_partial(parameter: Tensor | None, always: bool = False) -> None:
-    """Mark a parameter whose gradient is the sum over tensor-parallel ranks, because each of them sees only a part of
-    the input: a shard of the sequence under sequence parallelism, or (`always`) some of the heads."""
-    if parameter is not None:
-        parameter.partial = "always" if always else "sequence"  # type: ignore[attr-defined]
-
-
-def mark_replica(parameter: Tensor, name: str) -> None:
-    """Mark a parameter that other ranks (or chunks) hold too, under this name, and that must stay equal on all of
-    them."""
-    parameter.replica = name  # type: ignore[attr-defined]
+def marks_of(parameter: Tensor) -> Marks:
+    """The marks of a parameter."""
+    marks: Marks = getattr(parameter, "marks", Marks())
+    return marks
 
 
 @dataclass(slots=True)
@@ -260,6 +270,8 @@ def shard(sequence: Tensor, cp: TensorPeers) -> Tensor:
 
 def gather(x: Tensor, cp: TensorPeers) -> Tensor:
     """The rows of all ranks in the sequence's order: [seq/cp, …] → [seq, …]."""
+    if cp.size == 1:
+        return x
     chunks = cp.all_gather(x).chunk(2 * cp.size)
     return torch.cat((*chunks[::2], *chunks[:0:-2]))
 
@@ -271,11 +283,10 @@ def scatter(x: Tensor, cp: TensorPeers) -> Tensor:
     return cp.reduce_scatter(torch.cat([chunk for pair in pairs for chunk in pair]))
 
 
-def chunk_ends(q: Tensor, cp: TensorPeers) -> Iterator[int]:
-    """The positions in the sequence at which this rank's two chunks end."""
+def chunk_ends(q: Tensor, cp: TensorPeers) -> Sequence[int]:
+    """The positions in the sequence at which this rank's two chunks end, or its only one."""
     chunk = q.shape[0] // 2
-    yield (cp.rank + 1) * chunk
-    yield (2 * cp.size - cp.rank) * chunk
+    return [len(q)] if cp.size == 1 else [(cp.rank + 1) * chunk, (2 * cp.size - cp.rank) * chunk]
 
 
 @dataclass(slots=True)

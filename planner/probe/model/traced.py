@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from planner.physics.layers import traced_operators
 from planner.physics.operators import BF16, FP32, Operator
-from planner.probe.model.attention import AttentionTables, core_attention
+from planner.probe.model.attention import AttentionTables, Visibility, core_attention
 from planner.probe.model.layers import INITIAL_STD
-from planner.probe.model.peers import Exchange, Surroundings, apply, mark_partial, mark_shard, recomputable
+from planner.probe.model.peers import Exchange, Surroundings, apply, mark, recomputable
 from planner.shape import Shape
 from planner.specs.model import LayerKind, ModelSpec
 
@@ -42,9 +42,8 @@ class TracedLayer(nn.Module):
             weight = min((one for one in pool if one.numel() >= product), key=Tensor.numel, default=None)
             if weight is None:
                 weight = nn.Parameter(torch.empty(size or product))
-                mark_partial(weight)
-                if row.split:
-                    mark_shard(weight, 0, ((weight.numel() * tp, weight.numel()),))
+                size = weight.numel()
+                mark(weight, partial="sequence", shard=(0, ((size * tp, size),)) if row.split else None)
             self.weights[str(number)] = weight
 
     def forward(self, x: Tensor, tables: AttentionTables) -> Tensor:
@@ -94,7 +93,7 @@ def _attention(flow: Tensor, operator: Operator, around: Surroundings) -> Tensor
     op = operator
     sizes = (op.q_len, op.heads, op.qk_dim), (op.kv_len, op.kv_heads, op.qk_dim), (op.kv_len, op.kv_heads, op.v_dim)
     q, k, v = (_taken(flow, [round(float(one)) for one in (length, op.batch, *heads)]) for length, *heads in sizes)
-    return core_attention(q, k, v, None, 0, None, around.cp)
+    return core_attention(q, k, v, Visibility(None, 0, None), around.cp)
 
 
 class _Step(torch.autograd.Function):

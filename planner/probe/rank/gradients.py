@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from planner.errors import ProbeError
 from planner.probe.model.chunk import Chunk, local
 from planner.probe.model.layers import Experts
+from planner.probe.model.peers import marks_of
 from planner.probe.run import ProbeRun
 from planner.probe.torch_build import gather_whole, on_gpu, scatter_sum
 
@@ -200,10 +201,6 @@ def clip_scale(squared_norm: Tensor, max_norm: float) -> tuple[Tensor, Tensor]:
     return norm, scale
 
 
-MARKS = ("shard", "partial", "expert", "replica")
-"""Marks of parameters, which are copied because sharding replaces the parameters."""
-
-
 def require_fully_shard(run: ProbeRun) -> None:
     """Raise ProbeError if the run is one of ZeRO-3 and torch's fully_shard is older than what the ranks need of it: to
     sum gradients instead of averaging them, to leave some parameters out, and to emulate peers."""
@@ -235,7 +232,7 @@ def shard_chunk(
     """
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    marks = {name: {mark: getattr(p, mark) for mark in MARKS if hasattr(p, mark)} for name, p in _named(chunk)}
+    marks = {name: marks_of(parameter) for name, parameter in _named(chunk)}
     experts = [module for module in chunk.modules() if isinstance(module, Experts)]
     unshared = {p for module in experts for p in module.parameters()} if expert.group is None else set()
     for _, parameter in _named(chunk):
@@ -261,8 +258,7 @@ def shard_chunk(
         if shared and chunk.head is not None and chunk.embedding is not None:
             chunk.head.output.weight = chunk.embedding.weight  # given memory of its own before
     for name, parameter in _named(chunk):
-        for mark, value in marks[name].items():
-            setattr(parameter, mark, value)
+        cast(Any, parameter).marks = marks[name]  # sharding has replaced the parameter
 
 
 def _named(chunk: Chunk) -> Iterator[tuple[str, nn.Parameter]]:

@@ -13,7 +13,9 @@ import mmap
 import os
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,19 +27,9 @@ from planner.distribution import __version__
 from planner.errors import ProbeError
 from planner.probe.model.peers import ExpertGroup, ExpertPeers, GroupPeers, Surroundings, TensorPeers
 from planner.probe.rank.gradients import Sharding
-from planner.probe.run import (
-    ProbeRun,
-    expert_data_ranks,
-    expert_ranks,
-    group_keys,
-    holders,
-    pipeline_ranks,
-    ranks_over,
-    replica_sets,
-    traffic,
-    wire_key,
-)
-from planner.specs.base import Ints, Texts
+from planner.probe.result import RankResult
+from planner.probe.run import Place, ProbeRun, Purpose, group_keys, groups_of
+from planner.specs.base import Texts
 
 RUN_FILE = "run.json"
 RESULT_FILE, STATUS_FILE, FAILURE_FILE = "rank{}.json", "rank{}.status", "rank{}.failure.json"
@@ -161,13 +153,18 @@ class StatusFile:
         return in_words(self.phase, self.detail)
 
 
-def read_status(path: Path) -> Progress | None:
-    """The progress that a rank wrote, or None if it has not written any yet."""
-    try:
-        phase, detail, since_s, beat_s, _ = path.read_text(errors="replace").split("|")
+def read_status(folder: Path, rank: int, start_s: float) -> Progress:
+    """The progress that a rank wrote, which starts at `start_s` where it has not written any yet."""
+    with suppress(OSError, ValueError):
+        phase, detail, since_s, beat_s, _ = (folder / STATUS_FILE.format(rank)).read_text(errors="replace").split("|")
         return Progress(phase, detail, float(since_s), float(beat_s))
-    except (OSError, ValueError):
-        return None
+    return Progress("start", "", start_s, time.monotonic())
+
+
+def read_results(folder: Path, ranks: Iterable[int]) -> tuple[RankResult, ...]:
+    """The measurements that ranks have left in a folder."""
+    paths = (folder / RESULT_FILE.format(rank) for rank in ranks)
+    return tuple(RankResult.model_validate_json(path.read_text()) for path in paths)
 
 
 _KEY, _VERDICT = "progress {}", "stands still"
@@ -328,51 +325,46 @@ def _place(one: Identity) -> str:
     return one.address.partition("|")[0] or one.host
 
 
+@dataclass(frozen=True, slots=True)
 class RankGroups:
-    """The process groups of one rank. Every rank creates all groups of all ranks, because torch requires it."""
+    """The ranks around one, and the process groups that it shares with them, where it runs among others."""
 
-    def __init__(self, run: ProbeRun, rank: int, timeout: timedelta | None = None) -> None:
-        self.run, self.rank, self.place = run, rank, run.place(rank)
-        groups = {key: dist.new_group(list(key[1]), timeout=timeout) for key in group_keys(run)}
-        self.mine = {key: group for key, group in groups.items() if rank in key[1]}
-        self.around = Surroundings(
-            tp=self._peers("tp", run.sequence_parallel),
-            ep=self._expert_peers(),
-            cp=self._peers("cp"),
-            balanced_routing=run.balanced_routing,
-            recomputed=frozenset(run.recompute_modules),
-        )
-        self.dense = self._sharding("dp", ranks_over(run, self.place, "dp", "cp"))
-        self.expert = self._sharding("expert_dp", expert_data_ranks(run, self.place))
-        self.wires = {
-            pair: self.mine[wire_key(run, self.place, pair)] for pair in traffic(run.order) if self.place.pp in pair
-        }
-        self.replicas = {
-            holders: self.mine["replicas", pipeline_ranks(run, self.place, holders)]
-            for holders in replica_sets(run)
-            if self.place.pp in holders
-        }
+    place: Place
+    around: Surroundings
+    dense: Sharding
+    expert: Sharding
+    joined: Mapping[Purpose, Any] = field(default_factory=dict)
+    """The groups of wires and of replicas, whose pipeline ranks hold the same parameters."""
+    alone: bool = False
+    """No other rank runs, so that nobody else holds what this one does."""
 
-    def beside(self, pp_rank: int) -> int:
-        """Global rank of the same coordinates on another pipeline rank."""
-        return self.run.rank(self.place._replace(pp=pp_rank))
+    @classmethod
+    def of(cls, run: ProbeRun, rank: int, timeout: timedelta | None = None) -> RankGroups:
+        """The groups of one rank. Every rank creates all groups of all ranks, because torch requires it."""
+        made = {key: dist.new_group(list(key[1]), timeout=timeout) for key in group_keys(run)}
+        own = groups_of(run, run.place(rank))
+        groups = {purpose: made.get((purpose, ranks)) for purpose, ranks in own.items()}
 
-    def holders(self, name: str, stage: int) -> Ints:
-        """Pipeline ranks that hold the parameter `name` of virtual stage `stage`, sorted."""
-        return holders(self.run, name, stage)
+        def member(axis: str) -> tuple[int, int, Any]:
+            """Size of a group, this rank's number in it, and the group."""
+            ranks = own.get((axis, ()), (rank,))
+            return len(ranks), ranks.index(rank), groups.get((axis, ()))
 
-    def _peers(self, axis: str, sequence_parallel: bool = False) -> TensorPeers:
-        ranks = ranks_over(self.run, self.place, axis)
-        if len(ranks) == 1:
-            return TensorPeers()
-        return GroupPeers(len(ranks), ranks.index(self.rank), sequence_parallel, self.mine[axis, ranks])
+        def peers(axis: str, sequence_parallel: bool = False) -> TensorPeers:
+            size, number, group = member(axis)
+            return GroupPeers(size, number, sequence_parallel, group) if size > 1 else TensorPeers()
 
-    def _expert_peers(self) -> ExpertPeers:
-        run = self.run
-        ranks = expert_ranks(self.run, self.place)
-        return ExpertPeers() if run.ep == 1 else ExpertGroup(run.ep, ranks.index(self.rank), self.mine["ep", ranks])
+        def sharding(axis: str) -> Sharding:
+            size, number, group = member(axis)
+            return Sharding(group, size, number, run.zero, run.dp_stands_for)
 
-    def _sharding(self, kind: str, ranks: Ints) -> Sharding:
-        run = self.run
-        group = self.mine.get((kind, ranks))
-        return Sharding(group, len(ranks), ranks.index(self.rank), run.zero, run.dp_stands_for)
+        experts = ExpertGroup(*member("ep")) if run.ep > 1 else ExpertPeers()
+        around = run_surroundings(run, peers("tp", run.sequence_parallel), experts, peers("cp"))
+        return cls(run.place(rank), around, sharding("dp"), sharding("expert_dp"), groups)
+
+
+def run_surroundings(run: ProbeRun, tp: TensorPeers, ep: ExpertPeers, cp: TensorPeers) -> Surroundings:
+    """The values that all modules of a run's stage share."""
+    return Surroundings(
+        tp=tp, ep=ep, cp=cp, balanced_routing=run.balanced_routing, recomputed=frozenset(run.recompute_modules)
+    )

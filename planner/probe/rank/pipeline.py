@@ -27,7 +27,7 @@ from torch import Tensor
 from planner.probe.model.attention import AttentionTables
 from planner.probe.model.chunk import Chunk
 from planner.probe.model.peers import Surroundings
-from planner.probe.run import Message, SleepSeconds, message_of, needed_by, traffic
+from planner.probe.run import Message, Place, ProbeRun, Purpose, SleepSeconds, message_of, needed_by, traffic
 from planner.schedule.actions import Action, Schedule
 from planner.specs.base import Ints
 
@@ -186,22 +186,18 @@ class GroupWires(Wires):
 
     def __init__(
         self,
-        schedule: Schedule,
-        pp_rank: int,
-        global_rank: Callable[[int], int],
-        groups: Mapping[tuple[int, int], Any],
+        run: ProbeRun,
+        place: Place,
+        joined: Mapping[Purpose, Any],
         empty: Callable[[], Tensor],
     ) -> None:
-        """`global_rank` of a pipeline rank beside this one; `groups` by (sender, receiver); `empty` makes a message."""
+        """`joined` holds the groups of its channels; `empty` makes a message."""
         super().__init__()
-        self.schedule = schedule
-        self.pp_rank = pp_rank
-        self.global_rank = global_rank
-        self.groups = groups
-        self.empty = empty
-        self.expected = {pair: messages for pair, messages in traffic(schedule).items() if pair[1] == pp_rank}
-        self.coming: dict[tuple[int, int], deque[Message]] = {}
-        self.posted: dict[tuple[int, int], tuple[Message, Tensor, Any]] = {}
+        self.run, self.place, self.empty = run, place, empty
+        self.groups = {pair: group for (kind, pair), group in joined.items() if kind == "wire"}
+        self.expected = {pair: messages for pair, messages in traffic(run.order).items() if pair[1] == place.pp}
+        self.coming: dict[Ints, deque[Message]] = {}
+        self.posted: dict[Ints, tuple[Message, Tensor, Any]] = {}
         self.leaving: deque[tuple[Any, Tensor]] = deque()
 
     def open(self) -> None:
@@ -211,10 +207,10 @@ class GroupWires(Wires):
         in the first step.
         """
         for pair in sorted(self.groups):
-            if pair[0] == self.pp_rank:
-                dist.send(self.empty(), self.global_rank(pair[1]), group=self.groups[pair])
+            if pair[0] == self.place.pp:
+                dist.send(self.empty(), self._beside(pair[1]), group=self.groups[pair])
             else:
-                dist.recv(self.empty(), self.global_rank(pair[0]), group=self.groups[pair])
+                dist.recv(self.empty(), self._beside(pair[0]), group=self.groups[pair])
 
     def begin(self) -> None:
         self.coming = {pair: deque(messages) for pair, messages in self.expected.items()}
@@ -222,8 +218,8 @@ class GroupWires(Wires):
             self._post(pair)
 
     def send(self, message: Message, tensor: Tensor) -> None:
-        to = self.schedule.stage_to_rank[message.stage]
-        if to == self.pp_rank:
+        to = self.run.stage_to_rank[message.stage]
+        if to == self.place.pp:
             super().send(message, tensor)
             return
         while self.leaving and self.leaving[0][0].is_completed():
@@ -232,28 +228,32 @@ class GroupWires(Wires):
         expected = self.empty()
         if (tensor.shape, tensor.dtype) != (expected.shape, expected.dtype):
             raise RuntimeError(f"{message} is {tensor.dtype} {tuple(tensor.shape)}, not {tuple(expected.shape)}")
-        work = dist.isend(tensor, self.global_rank(to), group=self.groups[self.pp_rank, to])
+        work = dist.isend(tensor, self._beside(to), group=self.groups[self.place.pp, to])
         self.leaving.append((work, tensor))
 
     def receive(self, message: Message) -> Tensor:
         sender = message.stage - 1 if message.kind == "F" else message.stage + 1
-        pair = (self.schedule.stage_to_rank[sender], self.pp_rank)
+        pair = (self.run.stage_to_rank[sender], self.place.pp)
         while message not in self.kept:
             self._take(pair)
         return super().receive(message)
+
+    def _beside(self, pp_rank: int) -> int:
+        """Global rank of the same coordinates on another pipeline rank."""
+        return self.run.rank(self.place._replace(pp=pp_rank))
 
     def finish(self) -> None:
         while self.leaving:
             self.leaving.popleft()[0].wait()
 
-    def _post(self, pair: tuple[int, int]) -> None:
+    def _post(self, pair: Ints) -> None:
         if self.coming[pair]:
             message = self.coming[pair].popleft()
             buffer = self.empty()
-            work = dist.irecv(buffer, self.global_rank(pair[0]), group=self.groups[pair])
+            work = dist.irecv(buffer, self._beside(pair[0]), group=self.groups[pair])
             self.posted[pair] = (message, buffer, work)
 
-    def _take(self, pair: tuple[int, int]) -> None:
+    def _take(self, pair: Ints) -> None:
         message, buffer, work = self.posted.pop(pair)
         work.wait()
         self.kept[message] = buffer

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from planner.probe.model.attention import AttentionTables
 from planner.probe.model.chunk import Chunk, copy_shard, initialise, local, whole_name
 from planner.probe.model.layers import Experts, takes_groups
-from planner.probe.model.peers import EmulatedPeers, ExpertPeers, GroupPeers, Surroundings
+from planner.probe.model.peers import EmulatedPeers, ExpertPeers, GroupPeers, Surroundings, TensorPeers, marks_of
 from planner.probe.rank.gradients import (
     FlatParameters,
     ShardedParameters,
@@ -22,9 +22,10 @@ from planner.probe.rank.gradients import (
     clip_scale,
     shard_chunk,
 )
+from planner.probe.rank.groups import RankGroups, run_surroundings
 from planner.probe.rank.pipeline import EmulatedWires, RankClock, RankPipeline, SleepingPipeline, StepRecord, Wires
 from planner.probe.result import StepSeconds
-from planner.probe.run import ProbeRun, needed_by
+from planner.probe.run import ProbeRun, holders, needed_by
 from planner.schedule.actions import Action
 from planner.specs.base import Ints
 from planner.specs.model import ModelSpec
@@ -74,14 +75,17 @@ class Parameters:
     """Parameters of a rank by the ranks over which gradients are summed: dense ones over dp·cp, experts over
     expert-dp."""
 
-    def __init__(self, run: ProbeRun, chunks: dict[int, Chunk], holders: Callable[[str, int], Ints]) -> None:
+    def __init__(self, run: ProbeRun, chunks: dict[int, Chunk], groups: RankGroups) -> None:
         self.run = run
         self.named: list[tuple[str, int, nn.Parameter]] = [
             (whole_name(name, parameter), stage, parameter)
             for stage, chunk in chunks.items()
             for name, parameter in chunk.named_parameters()
         ]
-        self.holders = {(name, stage): holders(name, stage) for name, stage, _ in self.named}
+        self.holders = {
+            (name, stage): (groups.place.pp,) if groups.alone else holders(run, name, stage)
+            for name, stage, _ in self.named
+        }
 
     def of_kind(self, expert: bool, tp_rank: int, pp_rank: int) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
         """Parameters whose squares this rank counts in the global norm, and the others."""
@@ -89,21 +93,20 @@ class Parameters:
         others: list[nn.Parameter] = []
         seen: set[str] = set()
         for name, stage, parameter in self.named:
-            if hasattr(parameter, "expert") != expert:
+            marks = marks_of(parameter)
+            if marks.expert != expert:
                 continue
             first_holder = self.holders[name, stage][0] == pp_rank and name not in seen
             seen.add(name)
-            once = expert or hasattr(parameter, "shard") or tp_rank == 0
+            once = expert or marks.shard is not None or tp_rank == 0
             (counted if first_holder and once else others).append(parameter)
         return counted, others
 
     def partial_over_tp(self) -> Iterator[Tensor]:
         """Main gradients that must be summed over tensor-parallel ranks, each of which has a part."""
         for _, _, parameter in self.named:
-            partial = getattr(parameter, "partial", None)
-            if not hasattr(parameter, "expert") and (
-                partial == "always" or (partial == "sequence" and self.run.sequence_parallel)
-            ):
+            marks = marks_of(parameter)
+            if not marks.expert and marks.partial in ("always", "sequence" if self.run.sequence_parallel else "always"):
                 yield main_gradient(parameter)
 
     def replicas(self) -> dict[Ints, dict[str, list[Tensor]]]:
@@ -112,12 +115,12 @@ class Parameters:
         for name, stage, parameter in self.named:
             by_holders.setdefault(self.holders[name, stage], {}).setdefault(name, []).append(parameter)
         return {
-            holders: {
+            pp_ranks: {
                 name: [main_gradient(parameter) for parameter in replicas]
                 for name, replicas in names.items()
-                if len(holders) > 1 or len(replicas) > 1
+                if len(pp_ranks) > 1 or len(replicas) > 1
             }
-            for holders, names in by_holders.items()
+            for pp_ranks, names in by_holders.items()
         }
 
 
@@ -131,24 +134,18 @@ def unheard(action: str) -> None:
     """Hear of an action and do nothing, where nobody watches the rank."""
 
 
-class RankTrainer:
-    """A rank's stages and its training step. A rank that runs without peers needs no `replica_groups`."""
+def empty_message(run: ProbeRun, tp: TensorPeers, device: str) -> Tensor:
+    """A buffer for one message: [seq/tp, batch, hidden] under sequence parallelism, else [seq, batch, hidden]."""
+    length = run.seq_length // (tp.size if tp.sequence_parallel else 1)
+    return torch.empty(length, run.micro_batch_size, run.model.hidden_size, dtype=dtypes(run)[0], device=device)
 
-    def __init__(
-        self,
-        run: ProbeRun,
-        pp_rank: int,
-        around: Surroundings,
-        wires: Wires,
-        device: str,
-        dense: Sharding,
-        expert: Sharding,
-        holders: Callable[[str, int], Ints] = lambda name, stage: (0,),
-        replica_groups: dict[Ints, Any] | None = None,
-        dp_rank: int = 0,
-    ) -> None:
-        self.run, self.around, self.device, self.dp_rank = run, around, device, dp_rank
-        self.replica_groups = replica_groups or {}
+
+class RankTrainer:
+    """A rank's stages and its training step, alone or among the ranks of its groups."""
+
+    def __init__(self, run: ProbeRun, groups: RankGroups, wires: Wires, device: str) -> None:
+        self.run, self.groups, self.around, self.device = run, groups, groups.around, device
+        around, dense, expert, pp_rank = groups.around, groups.dense, groups.expert, groups.place.pp
         self.clock = RankClock(device)
         dtype, grad_dtype = dtypes(run)
         self.dtype = dtype
@@ -167,7 +164,7 @@ class RankTrainer:
             shard_chunk(chunk, dense, expert, dtype, grad_dtype, gathers_again=run.pp == 1, device=device)
             if is_meta:
                 initialise(chunk, run.seed)
-        self.parameters = Parameters(run, self.chunks, holders)
+        self.parameters = Parameters(run, self.chunks, groups)
         for is_expert, sharding in ((False, dense), (True, expert)):
             counted, others = self.parameters.of_kind(is_expert, around.tp.rank, pp_rank)
             if (counted or others) and fully_sharded and sharding.group is not None:
@@ -190,11 +187,8 @@ class RankTrainer:
         return has_experts and not takes_groups(self.empty())
 
     def empty(self) -> Tensor:
-        """A buffer for one message: [seq/tp, batch, hidden] under sequence parallelism, else [seq, batch, hidden]."""
-        run, tp = self.run, self.around.tp
-        length = run.seq_length // (tp.size if tp.sequence_parallel else 1)
-        shape = length, run.micro_batch_size, run.model.hidden_size
-        return torch.empty(shape, dtype=self.dtype, device=self.device)
+        """A buffer for one message."""
+        return empty_message(self.run, self.around.tp, self.device)
 
     def rehearse(self, on_action: Callable[[str], None] = unheard) -> None:
         """Run one made-up micro-batch through every chunk, one after another, and drop its gradients; `on_action` hears
@@ -255,7 +249,7 @@ class RankTrainer:
         run = self.run
         batches = [
             synthetic_batch(run.model, run.whole_seq_length, run.micro_batch_size, seed, self.device)
-            for seed in (batch_seed(run, step, self.dp_rank, mb) for mb in range(run.num_microbatches))
+            for seed in (batch_seed(run, step, self.groups.place.dp, mb) for mb in range(run.num_microbatches))
         ]
         (start or self.clock.start)()
         record = self.pipeline.step(batches, 1 / (run.num_microbatches * run.dp * run.cp), on_action)
@@ -307,8 +301,8 @@ class RankTrainer:
             return
         if isinstance(self.around.tp, GroupPeers):
             all_reduce_flat(self.parameters.partial_over_tp(), self.around.tp.group)
-        for holders, names in sorted(self.parameters.replicas().items()):
-            self._sum_replicas(names, self.replica_groups.get(holders))
+        for pp_ranks, names in sorted(self.parameters.replicas().items()):
+            self._sum_replicas(names, self.groups.joined.get(("replicas", pp_ranks)))
         for flat in self.flat:
             flat.reduce()
 
@@ -381,28 +375,16 @@ class _OwnPart(_Emulated):
 def trainer_alone(run: ProbeRun, rank: int, device: str) -> RankTrainer:
     """A rank's stages among emulated peers."""
     place = run.place(rank)
-    around = Surroundings(
-        tp=EmulatedPeers(run.tp, 0, run.sequence_parallel),
-        ep=ExpertPeers(run.ep),
-        cp=EmulatedPeers(run.cp),
-        balanced_routing=run.balanced_routing,
-        recomputed=frozenset(run.recompute_modules),
-    )
-    trainer: RankTrainer
-
+    tp, cp = EmulatedPeers(run.tp, 0, run.sequence_parallel), EmulatedPeers(run.cp)
     sizes = run.dp * run.cp, run.dp * run.cp * run.tp // run.ep
     is_sharded = run.fully_sharded and sizes[0] > 1
     groups = groups_of_one(*sizes) if is_sharded else (None, None)
     dense, expert = (Sharding(group, size, zero=run.zero) for group, size in zip(groups, sizes, strict=True))
     trainer = RankTrainer(
         run.model_copy(update={"learning_rate": LEARNING_RATE}),
-        place.pp,
-        around,
-        EmulatedWires(run.stages_of(place.pp), lambda kind: trainer.empty().normal_()),
+        RankGroups(place, run_surroundings(run, tp, ExpertPeers(run.ep), cp), dense, expert, alone=True),
+        EmulatedWires(run.stages_of(place.pp), lambda kind: empty_message(run, tp, device).normal_()),
         device,
-        dense,
-        expert,
-        holders=lambda name, stage: (place.pp,),
     )
     for chunk in trainer.chunks.values() if is_sharded else ():
         emulate_exchanges(chunk)

@@ -41,7 +41,7 @@ from planner.probe.rank.groups import (
     what_runs,
 )
 from planner.probe.rank.pipeline import ActionTimes, GroupWires, RankClock, StepRecord, start_together
-from planner.probe.rank.training import Parameters, RankTrainer, batch_seed, dtypes, synthetic_batch
+from planner.probe.rank.training import Parameters, RankTrainer, batch_seed, dtypes, empty_message, synthetic_batch
 from planner.probe.result import ChunkSeconds, ProbeCheck, ProbedMemory, RankResult, StepSeconds, TimedAction, shown
 from planner.probe.run import ChunkSpec, ProbeRun, Repeats, spread_fraction
 from planner.probe.torch_build import Monitor, watched
@@ -246,8 +246,8 @@ class Worker:
         self.status.enter("handshake")
         self.join()
         self.status.enter("build", f"groups {WAITING}")
-        grid = RankGroups(run, self.rank, self.timeout)
-        trainer = self.build(grid)
+        groups = RankGroups.of(run, self.rank, self.timeout)
+        trainer = self.build(groups)
         static_bytes = self.static_memory()
         self.status.enter("rehearsal")
         with self.writing_down_attention():
@@ -354,29 +354,12 @@ class Worker:
         is_shared = self.local and not clock.is_cuda
         self.clock_error_s = start_together(clock, self.rank, self.device, is_shared)
 
-    def build(self, grid: RankGroups) -> RankTrainer:
+    def build(self, groups: RankGroups) -> RankTrainer:
         """Stages, optimizer state and wires of this rank."""
-        run = self.run
-        place = grid.place
         self.status.at("")
-        trainer: RankTrainer
-
-        def empty() -> Any:
-            return trainer.empty()
-
-        wires = GroupWires(run.order, place.pp, grid.beside, grid.wires, empty)
-        trainer = RankTrainer(
-            run,
-            place.pp,
-            grid.around,
-            wires,
-            self.device,
-            grid.dense,
-            grid.expert,
-            grid.holders,
-            grid.replicas,
-            place.dp,
-        )
+        empty = partial(empty_message, self.run, groups.around.tp, self.device)
+        wires = GroupWires(self.run, groups.place, groups.joined, empty)
+        trainer = RankTrainer(self.run, groups, wires, self.device)
         self.status.at(f"channels {WAITING}")
         wires.open()
         return trainer

@@ -15,7 +15,7 @@ repeat with a period p (for instance, every second one has a sliding window), th
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple, Protocol
 
 from planner.search.ilp.node import FULL, Node, Recurring, recurring
@@ -175,41 +175,31 @@ class Chunks(NamedTuple):
     """Number of layers that the last virtual stage holds fewer than `length`."""
 
 
-class LayerSums(NamedTuple):
-    """Layers that the ranks hold, as sums of the variables of `_add_runs` or `_add_recurring`."""
-
-    first_row: list[Expression]
-    """Layers of each rank's first virtual stage."""
-    totals: list[Expression]
-    """Layers of each rank."""
-    by_kind: list[dict[LayerKind, Expression]]
-    """Layers of each rank by kind; `add_layers` gives each sum a variable."""
-    in_flight: list[dict[LayerKind, Expression]]
-    """The same, with each layer counted once for each micro-batch of its chunk in flight."""
-
-
 @dataclass(frozen=True, slots=True)
 class LayersOnRanks:
     """Layers of each rank, as expressions that the other rows are made of."""
 
+    chunks: Chunks
     first_row: list[Expression]
     """Layers of each rank's first virtual stage."""
-    last_row: list[Expression]
-    """Layers of the last pp virtual stages, if stages interleave."""
     totals: list[Expression]
     """Layers of each rank."""
     by_kind: list[dict[LayerKind, Expression]]
-    """Layers of each rank by kind; each is a variable, since it enters many rows."""
+    """Layers of each rank by kind; `add_layers` gives each sum a variable, since it enters many rows."""
     in_flight: list[dict[LayerKind, Expression]]
     """Layers of each rank by kind, each counted once for each micro-batch of its chunk in flight."""
-    chunks: Chunks
+
+    def on_last_row(self, rank: int) -> Expression:
+        """Layers of a rank's last virtual stage, if stages interleave."""
+        is_last = rank == len(self.totals) - 1
+        return self.chunks.length - self.chunks.missing_last if is_last else self.chunks.length
 
     def counts(self, node: Node) -> tuple[int, ...]:
         """Layers of each virtual stage as the solver chose them."""
         if node.vpp == 1:
             return tuple(map(count, self.totals))
         inner = [count(self.chunks.length)] * (node.pp * (node.vpp - 2))
-        return (*map(count, self.first_row), *inner, *map(count, self.last_row))
+        return (*map(count, self.first_row), *inner, *(count(self.on_last_row(rank)) for rank in range(node.pp)))
 
 
 def add_layers(program: Formulation, node: Node) -> LayersOnRanks:
@@ -228,8 +218,7 @@ def add_layers(program: Formulation, node: Node) -> LayersOnRanks:
         for rank, total in enumerate(sums.totals):
             may_be_empty = node.empty_ends and rank in (0, node.pp - 1) and node.pp > 1
             program.add_row("chunks", f"held_{rank}", total >= (0 if may_be_empty else 1))
-    last_row = [chunks.length] * (node.pp - 1) + [chunks.length - chunks.missing_last]
-    return LayersOnRanks(sums.first_row, last_row, sums.totals, by_kind, sums.in_flight, chunks)
+    return replace(sums, by_kind=by_kind)
 
 
 def _add_chunks(program: Formulation, node: Node) -> Chunks:
@@ -248,7 +237,7 @@ def _add_chunks(program: Formulation, node: Node) -> Chunks:
     return Chunks(chunk, *missing)
 
 
-def _add_recurring(program: Formulation, node: Node, pattern: Recurring, chunks: Chunks) -> LayerSums:
+def _add_recurring(program: Formulation, node: Node, pattern: Recurring, chunks: Chunks) -> LayersOnRanks:
     """Add rows 1 and 2 for layers that repeat: the end of each virtual stage, and the layers of each kind before it.
 
     `ends[j]` layers are on the virtual stages 0 … j, and `before[j]` of them are of one kind. The layers that are left
@@ -280,7 +269,7 @@ def _add_recurring(program: Formulation, node: Node, pattern: Recurring, chunks:
             counted[rank][kind] = add_up(of_kind)
             counted_in_flight[rank][kind] = _weighted(weights[rank], of_kind)
     by_kind = _with_commonest(node, counted, totals)
-    return LayerSums(lengths[: node.pp], totals, by_kind, _with_commonest(node, counted_in_flight, kept))
+    return LayersOnRanks(chunks, lengths[: node.pp], totals, by_kind, _with_commonest(node, counted_in_flight, kept))
 
 
 def _with_commonest(
@@ -312,7 +301,7 @@ def _add_places(
     return add_up(counts)
 
 
-def _add_runs(program: Formulation, node: Node, chunks: Chunks) -> LayerSums:
+def _add_runs(program: Formulation, node: Node, chunks: Chunks) -> LayersOnRanks:
     """Add rows 1 and 2 for runs of equal layers: each rank's first chunk and, if stages interleave, its later ones."""
     lengths = [length for _, length in node.runs]
     filled = _add_filled(program, node, lengths)
@@ -336,7 +325,7 @@ def _add_runs(program: Formulation, node: Node, chunks: Chunks) -> LayerSums:
         if weights and rank == node.placement[-1]:
             rest_in_flight = rest_in_flight - weights[-1] * chunks.missing_last
         in_flight.append(_of_runs(node, [first_weight * number for number in numbers], rest_in_flight))
-    return LayerSums(first_row, totals, by_kind, in_flight)
+    return LayersOnRanks(chunks, first_row, totals, by_kind, in_flight)
 
 
 def _of_runs(node: Node, numbers: Sequence[Expression], rest: Expression) -> dict[LayerKind, Expression]:

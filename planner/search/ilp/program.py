@@ -204,7 +204,7 @@ def _add_behind(program: Formulation, sums: RankSums) -> dict[str, list[Expressi
     behind_s = {name: [constant(0)] * (pp + 1) for name in PASSES}
     for rank in reversed(range(pp)):
         for name in PASSES:
-            quickest_s = sums.layers.last_row[rank] * min(sums.per_layer(rank, name))
+            quickest_s = sums.layers.on_last_row(rank) * min(sums.per_layer(rank, name))
             stage_s = quickest_s + sums.of_ends(rank, name, first_row=False)
             meaning = f"{_WORDS[name]} of one micro-batch on the last-row stages {rank} … {pp - 1}, at least"
             trip_s = behind_s[name][rank + 1] + stage_s

@@ -104,9 +104,10 @@ def recipe_table(case: Case, tick: Callable[[], None] = lambda: None) -> RecipeT
     tried = sorted(legal, key=lambda key: -abs(1.0 if (more := rows[key].more_fraction) is None else more))
     for _ in range(len(other_values(case)) - len(tried)):
         tick()
-    for found in _planned(case, [rows[key] for key in tried], best, deadline):
+    assert best.search is not None, "the best layout was searched"
+    asked, search_s = partial(_asked, case, best.step.step_s, deadline), best.search.seconds or 0.0
+    for found in side_by_side(asked, [rows[key] for key in tried], search_s, tick):
         rows[found.switch, found.value] = found
-        tick()
     return RecipeTable(
         job=f"{case.model.name} on {case.cluster.num_gpus:,} × {case.cluster.hardware.name}, {case.runtime.name}",
         step_s=best.step.step_s,
@@ -139,12 +140,6 @@ def _legal(case: Case, name: str, value: Value) -> OtherValue:
         if partner is None:
             return OtherValue(switch=name, value=value, rule=f"{broken.switch} {broken.says}")
         beside[partner[0]] = partner[1]
-
-
-def _planned(case: Case, tried: Sequence[OtherValue], best: Plan, deadline: Deadline) -> Iterator[OtherValue]:
-    """Each value with the rest planned again; long searches run side by side if processors are free."""
-    assert best.search is not None, "the best layout was searched"
-    return side_by_side(partial(_asked, case, best.step.step_s, deadline), tried, best.search.seconds or 0.0)
 
 
 def _asked(case: Case, now_s: float, deadline: Deadline, asked: OtherValue) -> OtherValue:
@@ -194,19 +189,24 @@ WORTH_PROCESSES_S = 3.0
 """Seconds of all searches together below which they run one after another: a process needs half a second to start."""
 
 
-def side_by_side(search: Callable[[A], R], asked: Sequence[A], search_s: float) -> Iterator[R]:
-    """The result of each search, in order, where one takes about `search_s` seconds.
+def side_by_side(
+    search: Callable[[A], R], asked: Sequence[A], search_s: float, tick: Callable[[], None] = lambda: None
+) -> list[R]:
+    """The result of each search, in order, where one takes about `search_s` seconds; `tick` is called after each.
 
     They run one after another where they are short or no processors are free. So do those that are left where the
     system allows no processes, or kills one.
     """
-    num_workers, num_done = min(len(asked), num_processors()), 0
+    num_workers, results = min(len(asked), num_processors()), list[R]()
     if num_workers > 1 and search_s * len(asked) >= WORTH_PROCESSES_S:
         with suppress(OSError, BrokenProcessPool):  # OSError where a sandbox allows no semaphores
             for result in _in_processes(search, asked, num_workers):
-                yield result
-                num_done += 1
-    yield from map(search, asked[num_done:])
+                results.append(result)
+                tick()
+    for one in asked[len(results) :]:
+        results.append(search(one))
+        tick()
+    return results
 
 
 def _in_processes(search: Callable[[A], R], asked: Sequence[A], num_workers: int) -> Iterator[R]:

@@ -223,23 +223,27 @@ def _vision(config: Config, text_hidden: Any, where: str) -> Derived:
     """The tower of a multimodal config; one that the table does not know is named, and left out."""
     thinker = config.get("thinker_config")
     config = thinker if isinstance(thinker, Mapping) else config
-    found = sections.vision_of(config, text_hidden) if isinstance(text_hidden, int) else None
-    if found is None and isinstance(config.get("vision_config"), Mapping):
+    stated = config.get("vision_config")
+    looked = _Looked(stated if isinstance(stated, Mapping) else {})
+    found = (
+        sections.vision_of({**config, "vision_config": looked}, text_hidden) if isinstance(text_hidden, int) else None
+    )
+    if found is None and isinstance(stated, Mapping):
         _log.warning("%s: vision left out: only the language model is planned", where)
+    elif renamed := _renamed(looked, looked.looked_at):
+        _log.warning("%s: vision_config: not read, and may change parameters: %s", where, ", ".join(renamed))
     return {} if found is None else {"vision": found}
 
 
 def warn_of_towers(config: Config, where: str) -> None:
     """Name the parts of a multimodal model that are not planned."""
-    towers = [key.removesuffix("_config") for key in _TOWERS if isinstance(config.get(key), Mapping)]
+    kinds = (key for key, one in config.items() if key != "vision_config" and isinstance(one, Mapping))
+    towers = [key.removesuffix("_config") for key in kinds if _TOWERS.search(key)]
     if towers:
         _log.warning("%s: %s left out: only the language model is planned", where, " and ".join(towers))
 
 
-_TOWERS = (
-    "vit_config", "audio_config", "talker_config", "code2wav_config", "vision_tower_config",
-    "img_processor", "embd_layer", "vision_model", "visual_tokenizer_config",
-)  # fmt: skip
+_TOWERS = re.compile("vi(sion|sual|t_)|audio|talker|code2wav|img_processor|embd_layer")
 """Keys of what a multimodal model has beside its language model, and which is not planned."""
 
 
@@ -283,6 +287,26 @@ _SAYS_NOTHING = re.compile(
 """Names among them that say nothing of what a layer is."""
 
 
+_OF_OTHERS = re.compile("mamba_hidden_act|(compress|layer)_rope_theta|^(fullatt|mtp|mm|text|projector)_|topk_pattern")
+"""Names of keys that hold those of others and say nothing of these."""
+
+
+def _words(key: str) -> frozenset[str]:
+    return frozenset(re.split(r"[_\d]+", key))
+
+
+def _renamed(config: Config, read: set[str]) -> Config:
+    """Keys that nobody read with all words of one that is read and absent: they may be that one, whatever they say."""
+    absent = [words for words in map(_words, read - config.keys()) if sum(map(len, words)) > 4]
+    unread = {key for key in config.keys() - read if not _OF_OTHERS.search(key) and not _is_listed(key, config)}
+    return {key: config[key] for key in config if key in unread and any(words <= _words(key) for words in absent)}
+
+
+def _is_listed(key: str, config: Config) -> bool:
+    """True for a pattern of layers where a list says the same."""
+    return "pattern" in key and bool(config.get("layer_types"))
+
+
 def _tell_unread(config: Config, read: set[str], where: str) -> None:
     """Name the keys that nobody read and that may say what a layer is. Raises InexpressibleError for a size of it."""
     left = {
@@ -293,12 +317,13 @@ def _tell_unread(config: Config, read: set[str], where: str) -> None:
         and not isinstance(value, (dict, float))
         and _DECIDES.search(key)
         and not _SAYS_NOTHING.search(key)
+        and not _is_listed(key, config)
     }
     sizes = [key for key, value in left.items() if not isinstance(value, bool | str)]
     size = next((key for key in sizes if re.search(r"hidden_size$|intermediate|latent|expert", key)), None)
     if size is not None:
         raise InexpressibleError(f"{size}: {str(left[size])[:60]}: no layer of this architecture here has it")
-    if left:
+    if left := {**_renamed(config, read), **left}:
         listed = ", ".join(f"{key} {str(value)[:40]}" for key, value in [*left.items()][:8])
         _log.warning("%s: not read, and may change parameters: %s", where, listed)
 

@@ -147,8 +147,8 @@ def opt_sizes(config: Config) -> Derived:
 def falcon(config: Config) -> Derived:
     """Falcon's generations: RW (sequential, ALiBi), 7B (one key-value head, one norm), 40B and later (two norms)."""
     new, bias = bool(config.get("new_decoder_architecture")), bool(config.get("bias"))
-    heads = config.get("num_attention_heads")
-    kv_heads = config.get("num_kv_heads") if new else 1 if config.get("multi_query", True) else heads
+    heads, stated = config.get("num_attention_heads"), config.get("num_kv_heads")
+    kv_heads = stated if new else 1 if config.get("multi_query", True) else heads
     norms = config.get("num_ln_in_parallel_attn") or (2 if new else 1)
     beside = new or config.get("parallel_attn", True)
     return {

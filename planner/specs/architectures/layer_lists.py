@@ -214,6 +214,9 @@ def block_pattern(config: Config) -> Derived:
     for block in blocks:
         if block not in _HALVES:
             raise InexpressibleError(f"hybrid_override_pattern: {block!r:.60} is none of {', '.join(_BLOCKS)}")
+    predicted = config.get("mtp_hybrid_override_pattern")
+    if predicted not in (None, "", "*E", "*-"):
+        raise InexpressibleError(f"mtp_hybrid_override_pattern: {predicted!r:.60}, expected *E or *-")
     pairs = [_HALVES[block] for block in blocks[:MAX_LAYERS]]
     return {
         "num_hidden_layers": len(blocks),

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from planner.observe.accounts import STEP_TERMS, WALL_TERMS, GroupExchanges
-from planner.observe.gap_rows import GAP_ROWS, GapRow, RunFiles, uneven_experts
+from planner.observe.gap_rows import GAP_ROWS, GapRow, RunFiles
 from planner.observe.judge import judged_alone, judged_beside, shown_rows
 from planner.observe.observation import (
     FailedAllocation,
@@ -182,7 +182,7 @@ def test_experts_are_uneven_where_every_rank_waits(late_s: tuple[float, ...], se
         def exchanges(self, group: str) -> list[tuple[GroupExchanges, GroupExchanges]]:
             return [(GroupExchanges(0.4, 0.0, late), GroupExchanges(0.3, 0.1, 0.0)) for late in late_s]
 
-    found = uneven_experts(Exchanged(RunFiles(observed())))
+    found = GAP_ROWS["expert_imbalance"].looks[0](Exchanged(RunFiles(observed())))
     assert (None if found is None else found.seconds) == seconds
 
 
