@@ -298,6 +298,7 @@ _GRPO = (
         (_GRPO % "", {"rollout_stays": True, "rollout_fraction": 0.3}),
         (_GRPO % ", beta=0.04, vllm_enable_sleep_mode=True", {"rollout_fraction": 0.3, "frozen_copies": 1}),
         (_GRPO % ", beta=0.04, vllm_mode='server'", {"frozen_copies": 1}),
+        (_GRPO % ", beta=0.04, vllm_device='auto'", {"frozen_copies": 1}),
         ("swift rlhf --rlhf_type grpo --model Qwen/Qwen3-8B --tuner_type full --use_vllm true --sleep_level 1",
          {"rollout_fraction": 0.9, "frozen_copies": 1}),
     ],
@@ -392,3 +393,26 @@ def test_a_worker_of_roll_is_a_run(strategy: str, said: str, runtime: str, batch
     assert (run["global_batch_size"], run["objective"]["scored_tokens"]) == (batch, 4 * 6144)
     assert {name: run["parallelism"].get(name) for name in layout} == layout
     assert imported.unknown == {}
+
+
+_TRAINED_WHOLE = "TrainingArguments(per_device_train_batch_size=1, bf16=True)\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "field", "value"),
+    [
+        ("from transformers import AutoModelForCausalLM, TrainingArguments\nm = AutoModelForCausalLM.from_pretrained("
+         f"'Qwen/Qwen3-8B', torch_dtype=torch.bfloat16)\na = {_TRAINED_WHOLE}", "runtime", "hf"),
+        ("from transformers import TrainingArguments\nmodel_name = 'Qwen/Qwen3-8B'\n"
+         f"a = {_TRAINED_WHOLE}", "features", {"autocast": True}),
+        ("swift sft --model Qwen/Qwen3-8B --tuner_type lora --max_length 2048", "adapters",
+         {"base_bits": 16, "rank": 8, "dropout": 0.05, "targets": ["all-linear"]}),
+        (_OPENRLHF + "--lora_rank 16", "adapters", {"base_bits": 16, "rank": 16, "targets": ["all-linear"]}),
+        ("swift rlhf --rlhf_type rm --model Qwen/Qwen3-8B --per_device_train_batch_size 2 --max_length 2048",
+         "parallelism", {"zero_stage": 0, "recompute": "full", "micro_batch_size": 4}),
+        ("if [ $NODE_RANK == 0 ]; then\nswift sft --model Qwen/Qwen3-8B --max_length 2048\nelse\nsleep 1\nfi",
+         "seq_length", 2048),
+    ],
+)  # fmt: skip
+def test_defaults_of_trainers_are_theirs(text: str, field: str, value: Any) -> None:
+    assert read_configuration(text).run[field] == value

@@ -303,7 +303,7 @@ def _model_options(settings: Fields) -> Fields:
     inner = settings.get("model_init_kwargs")
     if not isinstance(inner, dict):
         return {}
-    return {name: inner[name] for name in ("dtype", "attn_implementation") if name in inner}
+    return {name: inner[name] for name in ("dtype", "torch_dtype", "attn_implementation") if name in inner}
 
 
 _TORCHTUNE = table()["torchtune"]
