@@ -407,6 +407,8 @@ _TRAINED_WHOLE = "TrainingArguments(per_device_train_batch_size=1, bf16=True)\n"
          f"a = {_TRAINED_WHOLE}", "features", {"autocast": True}),
         ("swift sft --model Qwen/Qwen3-8B --tuner_type lora --max_length 2048", "adapters",
          {"base_bits": 16, "rank": 8, "dropout": 0.05, "targets": ["all-linear"]}),
+        ("llamafactory-cli train --model_name_or_path Qwen/Qwen3-8B --finetuning_type full --deepspeed zero2 "
+         "--torch_compile", "features", {}),
         (_OPENRLHF + "--lora_rank 16", "adapters", {"base_bits": 16, "rank": 16, "targets": ["all-linear"]}),
         ("swift rlhf --rlhf_type rm --model Qwen/Qwen3-8B --per_device_train_batch_size 2 --max_length 2048",
          "parallelism", {"zero_stage": 0, "recompute": "full", "micro_batch_size": 4}),
