@@ -7,7 +7,7 @@ import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from math import gcd
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from planner.cli.measurements import read_calibration, with_history
 from planner.cli.options import (
@@ -45,6 +45,9 @@ from planner.trainers.rules.recipe import Setting
 from planner.trainers.spec import RuntimeSpec
 from planner.trainers.stated import DEFAULT, Recipe, check_together, stated_consents, stated_switches
 
+if TYPE_CHECKING:
+    from planner.search.case import Case
+
 _log = logging.getLogger(__name__)
 _OPTION_OF = {
     "num_gpus": "gpus", "time_limit_s": "time_limit", "memory_headroom_gib": "memory_headroom",
@@ -78,6 +81,18 @@ class Job:
     """The switches that --assume gives a value to."""
     says_switches: bool | Collection[str] = False
     """The switches that options say; true where they say what the trainer overlaps, or that all are its own."""
+
+    def searched(self, limits: SearchLimits) -> Case:
+        """The job as the search takes it."""
+        from planner.search.case import Case
+
+        return Case(self.model, self.cluster, self.training, self.runtime_spec, limits)
+
+
+def read_case(asked: SearchOptions, said: set[str] | None = None) -> Case:
+    """The job that the options describe, and how it is searched; `said` is as in `read_job`."""
+    job = read_job(asked, said)
+    return job.searched(read_limits(asked, job))
 
 
 def read_job(asked: JobOptions, said: set[str] | None = None) -> Job:
@@ -322,7 +337,7 @@ def _seeing(model: ModelSpec, asked: str | None, training: TrainingSpec) -> Mode
         return model.model_copy(update={"vision": None})
     if match[3] and training.adapters is not None:
         raise SpecError(f"--images {asked}: adapters leave the tower frozen", f"--images {number}")
-    most = training.seq_length // number
+    most = training.seq_length // number if vision.in_sequence else vision.image_tokens
     tokens = int(match[2]) if match[2] else max(min(vision.image_tokens, most), 1)
     if tokens > most:
         raise SpecError(

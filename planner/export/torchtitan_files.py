@@ -23,10 +23,13 @@ from planner.export.trainer_files import (
     Placeholder,
     TrainerFiles,
     header,
+    imports_of,
+    names_of,
     notes_of,
     promise,
     rendered,
     requirements_of,
+    settings,
 )
 from planner.layout.price import order_of
 from planner.schedule.graph import to_torch_csv
@@ -35,36 +38,12 @@ from planner.specs.model import ModelSpec
 from planner.trainers.rules.facts import TORCH_CLASSES, rotary_method
 from planner.trainers.rules.rule_rows import rules_of, torchtitan_rules
 
-_LLAMA3 = {
-    "scaling_factor": "factor", "low_freq_factor": "low_freq_factor", "high_freq_factor": "high_freq_factor",
-    "original_max_position_embeddings": "original_max_position_embeddings",
-}  # fmt: skip
-_YARN = {
-    "rope_factor": "factor", "beta_fast": "beta_fast", "beta_slow": "beta_slow", "truncate": "truncate",
-    "original_seq_len": "original_max_position_embeddings",
-}  # fmt: skip
-"""Fields of torchtitan's RoPE and of our spec's scaling."""
-
 
 def rotary_numbers(model: ModelSpec) -> Fields:
-    """Base and stretching of rotary frequencies; numbers that the model leaves out are torchtitan's, and usual."""
-    base, method, scaling = {"theta": float(model.rope_theta or 0)}, rotary_method(model), model.rope_scaling
-    if method is None or scaling is None:
-        return base
-    names = _YARN if method == "yarn" else _LLAMA3
-    given = {name: getattr(scaling, field) for name, field in names.items()}
-    numbers = {name: value for name, value in given.items() if value is not None}
-    return {**base, "scaling": "yarn" if method == "yarn" else "llama", **numbers}
-
-
-def uses_cos_sin(model: ModelSpec) -> bool:
-    """The class of rotary positions that knows no llama3; which pairs it rotates is a matter of checkpoints alone."""
-    return rotary_method(model) != "llama3"
-
-
-def mscale(model: ModelSpec) -> float:
-    """The weight of yarn's scale of attention logits, which is squared; yarn alone has one."""
-    return (model.rope_scaling.mscale_all_dim or 0.0) if model.rope_scaling is not None else 0.0
+    """Base and stretching of rotary frequencies."""
+    method, scaling = rotary_method(model), model.rope_scaling
+    names = {"yarn": scaling if method == "yarn" else None, "llama": None if method in (None, "yarn") else scaling}
+    return settings("torchtitan-rotary", model=model, method=method, **names)
 
 
 def balancing_rate(model: ModelSpec) -> float | None:
@@ -110,14 +89,14 @@ def model_source(model: ModelSpec, seq_length: int, attention: str) -> tuple[lis
         is_mixed=len({kind.mlp for kind in model.layers}) > 1,
         runs_of_experts=" + ".join(f"[{key}] * {length}" for key, length in runs),
         rotary=rotary_numbers(model),
-        mscale=mscale(model),
         has_feed_forward=_has_feed_forward(model),
         has_shared=_has_shared(model),
         balancing_rate=balancing_rate(model),
         model_class=_CLASSES[family][0],
         block_class=_CLASSES[family][1],
     )
-    return _imports(model, family), body
+    names = {"model": model, "family": family, "classes": _CLASSES[family], "feeds": _has_feed_forward(model)}
+    return imports_of("torchtitan-model", {**names, "method": rotary_method(model)}), body
 
 
 def _has_shared(model: ModelSpec) -> bool:
@@ -126,26 +105,6 @@ def _has_shared(model: ModelSpec) -> bool:
 
 def _has_feed_forward(model: ModelSpec) -> bool:
     return _has_shared(model) or any(kind.mlp == "dense" for kind in model.layers)
-
-
-def _imports(model: ModelSpec, family: str) -> list[str]:
-    helpers = ["get_attention_config"]
-    helpers += [] if model.mla is not None else ["make_gqa_config"]
-    helpers += ["make_ffn_config"] if _has_feed_forward(model) else []
-    helpers += ["make_moe_config", "make_routed_experts_config", "make_router_config"] if model.moe else []
-    rope = "CosSinRoPE" if family == "qwen3" and uses_cos_sin(model) else "ComplexRoPE"
-    names = [*(("MTPTransformerBlock",) if model.num_nextn_predict_layers else ()), "model_registry"]
-    classes = [*(("Attention",) if model.mla is not None else ()), *_CLASSES[family]]
-    return [
-        "from dataclasses import fields, replace",
-        "from functools import partial",
-        "from torch import nn",
-        f"from torchtitan.models.common import {rope} as RoPE, Embedding, Linear, RMSNorm",
-        f"from torchtitan.models.common.config_utils import {', '.join(sorted(helpers))}",
-        *(["from torchtitan.models.common.param_init import skip_param_init"] if model.tie_word_embeddings else []),
-        f"from torchtitan.models.{family} import {', '.join(names)}",
-        f"from torchtitan.models.{family}.model import {', '.join(classes)}",
-    ]
 
 
 PLACEHOLDERS = (
@@ -158,10 +117,7 @@ PLACEHOLDERS = (
     Placeholder("DATA_PATH", "data set at Hugging Face, or a folder in its format, with a column `text`"),
     Placeholder("CHECKPOINTS", "folder for checkpoints, which all nodes share", kind="new folder"),
 )
-_CHECKPOINT_MODULE = "torchtitan.distributed.activation_checkpoint"
 _CHECKPOINT = {"selective": "SelectiveAC", "full": "FullAC"}
-_LOSS = ["from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss"]
-_MTP_LOSS = ["from torchtitan.models.deepseek_v3.mtp import MTPLoss"]
 
 
 def recipe_source(plan: Plan, stages: Stages) -> str:
@@ -169,19 +125,12 @@ def recipe_source(plan: Plan, stages: Stages) -> str:
     layout = plan.parallelism
     attention = "varlen" if splits_backward(plan) else "flex"
     model_imports, model = model_source(plan.model.spec, plan.training.seq_length, attention)
-    debug = "DebugConfig, " if plan.runtime_spec.deterministic else ""
-    imports = [
-        "import os",
-        *(["from pathlib import Path"] if has_order_of_its_own(plan) else []),
-        "from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw",
-        f"from torchtitan.config import CompileConfig, {debug}ParallelismConfig, TrainingConfig",
-        "from torchtitan.models.llama3.config_registry import llama3_debugmodel",
-        "from torchtitan.trainer import Trainer",
-        *([] if layout.recompute == "none" else [f"from {_CHECKPOINT_MODULE} import {_CHECKPOINT[layout.recompute]}"]),
-        *(_MTP_LOSS if plan.model.spec.num_nextn_predict_layers else _LOSS),
-        *(["from dataclasses import dataclass"] if _recomputes_some(plan) else []),
-        *model_imports,
-    ]
+    names = {
+        "policies": _CHECKPOINT,
+        "recomputes_some": _recomputes_some(plan),
+        "has_order": has_order_of_its_own(plan),
+    }
+    imports = [*imports_of("torchtitan", names_of(plan) | names), *model_imports]
     torchtitan = sorted((line for line in imports if "torchtitan" in line), key=lambda line: line.split()[1])
     others = [line for line in imports if "torchtitan" not in line]
     recomputed = zip(stages, recomputed_layers(plan.best, stages), strict=True) if _recomputes_some(plan) else ()

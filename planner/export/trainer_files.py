@@ -297,6 +297,11 @@ def notes_of(name: str, plan: Plan, /, **more: Any) -> list[str]:
     return said_of(shipped_table("export/notes.yaml")["notes"][name], names_of(plan) | more)
 
 
+def imports_of(name: str, names: Said) -> list[str]:
+    """The lines that a file of source begins with, by rows of notes.yaml."""
+    return said_of(shipped_table("export/notes.yaml")["imports"][name], names)
+
+
 def requirements_of(name: str, plan: Plan | None, /, **more: Any) -> tuple[Requirement, ...]:
     """The packages that a trainer needs for a plan, by rows of notes.yaml."""
     names = more if plan is None else names_of(plan) | more

@@ -18,7 +18,6 @@ from planner.layout.price import price_layout
 from planner.layout.seconds import Pipeline, exchanged_dp_s
 from planner.layout.step import LATE, compute_by_kernels, exchanges_of_passes
 from planner.observe.case import ObservedCase, grid_of, stage_of, stated_otherwise
-from planner.observe.describe import DATA_TIMERS
 from planner.observe.observation import Observation, OutlierKind, Term
 from planner.observe.traces.events import (
     DATA_RANGES,
@@ -30,6 +29,7 @@ from planner.observe.traces.events import (
     TraceStep,
 )
 from planner.observe.traces.events import OTHER as OTHER_FAMILY
+from planner.observe.trainer_lines import TABLE
 from planner.physics.passes import COMM_GROUPS
 from planner.specs.base import Fields, Named, Texts
 from planner.specs.expressions import text_of, value_of
@@ -183,7 +183,7 @@ def timed(observation: Observation, where: str) -> Account | None:
     }
     if PASSES not in parts or sum(parts.values()) < _LEAST_COVERED * step_s:
         return None
-    waited_s = max((timer.max_s for timer in observation.timers if timer.name in DATA_TIMERS), default=0.0)
+    waited_s = max((timer.max_s for timer in observation.timers if timer.name in TABLE["data_timers"]), default=0.0)
     if 0 < waited_s < parts[PASSES]:
         parts |= {PASSES: parts[PASSES] - waited_s, DATA: waited_s}
     return Account(where, parts)

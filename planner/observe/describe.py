@@ -29,38 +29,12 @@ from planner.observe.observation import (
 )
 from planner.observe.record import FallBack, RunRecord
 from planner.observe.steady import steady
-from planner.observe.trainer_lines import facts_of
+from planner.observe.trainer_lines import TABLE, facts_of
 from planner.specs.base import Fields, Named, Texts
+from planner.specs.expressions import told
+from planner.specs.reading import shipped_table
 from planner.specs.units import is_count
 
-TIMER_TERMS = (
-    (("forward-backward", "forward_backward"), "forward_backward_s"),
-    (
-        ("all-grads-sync", "grads-all-reduce", "backward-params-all-reduce", "backward-reduce-model-grads"),
-        "gradients_s",
-    ),
-    (("params-all-gather",), "parameters_s"),
-    (("forward-compute", "forward", "fwd"), "forward_s"),
-    (("backward-compute", "backward", "bwd"), "backward_s"),
-    (("optimizer", "step"), "optimizer_s"),
-)
-"""Timers that follow each other in a step, and the term that each is; of several names the first found counts."""
-_INSIDE = {
-    "all-grads-sync": ("gradients_s", "forward_backward_s"),
-    "params-all-gather": ("parameters_s", "optimizer_s"),
-}
-"""Timers that Megatron core runs inside of another: its schedules finalise the gradients before `forward-backward` ends
-(schedules.py, since core 0.7), and the distributed optimizer gathers parameters in its step (distrib_optimizer.py)."""
-_BESIDE = {"grads-all-reduce", "grads-reduce-scatter", "backward-params-all-reduce"}
-"""Timers of older versions, which ran all of these one after the other."""
-DATA_TIMERS = ("batch-generator", "batch_input", "data_loading", "straggler-get-batch")
-"""Timers of waiting for a batch: Megatron-LM's, DeepSpeed's pipeline engine's, a column of torchtitan's metrics, and
-that of `--log-straggler`; the first found counts."""
-_SET_UP = (
-    "model-and-optimizer-setup", "train/valid/test-data-iterators-setup", "load-checkpoint", "model and optimizer",
-    "train/valid/test data iterators",
-)  # fmt: skip
-"""Timers of what happens once, before the first step."""
 _MOST_OVER_FRACTION = 0.03
 """Terms may add up to this much more than a step, and are then scaled: the most of each is of another rank."""
 _PARTS_OF_FORWARD_BACKWARD = ("forward_s", "backward_s")
@@ -69,16 +43,16 @@ _PARTS_OF_FORWARD_BACKWARD = ("forward_s", "backward_s")
 def breakdown_of(record: RunRecord, step_s: float) -> dict[str, float]:
     """The seconds of a step by its timers, and what they leave."""
     found: dict[str, float] = {}
-    for names, term in TIMER_TERMS:
+    for term, names in TABLE["timer_terms"].items():
         if highs := next(filter(None, (_highs(record, name) for name in names)), None):
             found[term] = median(highs)
     if "forward_backward_s" in found:
         for part in _PARTS_OF_FORWARD_BACKWARD:
             found.pop(part, None)
-    for inner, (term, outer) in _INSIDE.items():
+    for inner, (term, outer) in TABLE["timers_inside"].items():
         if (
             inner in record.timers
-            and not _BESIDE & record.timers.keys()
+            and not record.timers.keys() & set(TABLE["timers_beside"])
             and found.get(outer, 0.0) > found.get(term, 0.0)
         ):
             found[outer] -= found.get(term, 0.0)
@@ -97,13 +71,13 @@ def _highs(record: RunRecord, name: str) -> Sequence[float]:
 
 def timers_of(record: RunRecord) -> Iterator[Timer]:
     for name, (lows, highs) in record.timers.items():
-        if len(lows) and name not in _SET_UP:
+        if len(lows) and name not in TABLE["timers_of_set_up"]:
             yield Timer(name=name, min_s=median(lows), max_s=median(highs), num_values=len(lows))
 
 
 def data_s(record: RunRecord) -> float | None:
     """Mean seconds in a step of waiting for a batch, on the rank that waits longest."""
-    values = next(filter(None, (_highs(record, name) for name in DATA_TIMERS)), None)
+    values = next(filter(None, (_highs(record, name) for name in TABLE["data_timers"])), None)
     return math.fsum(values) / len(values) if values else None
 
 
@@ -172,13 +146,6 @@ def restart_gap_s(record: RunRecord, row: int) -> float | None:
 
 MOST_SHOWN = 4_000
 """The most rows of steps in an answer; of more, every n-th."""
-INTERVALS = {
-    "manual_gc_interval": "garbage collection",
-    "save_interval": "checkpoints",
-    "eval_interval": "evaluation",
-    "tensorboard_log_interval": "logging",
-}
-"""Arguments of Megatron-LM that say how often something happens."""
 LEAST_OF_RUN = 5
 """Fewest lines that tell a run from another, or one of two kinds of steps."""
 MOST_APART = 0.1
@@ -231,8 +198,7 @@ def described(record: RunRecord, trainer: str, sources: tuple[SourceFile, ...]) 
         {row: set(kinds) for row, kinds in record.marks.items()}, precision,
     )  # fmt: skip
     tokens_per_s, asks = _tokens_per_s(record, facts, found.step_s)
-    refused = _only_first(record) or _only_grows(record) or _in_a_hole(record, found.step_s)
-    refused = refused or _contradicted(record, facts, found.step_s)
+    refused = _refusal(record, facts, found.step_s)
     if refused:
         return Observation(**common, num_steps=sum(record.covers), series=_series(record), notes=(refused, *notes))
     before = record.numbers[0] - record.covers[0]
@@ -273,53 +239,32 @@ def _last_run(record: RunRecord) -> None:
             return
 
 
-def _in_a_hole(record: RunRecord, step_s: float) -> str:
-    """A sentence where steps are of two kinds, and hardly any takes as long as the median of all."""
+def _refusal(record: RunRecord, facts: JobFacts, step_s: float) -> str:
+    """The reason why no step can be said; empty where there is none."""
     seconds = np.frombuffer(record.seconds, dtype=float)
-    near = np.count_nonzero(np.abs(seconds / step_s - 1) < 0.03)
-    low = seconds[seconds < step_s]
-    high = seconds[seconds > step_s]
-    if len(seconds) < 2 * LEAST_OF_RUN or near > 0.02 * len(seconds) or not (len(low) and len(high)):
-        return ""
-    low_s = float(np.median(low))
-    high_s = float(np.median(high))
-    if high_s <= (1 + MOST_APART) * low_s:
-        return ""
-    return f"no step is said: steps are of two kinds, of {low_s:.4g} and of {high_s:.4g} s, and none takes the median"
+    low, high = seconds[seconds < step_s], seconds[seconds > step_s]
+    names: Fields = {
+        "record": record, "seconds": record.seconds, "step_s": step_s, "pairwise": pairwise,
+        "LEAST_OF_RUN": LEAST_OF_RUN, "MOST_APART": MOST_APART,
+        "near": np.count_nonzero(np.abs(seconds / step_s - 1) < 0.03),
+        "low_s": float(np.median(low)) if len(low) else 0.0, "high_s": float(np.median(high)) if len(high) else 0.0,
+        "others": [one for one in _otherwise(record, facts, step_s) if abs(one[0] / step_s - 1) > MOST_APART],
+    }  # fmt: skip
+    rows = shipped_table("observe/gap.yaml")["refusals"]
+    return next((says for (says,) in told(rows, names)), "")
 
 
-def _only_first(record: RunRecord) -> str:
-    """A sentence where the first iteration alone is there, which holds the start of everything."""
-    if len(record.numbers) > 1 or "first is alike" in record.state or record.covers[0] > 1 or record.numbers[0] > 1:
-        return ""
-    return f"only the first iteration is there, of {record.seconds[0]:.4g} s: no steady step can be said of it"
-
-
-def _only_grows(record: RunRecord) -> str:
-    """A sentence where the seconds of a table grow from row to row, as those since the begin of a run do."""
-    seconds = record.seconds
-    if record.grammar != "table" or len(seconds) < LEAST_OF_RUN or any(b <= a for a, b in pairwise(seconds)):
-        return ""
-    return f"no step is said: its seconds grow from {seconds[0]:.4g} to {seconds[-1]:.4g}: they count from a begin"
-
-
-def _contradicted(record: RunRecord, facts: JobFacts, step_s: float) -> str:
-    """A sentence where the wall clock or the tokens per second of the same log say another step by over 10%."""
-    said = [(step_s * ratio, "by the times of its lines") for ratio in (_wall_ratio(record),) if ratio]
+def _otherwise(record: RunRecord, facts: JobFacts, step_s: float) -> Iterator[tuple[float, str]]:
+    """The step by the wall clock of the lines, and by the tokens or samples per second of the same log."""
+    if ratio := _wall_ratio(record):
+        yield step_s * ratio, "by the times of its lines"
     batch = None if record.state.get("batch") == "grows" else facts.global_batch_size
-    length = facts.seq_length
-    gpus = facts.num_gpus
     per_gpu = record.middle("tokens_per_s_per_gpu")
-    speed = record.middle("tokens_per_s")
-    speed = per_gpu * gpus if per_gpu and gpus else speed
-    if batch and length and speed:
-        said.append((batch * length / speed, "by its tokens per second"))
+    speed = per_gpu * facts.num_gpus if per_gpu and facts.num_gpus else record.middle("tokens_per_s")
+    if batch and facts.seq_length and speed:
+        yield batch * facts.seq_length / speed, "by its tokens per second"
     if batch and (samples := record.middle("samples_per_s")):
-        said.append((batch / samples, "by its samples per second"))
-    for other_s, how in said:
-        if abs(other_s / step_s - 1) > MOST_APART:
-            return f"no step is said: {step_s:.4g} s by the lines of steps, {other_s:.4g} s {how}"
-    return ""
+        yield batch / samples, "by its samples per second"
 
 
 def _wall_ratio(record: RunRecord) -> float | None:
@@ -360,7 +305,7 @@ def _complete_first_row(record: RunRecord) -> None:
 
 def _explained(outlier: Outlier, arguments: Named) -> Outlier:
     """The outlier with what the trainer's arguments say happens as often."""
-    for name, what in INTERVALS.items():
+    for name, what in TABLE["intervals"].items():
         every = arguments.get(name, "")
         if outlier.period_steps and not outlier.likely and is_count(every) and int(every) == outlier.period_steps:
             return outlier.model_copy(update={"likely": f"{what}, by its {name}"})

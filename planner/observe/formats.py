@@ -25,13 +25,11 @@ from planner.observe.record import (
     RunRecord,
     Take,
     moment,
-    named_parts,
     number,
     text_of,
     whole,
 )
-from planner.specs.base import Fields, Said
-from planner.specs.reading import shipped_table
+from planner.specs.base import Fields, Said, Texts
 from planner.specs.units import GB, GIB, KIB, MIB
 
 UNITS = {"": 1.0, "s": 1.0, "ms": 1e-3, "GB": GB, "KiB": KIB, "MiB": MIB, "GiB": GIB}
@@ -69,50 +67,21 @@ def _add_hung(record: RunRecord, rank: int, sequence: int, **said: Any) -> None:
         record.hung_collectives.append(HungCollective(rank=rank, sequence=sequence, **said))
 
 
-def nanotron(record: RunRecord, line: FoundLine) -> None:
-    """Numbers with three digits and a suffix, so that a step is known to 0.5%."""
-    found = {name: _suffixed(value) for name, value in named_parts(line.match[3]).items()}
-    times = (found[name] for name in ("elapsed_time_per_iteration_ms", "time_per_iteration_ms") if name in found)
-    milliseconds, half_unit = next(times, (math.nan, 0.0))
-    if not record.step(int(line.match[1]), milliseconds / 1e3, end_s=line.at_s):
-        return
-    named = {
-        "tokens_per_sec": "tokens_per_s", "model_tflops_per_gpu": "tflops", "global_batch_size": "global_batch_size",
-        "cuda_max_memory_reserved": "max_reserved_bytes", "cuda_memory_allocated": "allocated_bytes",
-    }  # fmt: skip
-    beside = {ours: found[name][0] for name, ours in named.items() if name in found}
-    last = number(line.match[2])
-    record.take({**beside, "num_steps_asked": last, "precision_fraction": half_unit / milliseconds})
-
-
 def _suffixed(text: str) -> tuple[float, float]:
     """`1.2K` as 1200, and half a unit of its last digit: 50."""
-    digits = re.match(r"[-+\d.]*(?:[eE][-+]?\d{1,3})?", text)
-    assert digits is not None
-    size = {"K": 1e3, "M": 1e6, "G": 1e9, "B": 1e9, "T": 1e12}.get(text[digits.end() :][:1].upper(), 1.0)
-    return number(text) * size, 0.5 * 10.0 ** -len(digits[0].partition(".")[2]) * size
+    digits = text.rstrip("KMGBT")
+    size = {"K": 1e3, "M": 1e6, "G": 1e9, "B": 1e9, "T": 1e12}.get(text[len(digits) :], 1.0)
+    return number(digits) * size, 0.5 * 10.0 ** -len(digits.partition(".")[2]) * size
 
 
 def verl(record: RunRecord, line: FoundLine) -> None:
     """`step:1 - … timing_s/gen:698.88 - timing_s/step:1268.49 - perf/throughput:524.5`: minutes, without a warm-up."""
-    text = line.match.string[line.match.start() :]
-    found = {name: number(value) for name, value in named_parts(text, " - ").items()}
-    seconds = found.get("timing_s/step") or found.get("perf/time_per_step") or math.nan
     record.state["first is alike"] = "yes"
-    if not record.step(int(line.match[1]), seconds):
-        return
-    speed = found.get("perf/throughput", math.nan)
-    allocated = found.get("perf/max_memory_allocated_gb", found.get("actor/perf/max_memory_allocated_gb", math.nan))
-    gpus = found.get("perf/total_num_tokens", math.nan) / seconds / speed
+    speed = line.numbers.get("tokens_per_s_per_gpu", math.nan)
+    gpus = line.numbers.get("tokens_of_step", math.nan) / line.numbers["s"] / speed
     if gpus > 0.5 and abs(gpus - round(gpus)) < 0.01 * gpus:
         record.facts["num_gpus"] = round(gpus)
-    reserved = found.get("perf/max_memory_reserved_gb", math.nan)
-    record.take({
-        "tokens_per_s_per_gpu": speed, "max_allocated_bytes": allocated * GIB, "max_reserved_bytes": reserved * GIB,
-    })  # fmt: skip
-    for name, value in found.items():
-        if name.startswith("timing_s/") and name.count("/") == 1 and name != "timing_s/step":
-            record.timer(name.removeprefix("timing_s/"), value)
+    _take_step(record, line)
 
 
 def finish_maxtext(record: RunRecord) -> None:
@@ -139,44 +108,26 @@ def deepspeed(record: RunRecord, line: FoundLine) -> None:
     record.bytes_of(None, step, **found)
     record.prints("samples_per_s", running if current is None else current)
     batch = record.facts.get("global_batch_size")
-    last = record.state.get("last")
+    at_step = count / (accumulated or 1)
     if current and batch:
         record.step(step, int(batch) / current, end_s=at_s, rank=line.rank)
-    elif last is not None:
-        first, first_s = map(float, last.split())
-        if at_s > first_s and count > first:
-            record.note("the batch is not stated: seconds of steps are from the times of the lines")
-            if accumulated is None:
-                record.note("its lines count micro-batches: a step is taken to be one, as no line says how many it has")
-            num_steps = (count - first) / (accumulated or 1)
-            covers = max(1, round(num_steps))
-            record.step(step, (at_s - first_s) / num_steps, end_s=at_s, covers=covers, rank=line.rank)
+    elif (seconds := record.clock_s(at_step, at_s)) > 0:
+        record.note("the batch is not stated: seconds of steps are from the times of the lines")
+        if accumulated is None:
+            record.note("its lines count micro-batches: a step is taken to be one, as no line says how many it has")
+        covers = max(1, round(at_step - record.anchor[0]))
+        record.step(step, seconds, end_s=at_s, covers=covers, rank=line.rank)
     if math.isfinite(at_s):
-        record.state["last"] = f"{count} {at_s}"
-
-
-def breakdown(record: RunRecord, line: FoundLine) -> None:
-    """`rank=0 time (ms) | forward: 27.41 | backward: 73.44 | … | step: 72.82` of a step, others of micro-batches."""
-    found = {name: number(value) / 1e3 for name, value in named_parts(line.match[1]).items()}
-    for name, seconds in found.items():
-        record.timer(name, seconds)
-    for parts in (("fwd", "bwd", "step"), ("forward", "backward", "step")):
-        if found.keys() >= {*parts}:
-            record.means.append((sum(found[name] for name in parts), line.at_s))
-    record.note("wall_clock_breakdown synchronises the GPUs: steps are slower than without it")
+        record.anchor = (at_step, at_s)
 
 
 def finish_breakdown(record: RunRecord) -> None:
     """Take steps from the timers of wall_clock_breakdown where no other line has their seconds."""
-    if record.means and not record.numbers:
-        record.note("seconds of steps are its timers' of passes and optimizer: what is between them is not counted")
-        for row, (seconds, at_s) in enumerate(record.means, 1):
-            record.step(row, seconds, end_s=at_s)
-
-
-def timed(record: RunRecord, line: FoundLine) -> None:
-    """`timer.py:32 - Timer actor_train end (elapsed: 81.3s)`."""
-    record.timer(line.match[1], number(line.match[2]))
+    for parts in (("fwd", "bwd", "step"), ("forward", "backward", "step")):
+        if not record.numbers and record.timers.keys() >= {*parts}:
+            record.note("seconds of steps are its timers' of passes and optimizer: what is between them is not counted")
+            for row, each in enumerate(zip(*(record.timers[name][0] for name in parts), strict=False), 1):
+                record.step(row, sum(each))
 
 
 def configured(record: RunRecord, line: FoundLine) -> None:
@@ -193,24 +144,16 @@ def titan_step(record: RunRecord, line: FoundLine) -> None:
     at_s = line.at_s
     tokens_per_s = found.get("tokens_per_s_per_gpu", math.nan)
     record.bytes_of(line.rank, step, max_reserved_bytes=found.pop("max_reserved_bytes", None))
-    first, first_s = map(float, record.state.get("begin", "0 nan").split())
-    if record.state.pop("head", None) and step > first == 1:
+    if record.state.pop("head", None) and step > 1 and record.anchor[0] == 0:
         # the line of its first step, which torchtitan prints, is not here: tokens/s are of the steps behind that one
-        record.state |= {"excerpt": f"{step} {tokens_per_s} {at_s}", "begin": f"{step + 1} {at_s}"}
+        record.state["excerpt"], record.anchor = f"{step} {tokens_per_s} {at_s}", (step, at_s)
         return
-    last_step, last_s = (record.numbers[-1], record.ends[-1]) if record.numbers else (0, math.nan)
-    seconds = math.nan
-    covers = 0
-    goes_on = "restarted" not in record.state
-    if step >= first and at_s > first_s and not (last_s >= first_s and goes_on):
-        covers = step - int(first) + 1
-        seconds = (at_s - first_s) / covers
-    elif step > last_step and at_s > last_s and goes_on:
-        seconds = (at_s - last_s) / (step - last_step)
-    if not seconds > 0 and "tokens" in record.state:
+    seconds = record.clock_s(step, at_s)
+    covers = step - int(record.anchor[0]) if seconds > 0 else 0
+    if not covers and "tokens" in record.state:
         seconds = float(record.state["tokens"]) / tokens_per_s
     if not seconds > 0:  # the first line of a log without its head: only its end is known
-        record.state.setdefault("begin", f"{step + 1} {at_s}")
+        record.anchor = (step, at_s) if math.isnan(record.anchor[1]) else record.anchor
         record.take(found)
         record.time(at_s)
         return
@@ -218,12 +161,13 @@ def titan_step(record: RunRecord, line: FoundLine) -> None:
     record.state.setdefault("tokens", str(seconds * tokens_per_s))
     if record.step(step, seconds, end_s=at_s, covers=covers, rank=line.rank):
         record.take(found)
+        record.anchor = (step, at_s)
 
 
 def titan_begin(record: RunRecord, line: FoundLine) -> None:
     """`Training starts at step 1, with local batch size 1, global batch size 8, sequence length 8192, …`."""
     record.restart()
-    record.state |= {"begin": f"{int(line.match[1])} {line.at_s}", "head": "yes"}
+    record.state["head"], record.anchor = "yes", (int(line.match[1]) - 1, line.at_s)
     record.time(line.at_s)
     titan_batch(record, line)
     sizes = (str(record.facts.get(name, "")) for name in ("global_batch_size", "seq_length"))
@@ -243,7 +187,7 @@ def titan_validated(record: RunRecord, line: FoundLine) -> None:
     if record.numbers and step == record.numbers[-1]:
         record.activity("evaluation", record.ends[-1], line.at_s)
     record.mark("evaluation")
-    record.state["begin"] = f"{step + 1} {line.at_s}"
+    record.anchor = (step, line.at_s)
 
 
 def titan_parameters(record: RunRecord, line: FoundLine) -> None:
@@ -409,7 +353,11 @@ def _function(name: str) -> Any:
 
 
 def _compiled(text: str) -> re.Pattern[str]:
-    return re.compile(text.replace("<N>", r"[\d.,eE+-]{1,30}").replace("<S>", r"[\d.]{1,12} [KMG]iB"))
+    return re.compile(
+        text.replace("<N>", r"[\d.,eE+-]{1,30}")
+        .replace("<K>", r"[\d.eE+-]{1,30}[KMGBT]?")
+        .replace("<S>", r"[\d.]{1,12} [KMG]iB")
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -424,7 +372,7 @@ class LineRow:
 
     @classmethod
     def of(cls, holds: str, pattern: str, beside: Said | None = None, trainer: str = "",
-           **way: str) -> LineRow:  # fmt: skip
+           **way: Any) -> LineRow:  # fmt: skip
         """A row of the table."""
         told = {name: (said, "") if isinstance(said, str) else said for name, said in (beside or {}).items()}
         compiled = _compiled(pattern)
@@ -438,13 +386,20 @@ class LineRow:
         for name, pattern, unit in self.beside:
             if (hit := pattern.search(match.string)) is not None:
                 text = hit[hit.lastindex or 0]
-                size = UNITS[text.rpartition(" ")[2] if unit == "size" else unit]
-                numbers[name] = number(text) * size
+                if unit.startswith("short"):
+                    value, half_unit = _suffixed(text)
+                    numbers |= {"precision_fraction": half_unit / value} if name == "s" and value else {}
+                    numbers[name] = value * UNITS[unit.removeprefix("short").strip()]
+                else:
+                    numbers[name] = number(text) * UNITS[text.rpartition(" ")[2] if unit == "size" else unit]
         return FoundLine(match, numbers, rank)
 
 
-def _taker(names: set[str], take: str = "", mark: str = "", fact: str = "", keep: str = "", counts: str = "") -> Take:
+def _taker(names: set[str], take: str = "", mark: str = "", fact: str = "", keep: str = "", counts: str = "",
+           timers: Texts = (), note: str = "") -> Take:  # fmt: skip
     """The function of a row: the one of these words that it has says it, else its numbers do."""
+    if timers:
+        return partial(_timers, re.compile(timers[0]), UNITS[timers[1]], note)
     if mark:
         return lambda record, line: record.mark(mark, number(line.match[1]) if line.match.re.groups else math.nan)
     if counts:  # a number is a rank's own count since the begin
@@ -457,6 +412,14 @@ def _taker(names: set[str], take: str = "", mark: str = "", fact: str = "", keep
     if take:
         return cast(Take, _function(take))
     return _take_step if names & {"s", "per_s"} else lambda record, line: record.take(line.numbers)
+
+
+def _timers(each: re.Pattern[str], size: float, note: str, record: RunRecord, line: FoundLine) -> None:
+    """Timers by name, of a line that has several."""
+    for name, value in each.findall(line.match.string):
+        record.timer(name, number(value) * size)
+    if note:
+        record.note(note)
 
 
 def _count(name: str, record: RunRecord, line: FoundLine) -> None:
@@ -501,15 +464,14 @@ class Grammar:
         return cls(**names, rows=tuple(LineRow.of(**row) for row in rows), finish=way)
 
 
-_TABLE = shipped_table("observe/log_formats.yaml")
-GRAMMARS = tuple(Grammar.of(**row) for row in _TABLE["formats"])
+GRAMMARS = tuple(Grammar.of(**row) for row in trainer_lines.TABLE["formats"])
 """Every format of lines."""
-COMMON_ROWS = tuple(LineRow.of(**row) for row in _TABLE["common"])
+COMMON_ROWS = tuple(LineRow.of(**row) for row in trainer_lines.TABLE["common"])
 """Lines that torch prints in every trainer's log."""
-LOOKS_LIKE: list[tuple[str, str, str]] = _TABLE["looks_like"]
+LOOKS_LIKE: list[tuple[str, str, str]] = trainer_lines.TABLE["looks_like"]
 """Other files that people have: a pattern of a line, what such a file is, and what is missing or to do."""
 
-COLUMNS: Fields = _TABLE["columns"]
+COLUMNS: Fields = trainer_lines.TABLE["columns"]
 """Columns of tables of steps: patterns of their names, and the sizes of units that end them."""
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import cast
 
 from planner.answer import Plan
 from planner.errors import SpecError
-from planner.observe.accounts import beside_steps, waterfall
+from planner.observe.accounts import GAP_TABLE, beside_steps, waterfall
 from planner.observe.case import recipe_terms, remedy_of_change, slower_settings
 from planner.observe.gap_rows import GAP_ROWS, OF_MEMORY, RECORDINGS, Finding, GapRow, RunFiles
 from planner.observe.observation import GapCause, GapRemedy, Observation, Observed, Prediction, Term, Verdict
@@ -14,6 +15,7 @@ from planner.observe.traces.recorded import ObservedFiles, Recorded
 from planner.plan_file import refuse_contradiction
 from planner.saved import as_saved
 from planner.specs.base import Fields, Texts
+from planner.specs.expressions import told
 from planner.specs.problems import checked
 from planner.specs.reading import SAVED, label, load_yaml
 from planner.specs.units import GIB
@@ -255,19 +257,14 @@ def verdict_of(observation: Observation, prediction: Prediction) -> tuple[Verdic
     if step_s is None:
         return None, "no step was found to hold against the prediction"
     low_s, high_s = prediction.step_s_interval or (prediction.step_s, prediction.step_s)
-    slack_s = step_s * observation.step_s_precision_fraction
-    by = step_s / prediction.step_s - 1
-    off = step_s / prediction.step_s
     excess = excess_bytes(observation, prediction)
-    memory = f"{excess / GIB:.1f} GiB more {observation.peak_memory_kind} than predicted"
-    more = f"; memory: {memory}" if excess else ""
-    if step_s - slack_s > high_s:
-        return "slow", f"slow: a step takes {by:.0%} longer than predicted, outside of its interval{more}"
-    if step_s + slack_s < low_s:
-        return "fast", f"fast: a step takes {-by:.0%} less than predicted, outside of its interval{more}"
-    if excess:
-        return "memory", f"memory: {memory}; the step is as expected"
-    return "expected", f"as expected: a step takes {off:.2f} of what was predicted, inside of its interval"
+    memory = f"memory: {excess / GIB:.1f} GiB more {observation.peak_memory_kind} than predicted" if excess else ""
+    names = {
+        "o": observation, "low_s": low_s, "high_s": high_s, "slack_s": step_s * observation.step_s_precision_fraction,
+        "by": step_s / prediction.step_s, "memory": memory,
+    }  # fmt: skip
+    verdict, says = next(told(GAP_TABLE["verdicts"], names))
+    return cast(Verdict, verdict), says
 
 
 def excess_bytes(observation: Observation, prediction: Prediction) -> float:

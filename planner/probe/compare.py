@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from statistics import median
@@ -173,8 +173,8 @@ def beside_messages_s(run: ProbeRun, ranks: Sequence[RankResult]) -> float:
         chunks = [c for rank in ranks for c in rank.chunks if c.stage % run.order.num_model_stages == stage]
         if not any(chunk.quiet_forward_s is not None for chunk in chunks):
             return 0.0
-        among.append(_typical(run, chunks, [(chunk.forward_s, chunk.backward_s) for chunk in chunks]))
-        alone.append(_typical(run, chunks, [(chunk.own_forward_s, chunk.own_backward_s) for chunk in chunks]))
+        among.append(_typical(run, chunks, [chunk.among_s for chunk in chunks]))
+        alone.append(_typical(run, chunks, [chunk.own_s for chunk in chunks]))
     return makespan_s(run.order, replay_durations(among)) - makespan_s(run.order, replay_durations(alone))
 
 
@@ -317,24 +317,25 @@ def compare_stage(
 
     `least` is the plan without waits. `alone` means that peers were emulated, so that its seconds include no exchange.
     """
-    stage, judged = plan.best.stages[plan_stage], tolerance_fraction if passes else None
-    planned, at_least = (
-        (each.forward_s + each.forward_comm_s * (not alone), each.backward_s + each.backward_comm_s * (not alone))
-        for each in (stage, least.best.stages[plan_stage])
-    )
-    own = _passes_s(ranks, lambda chunk: (chunk.own_forward_s, chunk.own_backward_s))
-    among = _passes_s(ranks, lambda chunk: (chunk.forward_s, chunk.backward_s))
-    rows = list(zip(("forward", "backward"), planned, at_least, own, among, strict=True))
-    comparisons = [
-        compared(name, "s", planned_s, own_s, judged, plan_stage, least_s)
-        for name, planned_s, least_s, own_s, _ in rows
-    ]
-    if any(chunk.quiet_forward_s is not None for rank in ranks for chunk in rank.chunks):
-        comparisons += [
-            compared(f"{name} among messages", "s", planned_s, among_s, None, plan_stage)
-            for name, planned_s, _, _, among_s in rows
-        ]
-    weight_grads = [chunk.weight_grad_s for rank in ranks for chunk in rank.chunks if chunk.weight_grad_s is not None]
+    stage, quick = plan.best.stages[plan_stage], least.best.stages[plan_stage]
+    chunks = [chunk for rank in ranks for chunk in rank.chunks]
+    seconds_of_ranks = [[(chunk.own_s, chunk.among_s) for chunk in rank.chunks] for rank in ranks]
+    comparisons, among_messages = list[ComparedQuantity](), list[ComparedQuantity]()
+    for way, name in enumerate(("forward", "backward")):
+        planned_s, least_s = (
+            (each.forward_s, each.backward_s)[way] + (each.forward_comm_s, each.backward_comm_s)[way] * (not alone)
+            for each in (stage, quick)
+        )
+        own_s, among_s = (
+            median(sum(of_chunk[kind][way] for of_chunk in of_rank) for of_rank in seconds_of_ranks) for kind in (0, 1)
+        )
+        comparisons.append(
+            compared(name, "s", planned_s, own_s, tolerance_fraction if passes else None, plan_stage, least_s)
+        )
+        among_messages.append(compared(f"{name} among messages", "s", planned_s, among_s, None, plan_stage))
+    if any(chunk.quiet_forward_s is not None for chunk in chunks):
+        comparisons += among_messages
+    weight_grads = [chunk.weight_grad_s for chunk in chunks if chunk.weight_grad_s is not None]
     if weight_grads:
         seconds = sum(weight_grads) / len(ranks)
         comparisons.append(compared("weight gradient", "s", stage.weight_grad_s, seconds, None, plan_stage))
@@ -347,11 +348,6 @@ def compare_stage(
     if memories:
         comparisons += _compare_memory(plan, plan_stage, memories, tolerance_fraction, peak)
     return comparisons
-
-
-def _passes_s(ranks: Sequence[RankResult], of: Callable[[ChunkSeconds], tuple[float, float]]) -> list[float]:
-    """Forward and backward of all chunks of a rank, as medians over ranks."""
-    return [median(sum(of(chunk)[way] for chunk in rank.chunks) for rank in ranks) for way in (0, 1)]
 
 
 def host_keeps_up(eager: Plan, least: Plan, tolerance_fraction: float) -> list[bool]:

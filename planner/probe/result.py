@@ -76,13 +76,16 @@ class ChunkSeconds(Spec):
     """Standard error of the medians, as a share of them: the largest."""
 
     @property
-    def own_forward_s(self) -> float:
-        """Seconds of the forward by itself: without messages beside it, where that was measured."""
-        return self.forward_s if self.quiet_forward_s is None else self.quiet_forward_s
+    def among_s(self) -> tuple[float, float]:
+        """Seconds of forward and backward within the steps, among the messages of other stages."""
+        return self.forward_s, self.backward_s
 
     @property
-    def own_backward_s(self) -> float:
-        return self.backward_s if self.quiet_backward_s is None else self.quiet_backward_s
+    def own_s(self) -> tuple[float, float]:
+        """Seconds of forward and backward by themselves: without messages beside them, where that was measured."""
+        if self.quiet_forward_s is None or self.quiet_backward_s is None:
+            return self.among_s
+        return self.quiet_forward_s, self.quiet_backward_s
 
 
 class ProbedExchange(Spec):

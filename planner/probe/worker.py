@@ -19,9 +19,10 @@ from planner.probe.model.attention import require_flash
 from planner.probe.result import RankFailure, RankResult
 from planner.probe.run import Device, ProbeRun
 from planner.probe.torch_build import default_device, require_gpu
-from planner.specs.base import Fields, Texts
+from planner.schedule.graph import from_torch_csv
+from planner.specs.base import Fields
 from planner.specs.problems import checked
-from planner.specs.reading import CSV, label, load_yaml, parse_rows, read_text
+from planner.specs.reading import CSV, label, load_yaml, read_text
 from planner.specs.training import tokens_split
 
 _CSV = "schedule_csv"
@@ -62,9 +63,10 @@ def read_run(path: str | Path, device: Device = "cuda") -> ProbeRun:
     if not isinstance(name, str):
         raise SpecError(f"{where}: {_CSV} is missing", "export again: plan export plan.json --to torch")
     try:
-        ranks = read_actions(read_text(Path(path).parent / name, CSV.num_bytes))
+        order = from_torch_csv(read_text(Path(path).parent / name, CSV.num_bytes))
     except SpecError as error:
         raise SpecError(f"{where}: {_CSV}: {error.message}", "keep the exported files together") from None
+    ranks = tuple(tuple(map(str, actions)) for actions in order.ranks)
     run = checked(ProbeRun, {**data, "ranks": ranks, "device": device}, where)
     return run.model_copy(update={"seq_length": _share(run, where)})
 
@@ -80,15 +82,6 @@ def _share(run: ProbeRun, where: str) -> int:
             f"a multiple of {unit}: each rank of cp has two equal chunks",
         )
     return run.seq_length // run.cp
-
-
-def read_actions(text: str) -> tuple[Texts, ...]:
-    """The actions of each rank. The two actions of an overlapped pair follow each other."""
-    rows = []
-    for row in parse_rows(text, "the schedule is no CSV", "export again: plan export plan.json --to torch"):
-        cells = [cell.strip().removesuffix("OVERLAP_F_B").strip("()") for cell in row]
-        rows.append(tuple(action for cell in cells if cell for action in cell.split(";")))
-    return tuple(rows)
 
 
 def _joined(run: ProbeRun) -> tuple[RankResult, ...]:

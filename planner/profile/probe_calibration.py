@@ -269,9 +269,9 @@ def _measured(result: ProbeResult) -> dict[int, tuple[float, float]]:
     seconds_by_stage: dict[int, list[tuple[float, float]]] = {}
     for rank in result.ranks:
         for chunk in rank.chunks:
-            if chunk.own_forward_s > 0 and chunk.own_backward_s > 0:
+            if min(chunk.own_s) > 0:
                 stage = chunk.stage % len(result.run.chunks)
-                seconds_by_stage.setdefault(stage, []).append((chunk.own_forward_s, chunk.own_backward_s))
+                seconds_by_stage.setdefault(stage, []).append(chunk.own_s)
     return {
         stage: (median(f for f, _ in pairs), median(b for _, b in pairs)) for stage, pairs in seconds_by_stage.items()
     }

@@ -8,8 +8,8 @@ from textwrap import wrap
 from typing import Any
 
 from planner.answer import Interval, Layout, Offer, Plan, PricedLayout, RecipeGain, RecipeRefusal, SearchReport
+from planner.specs import expressions
 from planner.specs.base import Fields, Named, Texts
-from planner.specs.expressions import text_of, value_of
 from planner.specs.hardware import By, Correction
 from planner.specs.reading import shipped_table
 from planner.specs.units import gib
@@ -422,8 +422,4 @@ def sentences(item: str, path: str = ANSWERS, /, **names: Any) -> Iterator[str]:
 
 def told(item: str, path: str = ANSWERS, /, **names: Any) -> Iterator[list[str]]:
     """The rows of such an item; a sentence is a row of one cell."""
-    known = WORDS | names
-    for row in shipped_table(path)[item]:
-        says, when = (row["says"], row.get("when", "True")) if isinstance(row, dict) else (row, "True")
-        if value_of(when, known):
-            yield [text_of(cell, known) for cell in ([says] if isinstance(says, str) else says)]
+    return expressions.told(shipped_table(path)[item], WORDS | names)

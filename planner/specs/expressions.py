@@ -6,7 +6,7 @@ They stand in files that ship with the planner; nothing that a user gives is eva
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import lru_cache, partial
 from operator import and_, or_
 from types import CodeType
@@ -92,3 +92,11 @@ def as_expression(template: str) -> str:
 def text_of(template: str, names: Mapping[str, Any]) -> str:
     """A text with the values of the expressions that stand in braces in it."""
     return str(value_of(as_expression(template), names))
+
+
+def told(rows: Iterable[Any], names: Mapping[str, Any]) -> Iterator[list[str]]:
+    """The texts of each row whose condition holds; a row is a text or several, `says`, with `when` where it has one."""
+    for row in rows:
+        says, when = (row["says"], row.get("when", "True")) if isinstance(row, dict) else (row, "True")
+        if value_of(when, names):
+            yield [text_of(text, names) for text in ([says] if isinstance(says, str) else says)]

@@ -45,6 +45,8 @@ class MLASpec(Spec):
 
     q_lora_rank: PositiveInt | None = None
     """Rank of the query down-projection; null when queries are projected directly."""
+    gates_by_latents: bool = False
+    """Queries and gates of the output come from the latents beside their norm's output, in one product (A.X-K2)."""
     kv_lora_rank: PositiveInt
     """Rank of the latents that keys and values share."""
     qk_nope_head_dim: PositiveInt
@@ -79,6 +81,12 @@ class LayerSizesSpec(Spec):
     """Latent attention."""
     vector_parameters: NonNegativeInt | None = None
     """Parameters of a layer that are vectors."""
+    shares_weights: bool | None = None
+    """All weights are those of an earlier layer, which runs again (Ouro)."""
+    ngram_size: PositiveInt | None = None
+    """Width of an embedding of n-grams that the layer adds to the streams."""
+    ngram_parameters: NonNegativeInt | None = None
+    """Parameters of its table."""
 
 
 class MambaSpec(Spec):
@@ -179,17 +187,20 @@ class IndexerSpec(Spec):
     """Width of such a head."""
     index_topk: PositiveInt
     """Keys that each query attends to."""
+    tokens_per_key: PositiveInt = 1
+    """Tokens whose keys are pooled to the one that is scored (Qwen4, GLM-5 Next)."""
     weighs_heads: bool = True
     """A weight for each head and token, of a projection of its own (not in MiniMax-M3)."""
 
 
 AttentionKind = Literal[
     "full", "sliding", "chunked", "indexed", "sparse", "compressed_sparse", "heavily_compressed",
-    "mamba", "mamba2", "full_mamba2", "gated_delta", "kimi_delta", "lightning", "conv", "linear", "none",
+    "mamba", "mamba2", "full_mamba2", "gated_delta", "kimi_delta", "lightning", "conv", "cross", "linear", "none",
     "traced0", "traced1", "traced2", "traced3", "traced4", "traced5", "traced6", "traced7",
 ]  # fmt: skip
 """Ways to mix tokens. `indexed` layers choose the keys that they attend to, `sparse` ones take an earlier layer's
-choice; `full_mamba2` layers attend and scan side by side, `linear` ones have one square matrix in attention's place;
+choice; `full_mamba2` layers attend and scan side by side, `linear` ones have one square matrix in attention's place,
+`cross` ones attend to images alone;
 `traced` ones are lists of operators of a user's own module."""
 MlpKind = Literal["dense", "moe", "linear", "none"]
 Activation = Literal["silu", "gelu", "gelu_tanh", "quick_gelu", "relu", "relu2", "xielu", "situ"]

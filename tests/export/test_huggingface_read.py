@@ -229,6 +229,24 @@ def test_further_tokens_are_predicted_only_where_it_is_asked_for(command: str, b
     assert (load_model(model) if isinstance(model, str) else ModelSpec(**model)).num_nextn_predict_layers == blocks
 
 
+@pytest.mark.parametrize(
+    ("model", "more", "is_fused"),
+    [
+        ("google/gemma-2-9b", "", False),
+        ("openai/gpt-oss-20b", " --attn_implementation sdpa", False),
+        ("openai/gpt-oss-20b", " --attn_implementation kernels-community/vllm-flash-attn3", True),
+        ("google/gemma-2-9b", " --attn_implementation flash_attention_2", True),
+        ("google/gemma-2-9b", " --use_unsloth true", True),
+        ("Qwen/Qwen3-8B", "", True),
+        ("Qwen/Qwen3-8B", " --attn_implementation eager", False),
+    ],
+)
+def test_caps_and_sinks_are_no_kernel_s_where_none_is_asked_for(model: str, more: str, is_fused: bool) -> None:
+    command = f"torchrun --nproc_per_node 8 sft.py --model_name_or_path {model} --bf16 --max_length 4096{more}"
+    run = read_configuration(command).run
+    assert run["features"].get("flash_attention", True) == is_fused
+
+
 @pytest.mark.parametrize(("path", "name", "bits"), TABLES["names_that_people_give_are_of_models_that_are_known"])
 def test_names_that_people_give_are_of_models_that_are_known(path: str, name: str | None, bits: int) -> None:
     run = read_configuration(f"swift sft --model {path} --max_length 2048").run

@@ -12,7 +12,7 @@ import yaml
 
 from planner.answer import Plan
 from planner.export.import_run import read_configuration
-from planner.export.launchers import connections
+from planner.export.launchers import variables
 from planner.export.megatron.bridge_files import bridge_overrides
 from planner.export.megatron.megatron_files import export_megatron, megatron_arguments
 from planner.export.megatron.plan_options import precision
@@ -312,7 +312,7 @@ def test_queues_to_the_gpu_are_those_that_megatron_asks_for(
     """validate_args of core 0.14 to 0.20: 1 with tp or cp up to Hopper, but for FSDP and overlapped experts."""
     features = {"ep_overlap": True, "dispatcher": "alltoall"} if overlaps else {}
     plan = planned("qwen3-30b-a3b", 8, hardware=hardware, features=features, **layout)
-    number = connections(plan).get("CUDA_DEVICE_MAX_CONNECTIONS")
+    number = variables(plan, "environment-connections").get("CUDA_DEVICE_MAX_CONNECTIONS")
     shards, is_split = plan.parallelism.zero_stage >= 2, plan.parallelism.tp * plan.parallelism.cp > 1
     is_free = hardware == "b200" or shards or (overlaps and plan.parallelism.ep > 1)
     assert number == "1" if is_split and not is_free else number != "1"

@@ -86,12 +86,6 @@ def test_the_file_is_the_planned_run(
     assert run.model.num_hidden_layers == plan.model.spec.num_hidden_layers
 
 
-def test_overlapped_pairs_are_two_actions() -> None:
-    from planner.probe.worker import read_actions
-
-    assert read_actions("0F0,,(0F1;1B0)OVERLAP_F_B\n") == (("0F0", "0F1", "1B0"),)
-
-
 def test_an_order_made_to_measure_is_run_as_it_is(planned: Planned, tmp_path: Path) -> None:
     from planner.probe.worker import read_run
 

@@ -141,7 +141,7 @@ def test_a_tied_head_beside_its_embedding_has_no_matrix_of_its_own() -> None:
     [("nemotron-3-super-120b-a12b", 2_942_325_248), ("deepseek-v3", 11_610_068_224), ("glm-5.2", 9_952_920_576)],
 )
 def test_predictions_have_the_layers_of_the_checkpoint(name: str, parameters: int) -> None:
-    """Megatron-LM's pattern of Nemotron 3 ends in `/*E`; a block chooses its keys where the last layer takes others'."""
+    """Megatron-LM's pattern of Nemotron 3 ends in `/*E`; a block chooses keys where the last layer shares them."""
     assert model_totals(load_model(name), MEGATRON, 8192).num_predicting_parameters == parameters
 
 

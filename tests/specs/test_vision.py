@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import Any
 
 import pytest
@@ -9,8 +10,8 @@ import pytest
 from planner.cli.inputs import read_job
 from planner.cli.options import JobOptions
 from planner.errors import SpecError
-from planner.physics.layers import model_totals, vision_tower
-from planner.physics.operators import num_parameters, saved_bytes
+from planner.physics.layers import decoder_layer, model_totals, vision_tower
+from planner.physics.operators import num_parameters, operators_of, saved_bytes
 from planner.physics.pricing import Pricing
 from planner.shape import Shape
 from planner.specs.architectures import from_config
@@ -54,6 +55,8 @@ def size(kind: str, vision: dict[str, Any], text_hidden: int) -> int:
         # towers that transformers 5.24 builds on the meta device
         ("aria", {"model_type": "idefics3_vision", "hidden_size": 1152}, 4096, "", 184_816_000),
         ("idefics2", {"model_type": "idefics2_vision"}, 4096, "", 819_662_848),
+        ("inkling2", {"model_type": "inkling2_vision"}, 4608, "", 327_693_312),
+        ("mllama", {"model_type": "mllama_vision_model", "image_size": 560}, 4096, "", 895_028_755),
         ("vipllava", {**CLIP}, 4096, "", 341_274_624),
         ("molmo2", {"model_type": "molmo2_vit"}, 3584, "", 503_342_544),
         ("ovis2", {"model_type": "ovis2_vision"}, 1536, "", 351_168_502),
@@ -195,3 +198,36 @@ def test_images_of_a_sequence(seeing: str, images: str | None, lora: bool, expec
 def test_a_model_of_text_takes_no_images() -> None:
     with pytest.raises(SpecError, match="qwen3-8b has no vision tower"):
         read_job(JobOptions(model="qwen3-8b", gpus=8, images="1"))
+
+
+def test_layers_that_attend_to_images_alone() -> None:
+    """Llama 3.2 Vision: FLOPs of torch on the meta device but for the causal half; without images they are left out."""
+    config = {"num_hidden_layers": 5, "cross_attention_layers": [3], "model_type": "mllama_text_model"}
+    tower = {"model_type": "mllama_vision_model"}
+    model = from_config({"model_type": "mllama", "text_config": config, "vision_config": tower}, "x")
+    shape = Shape(seq_length=512)
+    layers = [decoder_layer(model, kind, shape, RUNTIME) for kind in model.layers]
+    flops = sum(float(op.forward_flops) for op in operators_of(chain.from_iterable(layers)))
+    assert flops == 1_228_461_309_952 - 4 * 2 * 512**2 * 4096
+    assert model.vision is not None
+    assert (model.vision.image_tokens, model.vision.in_sequence) == (4 * 1025, False)
+    blind = decoder_layer(model.model_copy(update={"vision": None}), model.layers[3], shape, RUNTIME)
+    assert num_parameters(blind) == num_parameters(layers[3]) == 218_112_258
+    assert not any(op.forward_flops for op in operators_of(blind))
+
+
+@pytest.mark.parametrize(
+    ("name", "tokens", "tiles"),
+    [("internvl3-8b", 1280, 5), ("llava-v1.6-mistral-7b", 2880, 5), ("smolvlm2-2.2b", 1377, 17)],
+)
+def test_a_tower_sees_each_tile_by_itself(name: str, tokens: int, tiles: int) -> None:
+    """Tiles of an image of 896 × 896, as transformers' processors cut it."""
+    model = load_model(name)
+    assert model.vision is not None
+    assert model.vision.image_tokens == tokens
+    one = model.vision.model_copy(update={"image_tokens": tokens // tiles})
+    flops = [
+        sum(float(op.forward_flops) for op in vision_tower(each, Shape(seq_length=4096), RUNTIME))
+        for each in (model, model.model_copy(update={"vision": one}))
+    ]
+    assert flops[0] == pytest.approx(tiles * flops[1])

@@ -24,7 +24,7 @@ from planner.export.keyed_settings import (
     table,
     word,
 )
-from planner.export.named_models import has_towers, model_called, num_layers_of
+from planner.export.named_models import has_plain_attention, has_towers, model_called, num_layers_of
 from planner.export.trainer_files import settings as settings_file
 from planner.specs.base import Fields, Named, Said
 from planner.specs.model import ModelSpec
@@ -124,6 +124,7 @@ def read_fine_tuning(imported: ImportedRun, settings: Fields, said_length: int |
             imported.unknown[kind] = f"{settings[kind]}, priced as {'lora' if run.get('adapters') else 'all weights'}"
     of_run = {"runtime": run["runtime"], "adapters": run.get("adapters"), "layers": num_layers_of(run["model"])}
     of_layout = {"layout": layout, "zero": layout.get("zero_stage", 0), "said_length": said_length, "kinds": _KINDS}
+    of_layout["is_plain"] = has_plain_attention(run["model"])
     of_layout["switched"] = switches_of(load_runtime(HF_RUNTIME))["optimizer"]
     found = readings("huggingface", settings, **_WORDS_OF_TRAINERS, **of_run, **of_layout)
     if found["features"].get("sharding") == "deepspeed":

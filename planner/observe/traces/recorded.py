@@ -40,6 +40,7 @@ from planner.observe.traces.events import (
 )
 from planner.observe.traces.source import Progress, read_kineto, trace_file
 from planner.specs.base import Named, Texts
+from planner.specs.expressions import told
 from planner.specs.reading import STDIN
 
 _COLLECTIVE_PATTERNS = [(kind, re.compile(text, re.IGNORECASE)) for kind, text in TABLES["collectives"].items()]
@@ -311,20 +312,11 @@ def _refuse_twins(traces: Sequence[RankTrace]) -> None:
 
 def _not_shown(ranks: Sequence[Sorted], reports: Sequence[RankReport], peers: PeerTimes) -> Texts:
     """Sentences on what these traces cannot tell."""
-    told = []
-    communicates = any((events.group >= 0).any() for events in ranks)
-    if communicates and not peers.num_matched:
-        why = "one rank's trace" if len(ranks) == 1 else "no collective is found on two ranks"
-        told.append(f"transfer and wait are one number: {why}")
-    if any((events.trace.gpu["call"][events.group >= 0] < 0).any() for events in ranks):
-        told.append("some communication kernels say neither group nor bytes (old torch, DeepEP, NVSHMEM)")
-    if communicates and any(len(g.ranks) == 0 for e in ranks for g in e.trace.groups.values()):
-        told.append("ranks of some groups: the trace truncates lists after 30 entries")
-    if all(step.number is None for report in reports for step in report.steps):
-        told.append(
-            "steps: nothing marks them (call `profiler.step()` in the loop); the numbers are of the whole trace"
-        )
-    return tuple(told)
+    names = {
+        "ranks": ranks, "steps": [step for report in reports for step in report.steps],
+        "communicates": any((events.group >= 0).any() for events in ranks), "num_matched": peers.num_matched,
+    }  # fmt: skip
+    return tuple(says for (says,) in told(TABLES["not_shown"], names))
 
 
 _TERMS = {

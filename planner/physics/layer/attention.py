@@ -41,8 +41,10 @@ def latent_qkv(model: ModelSpec, mla: MLASpec, shape: Shape, runtime: RuntimeSpe
         yield Operator(name="q down", kind="gemm", m=shard, n=rank, k=model.hidden_size, parameters=rank * inputs)
         yield cast_copy("kv down", (shard, model.hidden_size), ("layernorm",))
         yield norm("q latent norm", rank, shard, model, runtime, module="mla_up_proj")
-        query = Operator(name="q up", kind="gemm", modules=up, m=tokens, n=q_width, k=rank, parameters=q_width * rank)
-        yield from enter_tp("q up", [query], rank, shape, runtime)
+        both, gates = (2 * rank, heads * mla.v_head_dim) if mla.gates_by_latents else (rank, 0)
+        columns = q_width + gates
+        query = Operator(name="q up", kind="gemm", modules=up, m=tokens, n=columns, k=both, parameters=columns * both)
+        yield from enter_tp("q up", [query], both, shape, runtime)
     rank = mla.kv_lora_rank
     down = rank + mla.qk_rope_head_dim
     yield Operator(name="kv down", kind="gemm", m=shard, n=down, k=model.hidden_size, parameters=down * inputs)
@@ -81,7 +83,7 @@ def attention(model: ModelSpec, kind: LayerKind, shape: Shape, runtime: RuntimeS
         yield from _qkv(model, shape, runtime)
     else:
         yield from latent_qkv(model, model.mla, shape, runtime)
-        if model.attn_output_gate or model.attn_head_gate:
+        if (model.attn_output_gate or model.attn_head_gate) and not model.mla.gates_by_latents:
             per_head = model.mla.v_head_dim if model.attn_output_gate else 1
             gates = model.num_attention_heads * per_head / shape.tp
             product = Operator(
@@ -225,6 +227,38 @@ def _with_parameters(operator: Operator, parameters: Number) -> Operator:
 
 def _with_saved(operator: Operator, *saved: Saved) -> Operator:
     return replace(operator, saved=(*operator.saved, *saved))
+
+
+def cross_attention(model: ModelSpec, kind: LayerKind, shape: Shape, runtime: RuntimeSpec) -> Iterator[Item]:
+    """Attention of a sequence to its images alone (Llama 3.2 Vision), whose tokens all such layers keep together."""
+    tower, width, hidden = model.vision, model.head_dim, model.hidden_size
+    seen = 1 if tower is None else tower.image_tokens * tower.images_per_sequence
+    heads, kv_heads = model.num_attention_heads / shape.tp, kv_heads_per_rank(model, shape)
+    rows, layers = shape.micro_batch_size * seen, sum(each.attention == "cross" for each in model.layers)
+    images = Saved("image tokens", (rows, hidden / layers))
+    for name, m, columns, kept in (
+        ("cross q", shape.tokens, heads * width, ()), ("cross k, v", rows, 2 * kv_heads * width, (images,)),
+    ):  # fmt: skip
+        product = Operator(
+            name=name, kind="gemm", m=m, n=columns, k=hidden, parameters=columns * hidden,
+            saved=(*kept, Saved(name, (m, columns))),
+        )  # fmt: skip
+        yield from enter_tp(name, [product], hidden, shape, runtime) if not kept else (product,)
+    normed = norm("cross qk norm", width, shape.tokens * heads + rows * kv_heads, model, runtime, saves_input=False)
+    yield _with_parameters(normed, 2 * width)
+    yield Operator(
+        name="attention", kind="attention", modules=("core_attn",), batch=shape.micro_batch_size, heads=heads,
+        kv_heads=kv_heads, q_len=shape.seq_length / shape.cp, kv_len=seen, causal=False, qk_dim=width, v_dim=width,
+        saved=(
+            Saved("output", (shape.tokens, heads, width)),
+            Saved("log-sum-exp", (shape.tokens, heads), ("core_attn",), dtype="fp32"),
+        ),
+    )  # fmt: skip
+    output = Operator(
+        name="attention output", kind="gemm", modules=("op",), m=shape.tokens, n=hidden, k=heads * width,
+        parameters=heads * width * hidden,
+    )  # fmt: skip
+    yield from leave_tp(output, BF16 * shape.tokens * hidden, shape)
 
 
 def compressed_attention(

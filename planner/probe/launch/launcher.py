@@ -69,20 +69,17 @@ def run_folder(keeps_after_error: bool) -> Iterator[Path]:
             f"the probe's folder cannot be made in {tempfile.gettempdir()}: {error.strerror}",
             "set TMPDIR to a folder with space that you may write to",
         ) from None
+    keeps = False
     try:
         yield folder
     except ProbeError:
-        if not keeps_after_error:
-            shutil.rmtree(folder, ignore_errors=True)
+        keeps = keeps_after_error
         with suppress(OSError):
             (folder / LOCK_FILE).unlink()
         raise
-    except BaseException:
-        shutil.rmtree(folder, ignore_errors=True)
-        raise
-    else:
-        shutil.rmtree(folder, ignore_errors=True)
     finally:
+        if not keeps:
+            shutil.rmtree(folder, ignore_errors=True)
         os.close(lock)
 
 

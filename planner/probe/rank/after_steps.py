@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from planner.probe.model.attention import CoreAttention
+from planner.probe.rank.gradients import RankExchange
 from planner.probe.rank.pipeline import RankClock
 from planner.probe.rank.training import RankTrainer, unheard
 from planner.probe.result import ChunkSeconds, ProbedExchange
@@ -46,30 +47,37 @@ def measure_exchanges(trainer: RankTrainer, on_exchange: Callable[[str], None] =
     """Median seconds and bus bandwidth of what this rank exchanges with tensor-, context- and data-parallel peers;
     `on_exchange` hears of each."""
     exchanges = []
-    on_exchange("tp (computing)")
-    tp = trainer.around.tp
+    for group, size, exchange in _exchanges(trainer):
+        on_exchange(f"{exchange.name} (computing)")
+        median_s, spread = _seconds(trainer, group, exchange.call)
+        # as nccl-tests print it
+        moved = exchange.passes * (size - 1) / size * exchange.num_bytes
+        exchanges.append(
+            ProbedExchange(
+                name=exchange.name, size=size, num_bytes=exchange.num_bytes, seconds=median_s,
+                bus_gb_per_s=moved / median_s / GB, spread_fraction=spread,
+            )
+        )  # fmt: skip
+    return tuple(exchanges)
+
+
+def _exchanges(trainer: RankTrainer) -> Iterator[tuple[Any, int, RankExchange]]:
+    """The exchanges of a rank, each with its group and the number of ranks in it."""
+    tp, cp = cast(Any, trainer.around.tp), cast(Any, trainer.around.cp)
     if tp.size > 1:
         shard = trainer.empty()
-        group = cast(Any, tp).group
         gathered = shard.repeat(tp.size if tp.sequence_parallel else 1, 1, 1)
         if tp.sequence_parallel:
-            seconds = _seconds(trainer, group, lambda: tp.all_gather(shard))
-            exchanges.append(_exchange("tp all-gather", tp.size, gathered.nbytes, seconds, passes=1))
-        seconds = _seconds(trainer, group, lambda: dist.all_reduce(gathered, group=group))
-        exchanges.append(_exchange("tp all-reduce", tp.size, gathered.nbytes, seconds, passes=2))
-    on_exchange("cp (computing)")
-    cp = trainer.around.cp
+            yield tp.group, tp.size, RankExchange("tp all-gather", gathered.nbytes, 1, partial(tp.all_gather, shard))
+        all_reduce = partial(dist.all_reduce, gathered, group=tp.group)
+        yield tp.group, tp.size, RankExchange("tp all-reduce", gathered.nbytes, 2, all_reduce)
     keys = next(_keys(trainer), None)
     if cp.size > 1 and keys is not None:
-        seconds = _seconds(trainer, cast(Any, cp).group, lambda: cp.all_gather(keys))
-        exchanges.append(_exchange("cp all-gather", cp.size, cp.size * keys.nbytes, seconds, passes=1))
+        call = partial(cp.all_gather, keys)
+        yield cp.group, cp.size, RankExchange("cp all-gather", cp.size * keys.nbytes, 1, call)
     for flat in trainer.flat:
-        group = flat.sharding.group
-        size = flat.sharding.size
-        for name, num_bytes, passes, call in flat.exchanges() if group is not None else ():
-            on_exchange(f"{name} (computing)")
-            exchanges.append(_exchange(name, size, num_bytes, _seconds(trainer, group, call), passes))
-    return tuple(exchanges)
+        for exchange in flat.exchanges() if flat.sharding.group is not None else ():
+            yield flat.sharding.group, flat.sharding.size, exchange
 
 
 def _keys(trainer: RankTrainer) -> Iterator[Tensor]:
@@ -135,15 +143,6 @@ def slowest_s(seconds: float, device: str, group: Any = None) -> float:
     largest = torch.tensor(seconds, dtype=torch.float64, device=device)
     dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
     return float(largest)
-
-
-def _exchange(name: str, size: int, num_bytes: int, timed: tuple[float, float | None], passes: int) -> ProbedExchange:
-    """Bus bandwidth: passes · (n − 1)/n · bytes / seconds, as nccl-tests print it."""
-    moved, (median_s, spread) = passes * (size - 1) / size * num_bytes, timed
-    return ProbedExchange(
-        name=name, size=size, num_bytes=num_bytes, seconds=median_s, bus_gb_per_s=moved / median_s / GB,
-        spread_fraction=spread,
-    )  # fmt: skip
 
 
 FEWEST_PASSES, MOST_PASSES = 5, 200

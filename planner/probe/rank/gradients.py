@@ -51,8 +51,8 @@ class GradientShard(NamedTuple):
     gradient: Tensor
 
 
-class ReplicaExchange(NamedTuple):
-    """An exchange among replicas that can be measured by itself."""
+class RankExchange(NamedTuple):
+    """An exchange among ranks that can be measured by itself."""
 
     name: str
     num_bytes: int
@@ -110,14 +110,13 @@ class FlatParameters:
         part_size = shard_size * sharding.stands_for
         self.grads = torch.zeros(padded, dtype=grad_dtype, device=first.device)
         self.weights = torch.zeros(padded, dtype=first.dtype, device=first.device)
-        start = 0
-        for parameter in self.parameters:
-            end = start + parameter.numel()
-            self.weights[start:end].copy_(parameter.detach().flatten())
-            parameter.data = self.weights[start:end].view_as(parameter)
-            cast(Any, parameter).main_grad = self.grads[start:end].view_as(parameter)
+        sizes = [parameter.numel() for parameter in self.parameters]
+        parts = (torch.split(flat[:total], sizes) for flat in (self.weights, self.grads))
+        for parameter, weights, grads in zip(self.parameters, *parts, strict=True):
+            weights.copy_(parameter.detach().flatten())
+            parameter.data = weights.view_as(parameter)
+            cast(Any, parameter).main_grad = grads.view_as(parameter)
             collect_gradients(parameter)
-            start = end
         self.part = slice(rank * part_size, (rank + 1) * part_size)
         self.shard = slice(self.part.start, self.part.start + shard_size)
         self.master = nn.Parameter(self.weights[self.shard].to(grad_dtype, copy=True))
@@ -171,14 +170,14 @@ class FlatParameters:
                 yield GradientShard(parameter, slice(first - start, last - start), self.grads[first:last])
             start = end
 
-    def exchanges(self) -> Iterator[ReplicaExchange]:
+    def exchanges(self) -> Iterator[RankExchange]:
         """The reduction of all gradients, and the gathering of all weights if each rank updates a part of them."""
         is_sum = not on_gpu(self.grads) or not self.sharding.zero  # gloo sums where NCCL scatters too
         name = f"gradient {'all-reduce' if is_sum else 'reduce-scatter'}"
-        yield ReplicaExchange(name, self.grads.nbytes, 2 if is_sum else 1, self.reduce)
+        yield RankExchange(name, self.grads.nbytes, 2 if is_sum else 1, self.reduce)
         self.grads.zero_()
         if self.sharding.zero:
-            yield ReplicaExchange("weight all-gather", self.weights.nbytes, 1, self.gather)
+            yield RankExchange("weight all-gather", self.weights.nbytes, 1, self.gather)
 
 
 def all_reduce_flat(tensors: Iterable[Tensor], group: Any) -> None:
@@ -188,10 +187,8 @@ def all_reduce_flat(tensors: Iterable[Tensor], group: Any) -> None:
         return
     flat = torch.cat([tensor.flatten() for tensor in tensors])
     dist.all_reduce(flat, group=group)
-    start = 0
-    for tensor in tensors:
-        tensor.copy_(flat[start : start + tensor.numel()].view_as(tensor))
-        start += tensor.numel()
+    for tensor, part in zip(tensors, torch.split(flat, [tensor.numel() for tensor in tensors]), strict=True):
+        tensor.copy_(part.view_as(tensor))
 
 
 def clip_scale(squared_norm: Tensor, max_norm: float) -> tuple[Tensor, Tensor]:
@@ -316,11 +313,11 @@ class ShardedParameters:
                 first = min(self.sharding.rank * rows, parameter.shape[0]) * width
                 yield GradientShard(parameter, slice(first, first + gradient.numel()), gradient)
 
-    def exchanges(self) -> Iterator[ReplicaExchange]:
+    def exchanges(self) -> Iterator[RankExchange]:
         """The exchange that fully_shard makes for each layer, here for the largest parameter: a gather of its rows."""
         rows = local(max(self.parameters, key=lambda parameter: parameter.numel())).detach()
         gathered = rows.new_empty(self.sharding.size * rows.numel())
-        yield ReplicaExchange(
+        yield RankExchange(
             "weight all-gather", gathered.nbytes, 1,
             lambda: gather_whole(gathered, rows.flatten(), self.sharding.group),
         )  # fmt: skip

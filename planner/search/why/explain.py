@@ -54,7 +54,12 @@ def explain(
     seconds go. Without pins it says what decides against each alternative, and what would change the choice. Raises
     Infeasible if nothing fits even without pins.
     """
-    case = pinned(Case(model_of(model), cluster, training, runtime_of(runtime), limits or SearchLimits()))
+    return explained(Case(model_of(model), cluster, training, runtime_of(runtime), limits or SearchLimits()))
+
+
+def explained(case: Case) -> Explanation:
+    """The answer of `explain` about a case."""
+    case = pinned(case)
     return _why_not(case) if case.pins else _why_this(case)
 
 

@@ -292,6 +292,12 @@ def doge(config: Config) -> Derived:
     return fields | ({"moe": None} if config.get("num_experts_per_tok") and config.get("keep_window_size", 1) else {})
 
 
+def gated_latents(config: Config) -> Derived:
+    """A.X-K2's latent attention, whose queries and gates read latents and their norm."""
+    names = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+    return {"mla": {name: whole(config, name) for name in names} | {"gates_by_latents": True}}
+
+
 def internlm3(config: Config) -> Derived:
     """InternLM 3: biases of queries, keys and values by one switch, all others by another."""
     qkv, others = config.get("qkv_bias", config.get("attention_bias")), bool(config.get("bias"))

@@ -80,12 +80,10 @@ def window(is_full: IsOne, key: str = "sliding_window") -> Callable[[Config], De
     return derive
 
 
-def mixers(kind: str, is_full: IsOne, **other: str) -> Callable[[Config], Derived]:
-    """A function that lists the layers of `kind` among those with full attention.
-
-    `other` are further names that `layer_types` may hold.
-    """
-    names = ATTENTIONS | {"attention": "full", **dict.fromkeys((*STATE_NAMES, kind), kind), **other}
+def mixers(kind: str, is_full: IsOne) -> Callable[[Config], Derived]:
+    """A function that lists the layers of `kind` among those with full attention, or to chosen keys."""
+    names = ATTENTIONS | {"attention": "full", "indexed_attention": "indexed"}
+    names |= dict.fromkeys((*STATE_NAMES, kind), kind)
 
     def derive(config: Config) -> Derived:
         types = listed(config, names) or listed(config, names, "layers_block_type")
@@ -322,6 +320,27 @@ def rotated_layers(config: Config) -> Derived:
     if stated != [int((layer + 1) % interval != 0) for layer in range(count)]:
         raise InexpressibleError("no_rope_layers: layers without rotary positions that are not every n-th")
     return {"no_rope_layer_interval": interval}
+
+
+def mllama_layers(config: Config) -> Derived:
+    """Llama 3.2 Vision's listed layers attend to images, through two gates of one number each."""
+    stated = config.get("cross_attention_layers")
+    crosses = [isinstance(stated, list) and layer in stated for layer in range(num_layers(config))]
+    sizes = tuple({"vector_parameters": 2} if one else {} for one in crosses)
+    return {"layer_types": shortest(["cross" if one else "full" for one in crosses]), "layer_sizes": sizes}
+
+
+def looped(key: str, default: int) -> Callable[[Config], Derived]:
+    """A function that writes all layers again for each further time that they run, which stands under a key."""
+
+    def derive(config: Config) -> Derived:
+        layers, times = num_layers(config), whole(config, key, default)
+        if not 0 < times * layers <= MAX_LAYERS:
+            raise InexpressibleError(f"{key}: {times}, and {layers} layers")
+        again = ({"shares_weights": True},) * (layers * (times - 1))
+        return {"num_hidden_layers": layers * times, "layer_sizes": ({},) * layers + again if again else None}
+
+    return derive
 
 
 def lfm3_layers(config: Config) -> Derived:
