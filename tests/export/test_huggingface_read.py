@@ -423,6 +423,8 @@ _TRAINED_WHOLE = "TrainingArguments(per_device_train_batch_size=1, bf16=True)\n"
          f"'Qwen/Qwen3-8B', torch_dtype=torch.bfloat16)\na = {_TRAINED_WHOLE}", "runtime", "hf"),
         ("from transformers import TrainingArguments\nmodel_name = 'Qwen/Qwen3-8B'\n"
          f"a = {_TRAINED_WHOLE}", "features", {"autocast": True}),
+        ("from unsloth import FastModel\nm, t = FastModel.from_pretrained(model_name='Qwen/Qwen3-8B')\n"
+         f"a = {_TRAINED_WHOLE}", "num_gpus", 1),
         ("swift sft --model Qwen/Qwen3-8B --tuner_type lora --max_length 2048", "adapters",
          {"base_bits": 16, "rank": 8, "dropout": 0.05, "targets": ["all-linear"]}),
         ("llamafactory-cli train --model_name_or_path Qwen/Qwen3-8B --finetuning_type full --deepspeed zero2 "
