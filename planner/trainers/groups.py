@@ -82,6 +82,9 @@ class Kernels(Group):
     copies_norm_input: bool = False
     """An unfused RMSNorm casts its input to fp32 and keeps the copy, and the normalized rows for its weight's gradient
     (modules of transformers; torch's own before 2.9)."""
+    autocasts: bool = False
+    """torch.autocast around whole fp32 weights: the residual stream and the rows of norms are fp32, and every product
+    keeps its own 16-bit copies of its input and of its weight."""
     fused_rotary: bool = True
     """Without: chunk, negate, multiply, add, concatenate; and the QKV buffer stays alive through the view of v."""
     fused_activation: bool = True
