@@ -179,7 +179,7 @@ def width_terms(pricing: Pricing, layout: PricedLayout, host_fraction: float) ->
             SPARSE_STEP_WIDTH if model.indexer is not None else 0.0,
             TRACED_WIDTH if model.traced is not None and runtime.family != "torch-eager" else 0.0,
             VISION_WIDTH if model.vision is not None else 0.0,
-            LATENT_WIDTH if model.mla is not None and runtime.latent_attention_factor > 1 else 0.0,
+            LATENT_WIDTH if model.mla is not None and runtime.latent_attention_tflops else 0.0,
         ),
         "dtype": NARROW_WIDTH.get(training.dtype, 0.0),
         "host": (SAID_HOST_WIDTH if hardware.host.kind else HOST_WIDTH) * host_fraction,
