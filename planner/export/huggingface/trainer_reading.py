@@ -242,7 +242,8 @@ def _in_one(settings: Settings) -> Settings:
 
 
 _OF_LAUNCH = (
-    "pure_bf16", "use_fsdp", "deepspeed_config_file", "use_deepspeed", "offload_optimizer_device", "offload_param_device",
+    "pure_bf16", "use_fsdp", "deepspeed_config_file", "use_deepspeed", "offload_optimizer_device",
+    "offload_param_device",
 )  # fmt: skip
 """Settings that are called otherwise."""
 
