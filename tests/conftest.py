@@ -81,16 +81,11 @@ def _priced(
             _stage(i, pp, starts[i + 1] - starts[i], starts[i], total_gib - i / 2, stage_recompute) for i in range(pp)
         ),
         step=StepTime(
-            step_s=step_s,
-            step_s_interval=(0.95 * step_s, 1.06 * step_s),
-            tokens_per_s=2048 * 8192 / step_s,
-            tokens_per_s_per_gpu=8192 / step_s,
-            model_tflops_per_gpu=412.3,
-            mfu=0.4167,
-            bubble_fraction=0.099,
+            step_s=step_s, step_s_interval=(0.95 * step_s, 1.06 * step_s), tokens_per_s=2048 * 8192 / step_s,
+            tokens_per_s_per_gpu=8192 / step_s, model_tflops_per_gpu=412.3, mfu=0.4167, bubble_fraction=0.099,
             breakdown=StepBreakdown(**{name: share * step_s for name, share in breakdown.items()}),
         ),
-    )
+    )  # fmt: skip
 
 
 def _plan(

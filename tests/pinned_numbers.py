@@ -6,9 +6,11 @@ that a change which means to change no number does not. `scripts/pin` writes the
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import yaml
 
 from planner.errors import SpecError
 from planner.layout.evaluate import evaluate, pricing_of, selective_modules
@@ -26,50 +28,16 @@ from planner.specs.registry import load_hardware, load_model
 from planner.specs.training import Parallelism, SearchLimits, TrainingSpec
 from planner.trainers.load import load_runtime
 
+TABLES = yaml.safe_load((Path(__file__).parent / "tables.yaml").read_text())
+
 MODELS = ("llama-3.1-8b", "gemma-3-27b", "deepseek-v2-lite", "deepseek-v3", "mixtral-8x7b", "gpt-oss-20b", "gpt3-175b")
 TRAINERS = ("megatron", "torchtitan", "torch-eager", "torch-fsdp", "nanotron", "megatron-2021", "megatron-deepspeed")
-SHAPES: tuple[dict[str, int], ...] = (
-    {"dp": 16, "micro_batch_size": 2, "num_microbatches": 4},
-    {"dp": 8, "micro_batch_size": 1, "num_microbatches": 8, "zero_stage": 3, "shard_size": 4},
-    {"tp": 4, "dp": 2, "pp": 2, "vpp": 2, "num_microbatches": 16, "sequence_parallel": 1},
-    {"tp": 2, "cp": 2, "dp": 4, "pp": 2, "num_microbatches": 8, "sequence_parallel": 1},
-    {"tp": 2, "dp": 8, "ep": 8, "etp": 1, "pp": 2, "num_microbatches": 8, "sequence_parallel": 0},
-)
-FIELDS = (
-    "forward_total_s", "input_grad_total_s", "weight_grad_s", "live_bytes", "transient_bytes", "logits_bytes",
-    "weights_bytes", "gradients_bytes", "optimizer_bytes", "parameters", "reduce_s", "gather_s", "optimizer_s",
-)  # fmt: skip
-JOBS: tuple[tuple[str, int, str, int, str, dict[str, Any]], ...] = (
-    ("llama-3.1-70b", 64, "megatron", 512, "bf16", {}),
-    ("deepseek-v2-lite", 16, "megatron", 128, "fp8", {}),
-    ("gpt-oss-20b", 16, "megatron", 64, "bf16", {}),
-    ("llama-3.1-8b", 32, "torchtitan", 128, "bf16", {"schedule": ("1f1b", "interleaved-1f1b")}),
-    ("llama-3.1-8b", 32, "torch-eager", 96, "bf16", {"schedule": ("gpipe", "1f1b", "zb-h1", "zb-v", "v-half")}),
-    ("gpt3-175b", 128, "megatron-2021", 256, "bf16", {}),
-    ("mixtral-8x7b", 32, "megatron", 64, "bf16", {}),
-)
+SHAPES: tuple[dict[str, int], ...] = TABLES["shapes"]
+FIELDS = TABLES["fields"]
+JOBS: tuple[tuple[str, int, str, int, str, dict[str, Any]], ...] = TABLES["jobs"]
 
 
-LAYOUTS: tuple[tuple[str, int, str, str, dict[str, Any]], ...] = (
-    ("llama-3.1-8b", 16, "megatron", "bf16", {"tp": 2, "pp": 4, "vpp": 2, "micro_batch_size": 1}),
-    ("llama-3.1-8b", 16, "megatron", "bf16", {"pp": 2, "recompute": "full", "recompute_num_layers": 3}),
-    ("llama-3.1-8b", 16, "torchtitan", "bf16", {"tp": 2, "pp": 2, "schedule": "1f1b"}),
-    ("llama-3.1-8b", 16, "torchtitan", "bf16", {"pp": 4, "vpp": 2, "schedule": "zb-v"}),
-    ("llama-3.1-8b", 8, "torch-fsdp", "bf16", {"fsdp": "full_shard"}),
-    ("llama-3.1-8b", 8, "megatron", "bf16", {"zero_stage": 0, "micro_batch_size": 2}),
-    ("llama-3.1-8b", 16, "megatron", "bf16", {"tp": 2, "cp": 4, "pp": 2}),
-    ("llama-3.1-8b", 8, "torch-fsdp", "bf16", {"zero_stage": 2}),
-    ("deepseek-v3", 64, "megatron", "fp8", {"tp": 2, "pp": 16, "vpp": 2, "ep": 4, "recompute": "selective"}),
-    ("deepseek-v3", 64, "megatron", "fp8", {"tp": 2, "pp": 16, "ep": 4, "recompute": "full"}),
-    ("deepseek-v2-lite", 16, "megatron", "bf16", {"pp": 2, "ep": 8, "recompute": "selective"}),
-    ("gpt-oss-20b", 16, "megatron", "bf16", {"pp": 4, "vpp": 3, "ep": 2}),
-    ("gpt3-175b", 64, "megatron-deepspeed", "bf16", {"tp": 8, "pp": 8}),
-    ("gpt3-175b", 64, "megatron-2021", "bf16", {"tp": 8, "pp": 4, "vpp": 2, "recompute": "full"}),
-    ("llama-3.1-8b", 16, "primus-megatron", "fp8", {"tp": 2, "pp": 2, "micro_batch_size": 2}),
-    ("llama-3.1-8b", 16, "primus-megatron", "bf16", {"pp": 4, "vpp": 2, "schedule": "zb-v"}),
-    ("deepseek-v2-lite", 16, "primus-megatron", "bf16", {"pp": 2, "ep": 8, "recompute": "full"}),
-    ("llama-3.1-8b", 16, "primus-torchtitan", "bf16", {"tp": 2, "micro_batch_size": 2}),
-)
+LAYOUTS: tuple[tuple[str, int, str, str, dict[str, Any]], ...] = TABLES["layouts"]
 
 
 def layouts() -> dict[str, list[float]]:

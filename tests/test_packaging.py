@@ -1,8 +1,4 @@
-"""The wheel holds everything that a plan needs, and nothing else.
-
-The table of licences says what the installed packages state, and all of them go with Apache 2.0.
-No command reaches for the network: where every socket that leaves the machine is refused, all of them still work.
-"""
+"""The wheel holds everything that a plan needs, and nothing else."""
 
 from __future__ import annotations
 
@@ -28,6 +24,8 @@ from packaging.utils import canonicalize_name
 import planner
 from planner.distribution import DISTRIBUTION, install_line
 from planner.trainers.load import RUNTIMES
+
+TABLES = yaml.safe_load((Path(__file__).parent / "tables.yaml").read_text())
 
 ROOT = Path(__file__).parents[1]
 
@@ -164,77 +162,15 @@ def test_every_package_that_is_asked_for_has_a_row(licences: ModuleType) -> None
     assert names <= {row.name for row in licences.written_rows(licences.TABLE.read_text())}
 
 
-@pytest.mark.parametrize(
-    ("licence", "is_permitted"),
-    [
-        ("MIT", True), ("Apache-2.0 OR GPL-3.0-only", True), ("Apache-2.0 AND (BSD-3-Clause OR GPL-2.0-only)", True),
-        ("GPL-3.0-only", False), ("MIT AND AGPL-3.0-or-later", False), ("unknown", False), ("Proprietary", False),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("licence", "is_permitted"), TABLES["what_does_not_go_with_apache_2_is_refused"])
 def test_what_does_not_go_with_apache_2_is_refused(licences: ModuleType, licence: str, is_permitted: bool) -> None:
     assert licences.is_permitted(licence) is is_permitted
 
 
-GUARD = '''
-"""Refuse every socket that leaves this machine, in this process and in all that it starts, and write it down."""
-import os, sys
-
-LOCAL = ("127.0.0.1", "localhost", "::1", "")
-
-def leaves(event, args):
-    if event in ("socket.connect", "socket.bind", "socket.sendto"):
-        address = args[1]
-        return isinstance(address, tuple) and address[0] not in LOCAL
-    if event in ("socket.getaddrinfo", "socket.gethostbyname", "socket.gethostbyaddr"):
-        return args[0] is not None and args[0] not in LOCAL
-    return event in ("urllib.Request", "ftplib.connect", "smtplib.connect")
-
-def hook(event, args):
-    if leaves(event, args):
-        with open(os.environ["REACHED"], "a") as file:
-            file.write(f"{event} {args[:2]!r} {sys.argv}\\n")
-        raise OSError(f"no network: {event}")
-
-sys.addaudithook(hook)
-'''
-RUN = """
-import contextlib, io, pathlib, shlex, sys
-import smoke
-from planner.cli import main
-
-smoke.prepare(pathlib.Path())
-for line in smoke.FIRST:
-    out, err = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        code = main(shlex.split(line))
-    if code:
-        sys.exit(f"{line}: exit {code}: {err.getvalue()}")
-print(len(smoke.FIRST), "lines")
-"""
-ASK = """
-import socket, urllib.request, sys
-for reach in (
-    lambda: socket.create_connection(("192.0.2.1", 80), 1),
-    lambda: socket.getaddrinfo("example.org", 80),
-    lambda: urllib.request.urlopen("http://example.org"),
-    lambda: socket.socket().bind(("0.0.0.0", 0)),
-):
-    try:
-        reach()
-    except OSError as error:
-        print(error)
-"""
-SERVE = """
-import http.client, signal, subprocess, sys
-words = [sys.executable, "-m", "planner.cli", "serve", "--port", "0", "-q"]
-server = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
-host, _, port = server.stdout.readline().strip().rstrip("/").rpartition("/")[2].partition(":")
-link = http.client.HTTPConnection(host, int(port), timeout=60)
-link.request("GET", "/?model=llama-3.2-1b&gpus=8")
-text = link.getresponse().read().decode()
-server.send_signal(signal.SIGINT)
-print(host, '<option selected="selected">llama-3.2-1b</option>' in text, server.wait(30))
-"""
+GUARD = TABLES["guard"]
+RUN = TABLES["run"]
+ASK = TABLES["ask"]
+SERVE = TABLES["serve"]
 
 
 def run(code: str, folder: Path) -> tuple[str, str]:

@@ -12,9 +12,12 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
+import yaml
 from priced_plans import priced_plan
 
 import planner
+
+TABLES = yaml.safe_load((Path(__file__).parent / "tables.yaml").read_text())
 
 ROOT = Path(__file__).parents[1]
 CONTRACT = {
@@ -32,24 +35,7 @@ TWINS = {
 NAMED_AT_HOME = {"export_plan": "export", "read_configuration": "read"}
 """Names that differ in their module, whose folder already says what they are about."""
 
-SCRIPT = """
-from planner import ClusterSpec, Plan, PlannerError, RuntimeSpec, TrainingSpec, export_plan, plan
-from planner import validate_runs, write_report
-
-cluster = ClusterSpec(hardware="h200", num_gpus=8)
-mine = RuntimeSpec(name="mine", trainer="megatron", tp_overlap_fraction=0.7)
-try:
-    best = plan("8b", cluster, TrainingSpec(seq_length=4096, global_batch_size=64), runtime=mine)
-    reveal_type(best)
-    reveal_type(best.step.step_s)
-    best.save("plan.json", force=True)
-    reveal_type(Plan.load("plan.json"))
-    write_report(best, "report.html")
-    export_plan(best, "megatron", "run")
-    reveal_type(validate_runs()[0].median)
-except PlannerError as error:
-    reveal_type(error.hint)
-"""
+SCRIPT = TABLES["script"]
 REVEALED = ["planner.answer.Plan", "float", "planner.answer.Plan", "float", "str"]
 
 

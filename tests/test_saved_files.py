@@ -32,6 +32,8 @@ from planner.plan_file import plan_of, read_plan, step_now_s
 from planner.profile.measurements import Machine, MeasurementRecord
 from planner.saved import changed_entry, with_digest
 
+TABLES = yaml.safe_load((Path(__file__).parent / "tables.yaml").read_text())
+
 INPUTS = ("model", "cluster", "training", "runtime", "runtime_spec")
 
 
@@ -153,20 +155,7 @@ def test_edited_measurements_of_an_interrupted_profile_are_measured_again(tmp_pa
 
 @pytest.mark.parametrize(
     ("command", "kind"),
-    [
-        (["report", "FILE", "-o", "-"], "plan"),
-        (["trace", "FILE", "-o", "-"], "plan"),
-        (["memory", "FILE"], "plan"),
-        (["export", "FILE", "--to", "torchtitan", "-o", "OUT"], "plan"),
-        (["probe", "FILE", "--device", "cpu"], "plan"),
-        (["--from", "FILE", "--gpus", "8"], "plan"),
-        (["compare", "FILE", "FILE"], "plan"),
-        (["compare", "FILE", "FILE"], "probe"),
-        (["compare", "FILE", "FILE"], "observed"),
-        (["evaluate", "--model", "1b", "--gpus", "4", "--tp", "2", "--calibration", "FILE"], "probe"),
-        (["evaluate", "--model", "1b", "--gpus", "4", "--tp", "2", "--calibration", "FILE"], "observed"),
-        (["validate", "--add", "FILE"], "observed"),
-    ],
+    TABLES["commands_say_one_line_of_an_edited_or_truncated_file"],
     ids=lambda value: value if isinstance(value, str) else value[0],
 )
 def test_commands_say_one_line_of_an_edited_or_truncated_file(

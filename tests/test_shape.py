@@ -43,16 +43,13 @@ def test_of_checks_sizes_and_shards_over_all_data_parallel_ranks() -> None:
 @pytest.mark.parametrize(
     ("sizes", "says"),
     [
-        ({"tp": 0}, "tp 0 is no size"),
-        ({"dp": 2.0}, "dp 2.0 is no size"),
-        ({"pp": "4"}, "pp 4 is no size"),
-        ({"tp": np.array([1, -2])}, "tp"),
-        ({"zero_stage": 4}, "zero_stage 4 is no size"),
+        ({"tp": 0}, "tp 0 is no size"), ({"dp": 2.0}, "dp 2.0 is no size"), ({"pp": "4"}, "pp 4 is no size"),
+        ({"tp": np.array([1, -2])}, "tp"), ({"zero_stage": 4}, "zero_stage 4 is no size"),
         ({"sequence_parallel": 2}, "sequence_parallel 2 is no size"),
         ({"dp": 8, "shard_size": 3}, "shard_size 3 does not divide dp·cp 8"),
         ({"dp": np.array([8, 9]), "shard_size": 4}, "does not divide"),
     ],
-)
+)  # fmt: skip
 def test_of_refuses_what_is_no_shape(sizes: dict[str, object], says: str) -> None:
     with pytest.raises(SpecError, match=says):
         Shape.of(**sizes)

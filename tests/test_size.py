@@ -11,28 +11,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from planner.errors import Unsupported
 from planner.layout.runs import evaluate_lines, parse_run
 
+TABLES = yaml.safe_load((Path(__file__).parent / "tables.yaml").read_text())
+
 MOST_MIB = 500
-RUN: dict[str, Any] = {
-    "model": "8b", "hardware": "h100", "num_gpus": 8, "seq_length": 4096, "global_batch_size": 64,
-    "parallelism": {"tp": 2, "pp": 2, "dp": 2},
-}  # fmt: skip
-DEEP = {
-    "name": "deep", "num_hidden_layers": 10_000, "hidden_size": 4096, "intermediate_size": 11008,
-    "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 32000,
-}  # fmt: skip
-MEASURED = """
-import resource, sys
-resource.setrlimit(resource.RLIMIT_AS, (3 << 29, 3 << 29))
-from planner.cli import main
-code = main(sys.argv[1:])
-peak = open("/proc/self/status").read().partition("VmHWM:")[2].split()[0]
-print(f"peak {int(peak) / 1024:.0f}", file=sys.stderr)
-sys.exit(code)
-"""
+RUN: dict[str, Any] = TABLES["run_of_size"]
+DEEP = TABLES["deep"]
+MEASURED = TABLES["measured"]
 """The peak of `getrusage` is no less than that of the process which started this one."""
 
 

@@ -1,8 +1,4 @@
-"""`--calibration probe.json`: what a probe measured corrects the hardware of a plan.
-
-`plan validate --add` keeps runs, every command of such a job takes them, and `--no-history` does not.
-Saved probes are read back, and what they say of themselves is said briefly.
-"""
+"""`--calibration probe.json`: what a probe measured corrects the hardware of a plan."""
 
 from __future__ import annotations
 

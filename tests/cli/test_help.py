@@ -1,7 +1,4 @@
-"""Help answers everywhere, ends in an example, and fits 80 columns.
-
-`plan serve` as a command: where it listens, how it ends, and what stops it from starting.
-"""
+"""Help answers everywhere, ends in an example, and fits 80 columns."""
 
 from __future__ import annotations
 

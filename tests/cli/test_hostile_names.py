@@ -61,20 +61,13 @@ def model(**changes: Any) -> str:
 @pytest.mark.parametrize(
     ("suffix", "text"),
     [
-        ("yaml", f"name: {QUOTED}\n{QUOTED}: 1\n"),
-        ("yaml", f"name: a\nhidden_size: {QUOTED}\n"),
-        ("yaml", f"a: 1\n{QUOTED}: 1\n{QUOTED}: 2\n"),
-        ("yaml", f"a: !{'%1b%1b'}yy 1\n"),
-        ("yaml", f"- {QUOTED}\n"),
-        ("json", model(**{NAME: 1})),
-        ("json", model(hidden_size=NAME)),
-        ("json", model(model_type=NAME)),
-        ("json", model(architectures=[NAME])),
-        ("json", f"{{{QUOTED}: 1, {QUOTED}: 2}}"),
-        ("json", "{" + NAME),
+        ("yaml", f"name: {QUOTED}\n{QUOTED}: 1\n"), ("yaml", f"name: a\nhidden_size: {QUOTED}\n"),
+        ("yaml", f"a: 1\n{QUOTED}: 1\n{QUOTED}: 2\n"), ("yaml", f"a: !{'%1b%1b'}yy 1\n"), ("yaml", f"- {QUOTED}\n"),
+        ("json", model(**{NAME: 1})), ("json", model(hidden_size=NAME)), ("json", model(model_type=NAME)),
+        ("json", model(architectures=[NAME])), ("json", f"{{{QUOTED}: 1, {QUOTED}: 2}}"), ("json", "{" + NAME),
         ("toml", f"[training]\n{QUOTED} = {QUOTED}\n"),
     ],
-)
+)  # fmt: skip
 def test_an_error_about_a_spec(shown: Any, suffix: str, text: str) -> None:
     for option in ("--model", "--hardware", "--runtime"):
         given = {"--model": "1b", "--hardware": "h100", option: f"spec.{suffix}"}

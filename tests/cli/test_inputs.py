@@ -1,11 +1,4 @@
-"""Options become specs; whatever is wrong names the option.
-
-Lists and ranges of a sweep's axes are read as they are meant, and refused with a hint that works.
-A job in its user's words: nodes, all weights of a trained model, tokens of a time or a sum.
---switch, --allow and --runtime NAME@VERSION: what they change, and the line that says what is wrong with them.
-Options of the whole run reach the specs; whatever is wrong names the option.
---examples, --epochs, --example-lengths, --batching, --objective and --optimizer as a user types them.
-"""
+"""Options become specs; whatever is wrong names the option."""
 
 from __future__ import annotations
 
@@ -171,10 +164,7 @@ def test_finetune_trains_all_weights_under_the_trainer_of_adapters() -> None:
     assert job(model="glm-4.5-air", gpus=8, finetune=True).model.num_nextn_predict_layers == 0
 
 
-@pytest.mark.parametrize(
-    ("asked", "figure", "value"),
-    [("--days 30", "days", 30), ("--usd $200k", "usd", 200_000), ("--days 2w", "days", 14)],
-)
+@pytest.mark.parametrize(("asked", "figure", "value"), TABLES["a_time_or_a_sum_says_how_many_tokens"])
 def test_a_time_or_a_sum_says_how_many_tokens(asked: str, figure: str, value: float, capsys: Any) -> None:
     pins = "--tp 1 --pp 1 --micro-batch-size 1 --top 1 --json"
     assert main([*shlex.split(f"-m 1b -g 16 -s 8k -b 256 {pins}"), *asked.split()]) == 0
@@ -214,16 +204,7 @@ def line(**features: Any) -> dict[str, Any]:
     return {"id": "a", "run": run}
 
 
-@pytest.mark.parametrize(
-    ("options", "features"),
-    [
-        ([], {}),
-        (["--switch", "cuda_graph=none"], {"cuda_graph": "none"}),
-        (["--switch", "ep_overlap=delayed,dispatcher=alltoall"], {"ep_overlap": "delayed", "dispatcher": "alltoall"}),
-        (["--assume", "ep_overlap=true"], {"ep_overlap": True}),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("options", "features"), TABLES["flags_and_lines_price_a_run_alike"], ids=str)
 def test_flags_and_lines_price_a_run_alike(
     options: list[str], features: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

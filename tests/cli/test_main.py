@@ -1,9 +1,4 @@
-"""What goes to stdout, what to stderr, and which code comes back.
-
-`plan hardware` lists what there is in 80 columns, and a card without bf16 says so with a hint that works.
-`plan validate`: predictions beside published runs.
-Every answer is one screen: at most 38 lines of 80 columns, with a command to type at its end, saved or not.
-"""
+"""What goes to stdout, what to stderr, and which code comes back."""
 
 from __future__ import annotations
 
@@ -16,12 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from planner.answer import Plan
 from planner.cli import main
 from planner.report.terminal import COLUMNS, LINES
 from planner.specs.registry import hardware_names
 from planner.validate.rows import PublishedRun, load_rows
+
+TABLES = yaml.safe_load((Path(__file__).parent / "tables.yaml").read_text())
 
 SMALL = ["--model", "llama-3.2-1b", "--gpus", "8", "--time-limit", "3600"]
 LAYOUT = ["evaluate", "--model", "405b", "--gpus", "2048", "--tp", "8", "--pp", "16"]
@@ -268,11 +266,7 @@ def test_the_list_has_every_profile_once_and_no_line_beyond_80_columns(listed: s
     assert all(first.count(name) == 1 for name in hardware_names())
 
 
-@pytest.mark.parametrize(
-    ("name", "heading"),
-    [("h100-sxm-80gb", "NVLink in nodes"), ("mi300x", "AMD"), ("rtx-3090-nvlink-24gb", "Cards on PCIe"),
-     ("l40s-48gb", "Cards on PCIe"), ("dgx-spark-128gb", "One memory")],
-)  # fmt: skip
+@pytest.mark.parametrize(("name", "heading"), TABLES["hardware_is_listed_with_its_like"])
 def test_hardware_is_listed_with_its_like(name: str, heading: str, listed: str) -> None:
     (block,) = [block for block in listed.split("\n\n") if f"\n{name} " in block]
     assert heading in block.splitlines()[0]
@@ -329,28 +323,7 @@ def test_what_is_not_modelled_is_counted_and_named(monkeypatch: Any, capsys: Any
     assert "2 unsupported of bloom: features: cpu_offload: tensors kept in host memory" in capsys.readouterr().out
 
 
-JOBS = """
--m 405b -g 2048 --tokens 15T
--m deepseek-v3 -g 2048 --dtype fp8
--m deepseek-v3 -g 256 --time-limit 1
--m 70b -g 64
--m 70b -g 128 -s 32768
--m 70b -g 64 --hardware mi300x
--m 8b -g 8
--m 8b -g 64 --days 30
--m 8b -g 64 --runtime torchtitan
--m mixtral-8x7b -g 64 --hardware a100
--m qwen3-30b-a3b -g 64
--m gpt-oss-20b -g 32 --usd 100k
--m 1b -g 1 --lora
--m 8b -g 1 --qlora --hardware 4090
--m 8b -g 2 --lora --hardware 4090
--m 8b -g 8 --lora --objective dpo
--m 1b -g 8 --finetune --runtime hf --examples 50k
--m 70b -g 64 --pp 16 --fastest
-evaluate -m 405b -g 2048 --tp 8 --pp 16 --dp 16
-evaluate -m 70b -g 8 --tp 8
-"""
+JOBS = TABLES["jobs"]
 
 
 @pytest.mark.thorough(4)
@@ -365,14 +338,7 @@ def test_the_answer_is_one_screen(job: str, monkeypatch: Any, capsys: Any) -> No
     assert lines[-1].startswith("next  ")
 
 
-@pytest.mark.parametrize(
-    ("job", "command"),
-    [
-        ("-m deepseek-v4-flash -g 64 --hardware b200", "plan report"),
-        ("-m 8b -g 8 --runtime nanotron", "plan report"),
-        ("-m 8b -g 8 --hardware mi355x", "--to primus"),
-    ],
-)
+@pytest.mark.parametrize(("job", "command"), TABLES["the_next_command_exports_only_what_a_target_takes"])
 def test_the_next_command_exports_only_what_a_target_takes(job: str, command: str, capsys: Any) -> None:
     assert main([*job.split(), "--no-history"]) == 0
     assert command in capsys.readouterr().out.splitlines()[-1]

@@ -8,21 +8,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from planner.cli import main
 from planner.cli.measurements import read_probe
 from planner.plan_file import read_plan
 from planner.specs.registry import load_hardware
 
+TABLES = yaml.safe_load((Path(__file__).parent / "tables.yaml").read_text())
+
 torch = pytest.importorskip("torch", reason="needs the probe extra (torch)")
 
-MODEL = """
-num_hidden_layers: 4
-hidden_size: 128
-intermediate_size: 256
-num_attention_heads: 4
-vocab_size: 256
-"""
+MODEL = TABLES["model"]
 
 
 @pytest.fixture(scope="module")

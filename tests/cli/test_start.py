@@ -9,36 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from planner.cli.app import COMMANDS, _named
 from planner.trainers.load import load_runtime
 from planner.trainers.shipped import RUNTIMES, architectures_of
 
+TABLES = yaml.safe_load((Path(__file__).parent / "tables.yaml").read_text())
+
 LIBRARIES = ("numpy", "pydantic", "yaml", "rich", "pulp", "highspy", "matplotlib", "torch")
-LOADED = """
-import json, os, sys
-from planner.cli import main
-loaded = []
-for words, variables in json.loads(sys.argv[1]):
-    os.environ.update(variables)
-    try:
-        main(words)
-    except SystemExit:
-        pass
-    loaded.append(sorted(sys.modules))
-print(json.dumps(loaded), file=sys.stderr)
-"""
-COUNTED = """
-import inspect, json, sys
-import planner.specs.reading as reading
-texts, sources = [], []
-parse, find = reading.parse_yaml, inspect.findsource
-reading.parse_yaml = lambda text, where, *more, **named: texts.append(where) or parse(text, where, *more, **named)
-inspect.findsource = lambda what: sources.append(str(what)) or find(what)
-from planner.cli import main
-main(sys.argv[1:])
-print(json.dumps([texts, sources]), file=sys.stderr)
-"""
+LOADED = TABLES["loaded"]
+COUNTED = TABLES["counted"]
 
 
 def said(code: str, *words: str) -> Any:
@@ -79,11 +60,8 @@ def test_completion_loads_nothing_but_what_the_parser_loads_itself() -> None:
 def test_a_plan_reads_one_model_one_gpu_and_one_trainer_once_and_no_source() -> None:
     texts, sources = said(COUNTED, "--model", "8b", "--gpus", "8", "--no-history", "--json")
     assert [Path(text).name for text in texts] == [
-        "llama-3.1-8b.yaml",
-        "h100-sxm-80gb.yaml",
-        "megatron.yaml",
-        "nccl.yaml",
-    ]
+        "llama-3.1-8b.yaml", "h100-sxm-80gb.yaml", "megatron.yaml", "nccl.yaml",
+    ]  # fmt: skip
     assert sources == []
 
 

@@ -1,9 +1,4 @@
-"""`plan sweep` answers which and how many GPUs, on the screen, as JSON, as CSV and as pictures.
-
-`plan next` proposes a run, `plan export --trials` writes it, and `plan observe` brings it back.
-`plan --phases`: the options of a phase, what is written, and what is refused.
-`plan --from plan.json --gpus N`: what it answers, saves and refuses.
-"""
+"""`plan sweep` answers which and how many GPUs, on the screen, as JSON, as CSV and as pictures."""
 
 from __future__ import annotations
 
@@ -168,12 +163,7 @@ def test_what_is_wrong_is_named(
 JOB_OF_PHASES = [
     "--model", "8b", "--gpus", "16", "--tp", "2", "--pp", "1", "--micro-batch-size", "1", "--switch", "default",
 ]  # fmt: skip
-PHASES = """
-phases:
-  - {name: short, tokens: 100B, seq_length: 4096, global_batch_size: 128, rampup: {from: 64, by: 32, tokens: 10B}}
-  - {name: more, tokens: 400B, seq_length: 4096, batch_tokens: 1048576}
-  - {name: packed, steps: 1000, seq_length: 32768, global_batch_size: 32, dtype: fp8, lengths: {mean: 900, sigma: 1.2}}
-"""
+PHASES = TABLES["phases"]
 
 
 @pytest.fixture(scope="module")

@@ -1,10 +1,4 @@
-"""`plan trace` writes events that a trace viewer accepts, for every stage of the plan.
-
-`plan show` prints again whatever a command saved.
-`plan report` writes one file, whole or not at all, with the schedule drawn as far as it can be seen.
-`plan memory` shows a plan's stages as table, JSON, picture and snapshot, and refuses what it cannot do.
-`plan compare` reads what the other commands save, and says by name what it cannot read.
-"""
+"""`plan trace` writes events that a trace viewer accepts, for every stage of the plan."""
 
 from __future__ import annotations
 
@@ -18,6 +12,7 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
+import yaml
 from priced_plans import priced_plan
 from trace_judge import judge, named
 
@@ -26,6 +21,8 @@ from planner.report import trace as trace_module
 from planner.specs.units import GIB
 from planner.trainers.load import load_runtime
 from planner.trainers.switches import SWITCHES
+
+TABLES = yaml.safe_load((Path(__file__).parent / "tables.yaml").read_text())
 
 
 @pytest.fixture(scope="module")
@@ -76,15 +73,7 @@ def test_every_stage_computes_waits_and_exchanges_gradients(plan_file: Path, tmp
 
 @pytest.mark.parametrize(
     ("job", "runtime", "sizes"),
-    [
-        # an all-reduce among many ranks that two passes cannot hide
-        ((512, 2048, 512), "megatron", {"pp": 2, "vpp": 2}),
-        # torch's stages wait for the reduction
-        ((128, 4096, 64), "torchtitan", {"pp": 2}),
-        # ZeRO-3 without a pipeline gathers and reduces in every micro-batch
-        ((16, 4096, 64), "torchtitan", {}),
-        ((4, 4096, 32), "megatron", {"pp": 4}),
-    ],
+    TABLES["ends_with_the_step"],
     ids=["many ranks", "torchtitan", "every micro-batch", "one replica"],
 )
 def test_ends_with_the_step(job: tuple[int, int, int], runtime: str, sizes: dict[str, int], tmp_path: Path) -> None:

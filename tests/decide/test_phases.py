@@ -1,7 +1,4 @@
-"""A run of phases: the course is the best of all courses, one phase is what `plan` answers, growing batches add up.
-
-The next trial is the one that saves most of the run, the favourite first, and none where none pays.
-"""
+"""A run of phases: the course is the best of all courses, one phase is what `plan` answers, growing batches add up."""
 
 from __future__ import annotations
 

@@ -1,9 +1,4 @@
-"""A sweep plans what `plan` plans, and its answers and its front are those that trying all pairs finds.
-
-Plans, probes and runs beside each other: terms add up to what the steps differ by, and what differs is named.
-An observed run beside a plan, in the terms that its timers or traces tell apart.
-`plan check`: exit codes of a reviewed launch file, what changed, and the forms that a pull request shows.
-"""
+"""A sweep plans what `plan` plans, and its answers and its front are those that trying all pairs finds."""
 
 from __future__ import annotations
 
@@ -336,13 +331,7 @@ def test_two_runs_are_held_against_each_other_as_finely_as_both_are_known() -> N
 
 
 ROOT = Path(__file__).parents[2]
-SCRIPT = """#!/bin/bash
-torchrun --nproc_per_node 8 --nnodes 8 pretrain_gpt.py --num-layers 32 --hidden-size 4096 --ffn-hidden-size 14336 \\
-  --num-attention-heads 32 --group-query-attention --num-query-groups 8 --seq-length 8192 --swiglu --bf16 \\
-  --max-position-embeddings 8192 --micro-batch-size 1 --global-batch-size 256 --tensor-model-parallel-size 2 \\
-  --pipeline-model-parallel-size 2 --sequence-parallel --use-distributed-optimizer --normalization RMSNorm \\
-  --position-embedding-type rope --disable-bias-linear --untie-embeddings-and-output-weights --vocab-size 128256
-"""
+SCRIPT = TABLES["script"]
 FULL = "--use-distributed-optimizer --recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 EDITS = {
     "nothing": ("--swiglu", "--swiglu", 0),

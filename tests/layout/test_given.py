@@ -1,8 +1,4 @@
-"""Layouts that someone states: what is filled in, refused or warned about, and textbook ones priced.
-
-Splits: layout strings in Megatron's grammar, counts per stage or per chunk, and what each stage then costs.
-What an alternative trades against the best plan.
-"""
+"""Layouts that someone states: what is filled in, refused or warned about, and textbook ones priced."""
 
 from __future__ import annotations
 
@@ -93,33 +89,14 @@ def test_what_only_the_trainer_refuses_is_a_warning() -> None:
     assert given(pp=2, dp=2).warnings == ()
 
 
-@pytest.mark.parametrize(
-    ("runtime", "layout", "says"),
-    [
-        ("megatron", {"pp": 2, "vpp": 2, "schedule": "zb-v"}, "cannot run the schedule zb-v, only 1f1b"),
-        ("megatron-2021", {"tp": 2, "sequence_parallel": True}, "no sequence parallelism"),
-        ("megatron-2021", {"recompute": "selective"}, "no selective recompute"),
-        ("torchtitan", {"recompute": "selective", "recompute_modules": ("mlp",)}, "recomputes op, not mlp"),
-        ("megatron", {"recompute": "selective", "recompute_modules": ("op",)}, "not op"),
-        ("torchtitan", {"pp": 4, "layers_per_stage": (3, 0, 2, 3)}, "stage 1 of 4 holds nothing to run"),
-    ],
-)
+@pytest.mark.parametrize(("runtime", "layout", "says"), TABLES["what_the_trainer_has_no_option_for_is_a_warning"])
 def test_what_the_trainer_has_no_option_for_is_a_warning(runtime: str, layout: dict[str, Any], says: str) -> None:
     (warning,) = given(runtime, **layout).warnings
     assert warning.startswith(f"{runtime} refuses this layout: ")
     assert says in warning
 
 
-@pytest.mark.parametrize(
-    ("runtime", "layout"),
-    [
-        ("megatron", {"tp": 2, "pp": 4, "vpp": 2, "recompute": "selective", "recompute_modules": ("mlp",)}),
-        ("megatron", {"pp": 4, "layers_per_stage": (3, 0, 2, 3)}),
-        ("megatron-2021", {"tp": 2, "pp": 2, "recompute": "full"}),
-        ("torchtitan", {"pp": 4, "recompute": "selective", "layers_per_stage": (0, 4, 4, 0)}),
-        ("torch-eager", {"pp": 2, "vpp": 2, "schedule": "zb-v", "recompute_modules": ("mlp",)}),
-    ],
-)
+@pytest.mark.parametrize(("runtime", "layout"), TABLES["what_the_trainer_has_options_for_is_none"])
 def test_what_the_trainer_has_options_for_is_none(runtime: str, layout: dict[str, Any]) -> None:
     assert given(runtime, **layout).warnings == ()
 

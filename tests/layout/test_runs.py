@@ -1,9 +1,4 @@
-"""A line of JSON becomes the arguments of evaluate.
-
-Layouts under changed assumptions: each step is what pricing the layout with the change by hand gives.
-Assumptions told with a plan: only those that matter, with the effect that setting them then has.
-Published runs of a model whose layers scan lie inside the intervals of its plans.
-"""
+"""A line of JSON becomes the arguments of evaluate."""
 
 from __future__ import annotations
 
@@ -38,10 +33,7 @@ from planner.trainers.switches import EP_OVERLAP
 
 TABLES = yaml.safe_load((Path(__file__).parent / "tables.yaml").read_text())
 
-RUN: dict[str, Any] = {
-    "model": "405b", "hardware": "h100", "num_gpus": 16384, "gpus_per_node": 8, "runtime": "megatron",
-    "seq_length": 8192, "global_batch_size": 2048, "dtype": "bf16", "parallelism": {"tp": 8, "pp": 16, "dp": 128},
-}  # fmt: skip
+RUN: dict[str, Any] = TABLES["run"]
 
 
 def parsed(**changes: Any) -> Any:
@@ -146,19 +138,11 @@ def test_bf16_in_the_recipe_means_wide_gradients() -> None:
     assert parsed(runtime="megatron-2021", hardware="a100").runtime.gradient_bytes == 2
 
 
-OSS: dict[str, Any] = {
-    "name": "GPT-OSS-120B", "num_hidden_layers": 36, "hidden_size": 2880, "intermediate_size": None,
-    "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64, "vocab_size": 201088, "sliding_window": 128,
-    "num_experts": 128, "num_experts_per_tok": 4, "moe_intermediate_size": 2880,
-}  # fmt: skip
+OSS: dict[str, Any] = TABLES["oss"]
 
 
-@pytest.mark.parametrize(
-    ("changes", "pattern", "sinks"),
-    [({}, 2, True), ({"name": "mine"}, None, False), ({"num_hidden_layers": 4}, None, False),
-     ({"sliding_window_pattern": 6}, 6, True), ({"attention_sinks": False}, 2, False)],
-)  # fmt: skip
-def test_a_known_models_design_fills_what_its_description_leaves_out(
+@pytest.mark.parametrize(("changes", "pattern", "sinks"), TABLES["a_known_models_design_fills_what_is_left_out"])
+def test_a_known_models_design_fills_what_is_left_out(
     changes: dict[str, Any], pattern: int | None, sinks: bool
 ) -> None:
     model = parsed(model={**OSS, **changes}, parallelism={"dp": 8}, num_gpus=8).model
@@ -374,14 +358,7 @@ def test_assumptions_that_make_no_sense_are_named(text: str, message: str) -> No
     assert caught.value.hint
 
 
-RUNS = [
-    # Megatron-Bridge's performance summaries, 26.06 and 26.07: Nemotron 3 Nano, sequences of 8,192, ep 8
-    ("gb300", 8, "mxfp8", 512, 4, 40_960),
-    ("gb200", 8, "mxfp8", 512, 2, 34_816),
-    ("b300", 8, "mxfp8", 512, 4, 37_316),
-    ("b200", 8, "mxfp8", 512, 2, 32_768),
-    ("h100", 16, "fp8", 1024, 1, 14_719),
-]
+RUNS = TABLES["runs"]
 """GPU, number of them, dtype, sequences a step and a micro-batch, tokens a second and GPU."""
 
 

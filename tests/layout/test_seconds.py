@@ -1,10 +1,4 @@
-"""Seconds of a step: short replays stand for long ones only where the pipeline repeats itself.
-
-The exchanges inside passes add up to the prices of their stage, one after the other, in the order of the layers.
-What a step takes beside its pipeline, in closed form.
-The compute of a step is cut into terms that add up to it, and that move with what they are named after.
-Runs of examples: padded, packed, and as long as each other where nothing is padded.
-"""
+"""Seconds of a step: short replays stand for long ones only where the pipeline repeats itself."""
 
 from __future__ import annotations
 
@@ -12,10 +6,12 @@ import random
 from collections.abc import Sequence
 from dataclasses import fields, replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import yaml
 from pinned_numbers import LAYOUTS
 from toys import Problem, legal_counts, toy_cluster, toy_model, toy_problem, toy_training
 
@@ -35,6 +31,8 @@ from planner.specs.cluster import ClusterSpec
 from planner.specs.registry import load_hardware, load_model
 from planner.specs.training import AdapterSpec, DocumentLength, Parallelism, TrainingSpec
 from planner.trainers.documents import Lengths
+
+TABLES = yaml.safe_load((Path(__file__).parent / "tables.yaml").read_text())
 
 
 def priced(problem: Problem, **sizes: Any) -> CostTable:
@@ -204,12 +202,9 @@ def test_layers_follow_each_other_and_come_back_in_reverse() -> None:
     layer = [exchange for exchange in passes[0, "F"] if exchange.part == "layer 3"]
     named = [(exchange.group, exchange.name) for exchange in layer if exchange.name not in LATE.values()]
     assert named == [
-        ("tp", "qkv gather"),
-        ("cp", "cp keys and values"),
-        ("tp", "attention output scatter"),
-        ("tp", "mlp up gather"),
+        ("tp", "qkv gather"), ("cp", "cp keys and values"), ("tp", "attention output scatter"), ("tp", "mlp up gather"),
         ("tp", "mlp down scatter"),
-    ]
+    ]  # fmt: skip
     leads = {exchange.name: exchange.leads for exchange in layer}
     assert leads["mlp up gather"]
     assert not leads["mlp down scatter"]
@@ -280,17 +275,8 @@ def test_torch_s_stages_wait_for_sharded_reductions(pp: int, zero_stage: int, ex
     assert exposed(pp, 1, zero_stage, "1f1b", has_torch_stages=True) == pytest.approx(exposed_s)
 
 
-@pytest.mark.parametrize(
-    ("schedule", "vpp", "exposed_s"),
-    [
-        ("1f1b", 1, (9 - 2 - 2) + (7 - 1 - 1)),  # what the second rank lacks, less a pass of the first
-        ("interleaved-1f1b", 2, (9 - 1.5 * 2 - 2 / 2) + (7 - 1.5 * 1 - 1 / 2)),  # less a chunk's pass
-        ("zb-h1", 1, (9 - 2) + (7 - 1 - 1)),  # whose weight gradients may come last on any rank
-    ],
-)
-def test_the_rank_that_keeps_the_step_waiting_is_not_always_the_first(
-    schedule: str, vpp: int, exposed_s: float
-) -> None:
+@pytest.mark.parametrize(("schedule", "vpp", "exposed_s"), TABLES["the_rank_waited_for_is_not_always_the_first"])
+def test_the_rank_waited_for_is_not_always_the_first(schedule: str, vpp: int, exposed_s: float) -> None:
     ranks = [FIRST, FIRST | {"reduce_s": 9.0, "gather_s": 7.0}]
     assert exposed(2, vpp, 1, schedule, ranks) == pytest.approx(exposed_s)
 

@@ -1,10 +1,4 @@
-"""The tensors alive at a peak add up to it, item by item, and are those that the layer's operators keep.
-
-A rank's memory over the step: its maximum is the plan's peak, and it is made of what the replay says.
-A saved plan is priced again to the same seconds, and an order made to measure survives the file.
-The recipe of a layout: a dispatcher that the version has, and dtypes that it computes in.
-The seconds and bytes of given layouts are those of before, to nine digits (`scripts/pin`).
-"""
+"""The tensors alive at a peak add up to it, item by item, and are those that the layer's operators keep."""
 
 from __future__ import annotations
 
@@ -43,16 +37,7 @@ TABLES = yaml.safe_load((Path(__file__).parent / "tables.yaml").read_text())
 
 COPIES = "fp32 copies of gradients, beyond what is free"
 ITEMS = ("weights", "gradients", "optimizer", "activations", "logits", "workspace")
-LAYOUTS_ON_CURVES: tuple[tuple[str, int, str, str, dict[str, Any]], ...] = (
-    ("llama-3.1-8b", 16, "megatron", "bf16", {"tp": 2, "pp": 4, "vpp": 2, "micro_batch_size": 1}),
-    ("llama-3.1-8b", 16, "megatron", "fp8", {"tp": 2, "cp": 4, "pp": 2, "recompute": "selective"}),
-    ("llama-3.1-8b", 16, "torchtitan", "bf16", {"pp": 4, "vpp": 2, "schedule": "zb-v"}),
-    ("llama-3.1-8b", 8, "torch-fsdp", "bf16", {"fsdp": "full_shard"}),
-    ("llama-3.1-8b", 8, "torch-eager", "bf16", {"tp": 2, "pp": 2, "recompute": "full", "recompute_num_layers": 3}),
-    ("deepseek-v3", 64, "megatron", "fp8", {"tp": 2, "pp": 16, "vpp": 2, "ep": 4, "recompute": "selective"}),
-    ("deepseek-v2-lite", 16, "megatron", "bf16", {"pp": 2, "ep": 8, "recompute": "full"}),
-    ("gpt3-175b", 64, "megatron-2021", "bf16", {"tp": 8, "pp": 4, "vpp": 2}),
-)
+LAYOUTS_ON_CURVES: tuple[tuple[str, int, str, str, dict[str, Any]], ...] = TABLES["layouts_on_curves"]
 
 
 def plan_of(model: str, num_gpus: int, trainer: str, dtype: str, sizes: dict[str, Any]) -> Plan:
@@ -273,15 +258,7 @@ def _pipeline_s(layout: PricedLayout, tail_s: float) -> float:
 
 
 @pytest.mark.thorough(2)
-@pytest.mark.parametrize(
-    ("model", "limits"),
-    [
-        ("8b", {"pp": (4,)}),
-        ("8b", {"pp": (2,), "recompute": ("full",)}),
-        ("deepseek-v2-lite", {"pp": (2,), "vpp": (1,), "tp": (1,), "switches": "default"}),
-        ("gpt-oss-20b", {"pp": (4,), "tp": (1,), "recompute": ("selective",), "switches": "default"}),
-    ],
-)
+@pytest.mark.parametrize(("model", "limits"), TABLES["a_saved_plan_is_priced_again_to_the_same_seconds"])
 def test_a_saved_plan_is_priced_again_to_the_same_seconds(model: str, limits: dict[str, object]) -> None:
     saved = _plan(model, 16, **limits)
     again = reprice(saved, saved.best)

@@ -1,8 +1,4 @@
-"""Switches that a run does not say: the interval of its step covers their likely values, and the worst one is named.
-
-Intervals: around the prediction, wider where less was measured, and as often right as they say.
-The risk of running out of memory: a normal tail of the logarithm, which falls with memory and rises with need.
-"""
+"""Switches that a run does not say: the interval of its step covers their likely values, and the worst one is named."""
 
 from __future__ import annotations
 
@@ -51,14 +47,8 @@ from planner.trainers.spec import RuntimeSpec
 
 TABLES = yaml.safe_load((Path(__file__).parent / "tables.yaml").read_text())
 
-MIXTURE = {
-    "model": "qwen3-30b-a3b", "hardware": "b200", "num_gpus": 8, "seq_length": 4096, "global_batch_size": 128,
-    "dtype": "mxfp8", "parallelism": {"dp": 8, "ep": 8, "micro_batch_size": 4},
-}  # fmt: skip
-SHARDED = {
-    "model": "8b", "hardware": "h100", "num_gpus": 8, "seq_length": 8192, "global_batch_size": 64,
-    "runtime": "torch-fsdp", "parallelism": {"dp": 8, "fsdp": "full_shard", "micro_batch_size": 1},
-}  # fmt: skip
+MIXTURE = TABLES["mixture"]
+SHARDED = TABLES["sharded"]
 
 
 def _priced(run: dict[str, Any], **more: Any) -> PricedLayout:
@@ -145,15 +135,7 @@ def test_what_is_named_is_said_and_no_more() -> None:
     assert _ends(few)[1] > 1.3 * _ends(many)[1]
 
 
-@pytest.mark.parametrize(
-    "choices",
-    [
-        {},
-        {"a": [(0.4, 0.5, 0.0)]},
-        {"a": [(-0.5, 0.4, 0.0)], "b": [(0.2, 0.6, 0.0)], "c": [(0.05, 0.3, 0.01), (-0.1, 0.2, 0.0)]},
-        {"a": [(0.3, 0.05, 0.0)]},
-    ],
-)
+@pytest.mark.parametrize("choices", TABLES["the_ends_are_quantiles_of_the_mixture"])
 def test_the_ends_are_quantiles_of_the_mixture(choices: dict[str, list[Choice]]) -> None:
     """As a million draws have them: a value for each switch, and an error of the rest."""
     width, rng, num = 0.12, np.random.default_rng(0), 1_000_000
@@ -167,10 +149,7 @@ def test_the_ends_are_quantiles_of_the_mixture(choices: dict[str, list[Choice]])
     assert mixture_interval(width, choices) == pytest.approx((min(low, -width), max(high, width)), abs=2e-3)
 
 
-PACKED = {
-    "model": "qwen3-8b", "hardware": "h100", "num_gpus": 4, "seq_length": 2048, "global_batch_size": 32,
-    "runtime": "bridge", "parallelism": {"tp": 4, "micro_batch_size": 1},
-}  # fmt: skip
+PACKED = TABLES["packed"]
 
 
 @pytest.mark.parametrize(("more", "widens"), TABLES["small_steps_of_bridge_may_be_packed_texts"])

@@ -1,7 +1,4 @@
-"""The whole run: days and dollars from the sustained step and the effective time, against runs of months.
-
-The sustained step: longer than a benchmark's, as production runs are, and no surer than the GPU is known.
-"""
+"""The whole run: days and dollars from the sustained step and the effective time, against runs of months."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""A followed run: its band, and what ends it: an alarm, its last step, or the end of its input.
-
-The end of a file that grows: lines in parts, rotation, truncation, files that come late, and what is no text.
-"""
+"""A followed run: its band, and what ends it: an alarm, its last step, or the end of its input."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""`plan observe`: the answer in words and as JSON, the job from a plan, from the log or from options, and errors.
-
-The verdict by the predicted intervals, and the MFU of one definition.
-"""
+"""`plan observe`: the answer in words and as JSON, the job from a plan, from the log or from options, and errors."""
 
 from __future__ import annotations
 
@@ -170,10 +167,7 @@ def observed(plan: Plan, factor: float, **more: object) -> Observation:
     return Observation(**{"sources": sources, "step_s": factor * plan.step.step_s, **more})  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
-    ("factor", "precision", "verdict"),
-    [(1.0, 0, "expected"), (1.2, 0, "slow"), (0.8, 0, "fast"), (1.12, 0.05, "expected"), (0.88, 0.05, "expected")],
-)
+@pytest.mark.parametrize(("factor", "precision", "verdict"), TABLES["the_interval_decides"])
 def test_the_interval_decides(priced: Plan, factor: float, precision: float, verdict: str) -> None:
     answer = judged(observed(priced, factor, step_s_precision_fraction=precision), priced, "plan.json")
     assert answer.verdict == verdict

@@ -1,8 +1,4 @@
-"""Files of any size and any content: streamed, unpacked, cleaned, and refused with one error.
-
-Detection, mixtures, steps printed by many ranks, restarts, and several files of one run.
-Laws of the statistics: slow steps move no median, scale is scale, a drift is found, outliers get their names.
-"""
+"""Files of any size and any content: streamed, unpacked, cleaned, and refused with one error."""
 
 from __future__ import annotations
 

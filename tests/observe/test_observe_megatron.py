@@ -9,23 +9,18 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import yaml
 from written import BEGIN_S, LLAMA_8B, TIMERS, arguments, clock, iterations, mllog, mlperf, read
 
 from planner.errors import SpecError
 from planner.observe.observation import Observation
 from planner.specs.units import GIB, MIB
 
+TABLES = yaml.safe_load((Path(__file__).parent / "tables.yaml").read_text())
+
 # Megatron-LM issue 756: Mixtral on 16 H100
-ITERATION = (
-    " [2024-04-06 02:59:36] iteration       43/     100 | consumed samples:         5504 | elapsed time per iteration "
-    "(ms): 5444.9 | throughput per GPU (TFLOP/s/GPU): 239.8 | learning rate: 8.600000E-06 | global batch size:   128 | "
-    "lm loss: 1.825991E+00 | load_balancing_loss: 1.019746E+00 | loss scale: 1.0 | grad norm: 1.426 | num zeros: 0.0 | "
-    "number of skipped iterations:   0 | number of nan iterations:   0 |"
-)
-MEMORY = (
-    "[Rank 0] (after 20 iterations) memory (MB) | allocated: 6245.03 | max allocated: 6245.04 | reserved: 6554.00 | "
-    "max reserved: 6554.00"
-)
+ITERATION = TABLES["iteration"]
+MEMORY = TABLES["memory"]
 
 
 def test_memory_is_in_mebibytes_for_each_rank(tmp_path: Path) -> None:
@@ -140,11 +135,7 @@ def test_a_dump_of_2021_has_its_batch_beside_it(tmp_path: Path) -> None:
     assert facts.global_batch_size == 128  # the lines' own, which comes last
 
 
-LINE = (
-    "01/17/2024 13:47:{:02} [INFO|DP=0|PP=0|TP=0|ip-26]: iteration: {} / 1000 | consumed_tokens: 1.31M | "
-    "elapsed_time_per_iteration_ms: 1.2K | tokens_per_sec: 218K | tokens_per_sec_per_gpu: 27.2K | global_batch_size: "
-    "20 | lm_loss: 10.6 | model_tflops_per_gpu: 49.3 | cuda_memory_allocated: 75.2M | cuda_max_memory_reserved: 547M"
-)
+LINE = TABLES["line"]
 
 
 @pytest.mark.parametrize("name", ["elapsed_time_per_iteration_ms", "time_per_iteration_ms"])

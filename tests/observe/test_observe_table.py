@@ -1,7 +1,4 @@
-"""Tables of steps, and lines that trainers print in forms of their own.
-
-Lines of torchtitan and DeepSpeed, and timers of a step.
-"""
+"""Tables of steps, and lines that trainers print in forms of their own."""
 
 from __future__ import annotations
 
@@ -146,10 +143,7 @@ def test_lines_of_torchtitan(tmp_path: Path, titan: Any, monkeypatch: pytest.Mon
 
 
 # torchtitan issue 1287, 8B on H100
-LINE = (
-    "[rank0]:[titan] 2025-06-16 22:30:50,322 - root - INFO - step: 200  loss:  6.1384  memory: 49.66GiB(52.28%)  "
-    "tps: 5,856  tflops: 339.16  mfu: 34.29%"
-)
+LINE = TABLES["line_of_observe_table"]
 
 
 def test_colours_and_all_ranks(tmp_path: Path) -> None:
@@ -182,18 +176,11 @@ def test_the_grid_counts_the_gpus(tmp_path: Path) -> None:
 
 
 # DeepSpeed issue 2629
-OLD = (
-    "[2022-12-20 02:07:14,130] [INFO] [timer.py:197:stop] 0/{}, RunningAvgSamplesPerSec=158.31, "
-    "CurrSamplesPerSec=160.0, MemAllocated=1.75GB, MaxMemAllocated=2.6GB"
-)
+OLD = TABLES["old"]
 NEW = OLD.replace("0/{},", "epoch=0/micro_step={0}/global_step={0},").replace("timer.py:197", "timer.py:260")
 BATCH = "[2022-12-20 02:07:00,130] [INFO] [config.py:1014:print]   train_batch_size ............. 320"
 # accelerate issue 1589
-BREAKDOWN = (
-    "[2023-06-21 07:39:09,625] [INFO] [logging.py:96:log_dist] [Rank 0] rank=0 time (ms) | forward_microstep: 27.48 | "
-    "backward_microstep: 73.59 | backward_inner_microstep: 51.05 | backward_allreduce_microstep: 22.49 | "
-    "step_microstep: 72.59"
-)
+BREAKDOWN = TABLES["breakdown"]
 
 
 @pytest.mark.parametrize("line", [OLD, NEW])
@@ -211,19 +198,12 @@ def test_the_breakdown_is_timers(tmp_path: Path) -> None:
 
 
 # saforem2's notes of 2024-04-21; karpathy/nanochat#147; build-nanogpt; verl's FSDPSFTTrainer; fms-fsdp; PaddleNLP
-ARGONNE = (
-    "[2024-04-21 02:45:{0:02}][INFO][training:1251] -  iteration=  {1}/  317892 | "
-    "elapsed_time_per_iteration_ms=2007.8 | global_batch_size=  256 | "
-    "actual_seqlen= 4096 | samples_per_second=127.5 | TFLOPs=159.66 |"
-)
+ARGONNE = TABLES["argonne"]
 CHAT = "step {1:05d}/21400 (0.02%) | loss: 8.89 | lrm: 1.00 | dt: 989.44ms | tok/sec: 529,882 | mfu: 74.13 | total"
 NANO = "step {1:4d}| loss: 10.93 | lr: 6.0000e-05 | norm: 27.0145  | dt: 2713.86ms | tok/sec: 193189.05"
 SFT = "step:{1} - train/loss:0.723 - train/lr(1e-3):0.0096 - train/time(s):2.81"
 FMS = "step: {1}\nloss: 3.1\nreserved memory: 72345678848\ncurrent step time: 1.2355\noverall step time: 1.3"
-PADDLE = (
-    "loss: 1.1, learning_rate: 2e-06, global_step: {1}0, interval_runtime: 808.1, interval_samples_per_second: 0.198, "
-    "interval_steps_per_second: 0.012, epoch: 10.0"
-)
+PADDLE = TABLES["paddle"]
 CHATTED = NEW.replace("{0}", "{1}0").replace("14,130", "{0:02},130")  # no line says the batch
 
 

@@ -1,7 +1,4 @@
-"""Numbers that a log must not be read for, and those that it must: each with the truth that its own lines have.
-
-Signals beside the steps: memory over steps, waits for data, retries of the allocator, slow ranks and clocks.
-"""
+"""Numbers that a log must not be read for, and those that it must: each with the truth that its own lines have."""
 
 from __future__ import annotations
 
@@ -81,10 +78,7 @@ def test_two_layouts_in_one_file_are_two_runs(tmp_path: Path) -> None:
     assert any(note.startswith("20 lines of steps before") for note in seen.notes)
 
 
-@pytest.mark.parametrize(
-    ("steps", "first", "step_s"),
-    [([9.0] * 30, 1, 9.0), ([6.0] * 30, 1, 6.0), ([6.0] * 30, 21, 6.0), ([6.0] * 3, 21, 9.0)],
-)
+@pytest.mark.parametrize(("steps", "first", "step_s"), TABLES["a_run_that_begins_anew_with_another_step_is_another"])
 def test_a_run_that_begins_anew_with_another_step_is_another(
     tmp_path: Path, steps: list[float], first: int, step_s: float
 ) -> None:
@@ -159,20 +153,9 @@ def test_files_and_short_excerpts_of_trainers_with_a_clock(tmp_path: Path) -> No
             read(tmp_path, text)
 
 
-OUT_OF_MEMORY = (
-    "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.10 GiB "
-    "of which 1.20 GiB is free. Of the allocated memory 70.10 GiB is allocated by PyTorch, and {0} GiB is reserved by "
-    "PyTorch but unallocated."
-)
-OLD_ONE = (
-    "RuntimeError: CUDA out of memory. Tried to allocate 512.00 MiB (GPU 0; 79.15 GiB total capacity; 77.80 GiB "
-    "already allocated; 12.69 MiB free; 78.00 GiB reserved in total by PyTorch)"
-)
-WATCHDOG = (
-    "[rank4]:[E321 02:07:08.414640780 ProcessGroupNCCL.cpp:607] [Rank 4] Watchdog caught collective operation timeout: "
-    "WorkNCCL(SeqNum=1580, OpType=ALLREDUCE, NumelIn=466119168, NumelOut=466119168, Timeout(ms)=600000) ran for 600067 "
-    "milliseconds before timing out."
-)
+OUT_OF_MEMORY = TABLES["out_of_memory"]
+OLD_ONE = TABLES["old_one"]
+WATCHDOG = TABLES["watchdog"]
 
 
 @pytest.mark.parametrize(
@@ -203,12 +186,7 @@ def test_rows_of_kin_that_count_otherwise(tmp_path: Path) -> None:
 
 
 # megatron/core/README_STRAGGLER.md
-STRAGGLER = (
-    " 0: INFO:megatron.core.utils:[2024-03-14 23:07:56] | MnRtt/Rnk: 3453.08ms/8 | MxRtt/Rnk: 3468.20ms/0 | "
-    "MnPwr/Rnk: 601796W/8 | MxPwr/Rnk: 683801W/18 | MnTmp/Rnk: 52C/0 | MxTmp/Rnk: 65C/21 | MnUtl/Rnk: 97%/8 | "
-    "MxUtl/Rnk: 100%/6 | MnClk/Rnk: 1950MHz/28 | MxClk/Rnk: 1980MHz/0 | MnDRtt/Rnk: 14.27ms/23 | "
-    "MxDRtt/Rnk: 34.65ms/3 | MnEtpt/Rnk: 296.02TF/0 | MxEtpt/Rnk: 297.32TF/8"
-)
+STRAGGLER = TABLES["straggler"]
 
 
 def series(seen: Observation, kind: str, is_peak: bool) -> MemorySeries:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from priced_plans import priced_plan
 from written import LLAMA_8B, arguments, iterations, read
 
@@ -17,6 +18,8 @@ from planner.observe.judge import judged, judged_beside, of_run, predicted
 from planner.observe.observation import Observation, Observed
 from planner.plan_file import plan_of
 from planner.specs.units import GIB
+
+TABLES = yaml.safe_load((Path(__file__).parent / "tables.yaml").read_text())
 
 DUMP = LLAMA_8B | {"hidden_dropout": 0.0, "cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "te"}
 
@@ -73,18 +76,8 @@ def test_terms_add_up_to_the_price_of_the_logs_recipe(planned: Plan, tmp_path: P
     assert now.step_s == pytest.approx(priced.step.step_s)
 
 
-@pytest.mark.parametrize(
-    ("changes", "switches", "layouts", "options"),
-    [
-        ({"tp_comm_overlap": False}, ("tp_comm_overlap",), None, ("--switch", "tp_comm_overlap=true")),
-        ({"tp_comm_overlap": True}, ("tp_comm_overlap",), None, None), ({}, (), None, None),
-        (
-            {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}, (),
-            "fewer_recomputed", ("--recompute", "none"),
-        ),
-    ],
-)  # fmt: skip
-def test_a_remedy_is_the_fastest_change_that_wins(
+@pytest.mark.parametrize(("changes", "switches", "layouts", "options"), TABLES["a_remedy_is_the_fastest_that_wins"])
+def test_a_remedy_is_the_fastest_that_wins(
     planned: Plan, tmp_path: Path, changes: Any, switches: Any, layouts: Any, options: Any
 ) -> None:
     remedy = remedy_of_change(beside(planned, observed(tmp_path, **changes)), switches, layouts)

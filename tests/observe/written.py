@@ -7,8 +7,12 @@ import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+import yaml
+
 from planner.observe.log_reader import observe
 from planner.observe.observation import Observation
+
+TABLES = yaml.safe_load((Path(__file__).parent / "tables.yaml").read_text())
 
 BEGIN_S = 1_712_372_000
 """2024-04-06 02:53:20 UTC."""
@@ -62,31 +66,12 @@ def arguments(**values: object) -> str:
     return "\n".join([begin, *lines, f"{end} ---------------------"])
 
 
-LLAMA_8B = {
-    "add_bias_linear": False, "add_qkv_bias": False, "attention_backend": "AttnBackend.auto", "bf16": True,
-    "context_parallel_size": 1, "cuda_graph_impl": "none", "cuda_graph_scope": "[]", "expert_model_parallel_size": 1,
-    "expert_tensor_parallel_size": 2, "ffn_hidden_size": 14336, "fp8": None, "fp8_recipe": "delayed",
-    "global_batch_size": 128, "group_query_attention": True, "hidden_dropout": 0.0, "hidden_size": 4096,
-    "log_interval": 1, "max_position_embeddings": 8192, "micro_batch_size": 1, "moe_router_topk": 2,
-    "moe_token_dispatcher_type": "allgather", "normalization": "RMSNorm", "num_attention_heads": 32,
-    "num_experts": None, "num_layers": 32, "num_query_groups": 8, "overlap_grad_reduce": True,
-    "overlap_param_gather": True, "padded_vocab_size": 128256, "pipeline_model_parallel_size": 2,
-    "position_embedding_type": "rope", "q_lora_rank": None, "kv_lora_rank": 32, "qk_head_dim": 128,
-    "recompute_granularity": None, "recompute_method": None, "recompute_modules": None, "rotary_base": 500000,
-    "seq_length": 8192, "sequence_parallel": True, "swiglu": True, "tensor_model_parallel_size": 2,
-    "untie_embeddings_and_output_weights": True, "use_distributed_optimizer": True, "world_size": 16,
-    "multi_latent_attention": False, "bias_swiglu_fusion": True, "gradient_accumulation_fusion": True,
-}  # fmt: skip
+LLAMA_8B = TABLES["llama_8b"]
 """Llama 3 8B on 16 GPUs, with the defaults that a dump always has."""
 
 
 # bigcode-project/Megatron-LM issue 28
-TIMERS = """(min, max) time across ranks (ms):
-    forward-backward ...............................: (5164.84, 5177.15)
-    forward-compute ................................: (2584.92, 2735.66)
-    grads-all-reduce ...............................: (193.33, 193.63)
-    optimizer ......................................: (72.92, 73.13)
-"""
+TIMERS = TABLES["timers"]
 
 
 def mllog(key: str, value: object, at_s: float, **metadata: object) -> str:

@@ -304,12 +304,9 @@ def test_a_link_faster_than_its_data_sheet_is_another_link_unless_its_switch_sum
     assert bool(reason) == (share.verdict == "refused")
 
 
-@pytest.mark.parametrize(
-    ("context_gib", "fragmentation", "refused"),
-    [(1.5, 0.04, ""), (30.0, 0.04, "other processes are on the GPUs"), (1.5, 0.5, "blocks that the steps do not use")],
-)
+@pytest.mark.parametrize(("context_gib", "fragmentation", "refused"), TABLES["memory_is_as_sure_as_the_counted_bytes"])
 @pytest.mark.parametrize("error", [0.0, 0.1])
-def test_memory_is_as_sure_as_the_bytes_that_were_counted(
+def test_memory_is_as_sure_as_the_counted_bytes(
     context_gib: float, fragmentation: float, refused: str, error: float
 ) -> None:
     plan = make_plan()

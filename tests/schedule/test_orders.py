@@ -34,10 +34,7 @@ TABLES = yaml.safe_load((Path(__file__).parent / "tables.yaml").read_text())
 RandomShape = Callable[[str, random.Random], tuple[int, int, int]]
 
 
-@pytest.mark.parametrize(
-    ("name", "pp", "vpp", "m"),
-    [("1f1b", 4, 1, 6), ("interleaved-1f1b", 4, 2, 8), ("interleaved-1f1b", 3, 4, 3), ("breadth-first", 4, 3, 8)],
-)
+@pytest.mark.parametrize(("name", "pp", "vpp", "m"), TABLES["what_passes_behind_the_first_chunk_to_end"])
 def test_what_passes_behind_the_first_chunk_to_end(name: str, pp: int, vpp: int, m: int) -> None:
     """Rank 0 of a replay: its last chunk ends that many backwards before the step, and starts that many forwards in."""
     n = pp * vpp
@@ -177,14 +174,7 @@ def test_long_steps_hold_no_more_than_their_whole_list_says(name: str, more: int
 
 # AMD-AGI/Primus at fd1eeab, primus/core/pipeline_parallel/scheduler, run by SchedulerSimulationRunner on a CPU:
 # pp, micro-batches, milliseconds where F, I and W take 1000 each, and 1000, 1200 and 800, and micro-batches held
-RECORDED = {
-    "1f1b": [(2, 8, 27000, 27000, 2.0), (4, 16, 57000, 57000, 4.0), (8, 32, 117000, 117000, 8.0)],
-    "interleaved-1f1b": [(2, 8, 25500, 25500, 2.5), (4, 16, 52500, 52500, 5.5), (8, 32, 106500, 106500, 11.5)],
-    "zb-h1": [(2, 8, 25000, 25400, 2.0), (4, 16, 51000, 52200, 4.0), (8, 32, 103000, 105800, 8.0)],
-    "zb-v": [(2, 8, 24500, 24600, 2.0), (4, 16, 49500, 49800, 4.0), (8, 32, 99500, 100200, 8.0)],
-    "v-half": [(2, 8, 24500, 24600, 2.0), (4, 16, 50500, 52000, 3.0), (8, 32, 104500, 112800, 5.0)],
-    "v-min": [(2, 8, 25000, 27400, 2.0), (4, 16, 53500, 62600, 2.0), (8, 32, 109000, 128500, 4.0)],
-}
+RECORDED = TABLES["recorded"]
 GREEDY = {"v-half": 0.05, "v-min": 0.03}
 """Orders that fill their gaps in another way than ours, and how far the makespans are apart at most."""
 CASES = [(name, *row) for name, rows in RECORDED.items() for row in rows]

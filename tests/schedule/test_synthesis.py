@@ -1,10 +1,4 @@
-"""Synthesised orders fit, run, beat or match every named schedule, and never pass the bound.
-
-Lists that no pipeline could run are refused, with the action that is wrong.
-Results are kept until they have too many actions together; the last one always is.
-The same ranks under every schedule.
-No replay beats the bounds, and 1F1B with nearly even stages meets them.
-"""
+"""Synthesised orders fit, run, beat or match every named schedule, and never pass the bound."""
 
 from __future__ import annotations
 

@@ -5,11 +5,15 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from browsers import chromium
 from served import Running
+
+TABLES = yaml.safe_load((Path(__file__).parent / "tables.yaml").read_text())
 
 WIDTHS = (1400, 390)
 
@@ -154,31 +158,7 @@ def test_words_stand_out_from_what_is_behind_them(page: Any, scheme: str) -> Non
     assert page.evaluate(FAINT) == []
 
 
-NAMELESS = """() => [...document.querySelectorAll("input, select, button, a, summary, [role=img], [role=region]")]
-  .filter(element => element.type !== "hidden")
-  .filter(element => !(element.labels?.length || element.getAttribute("aria-label") || element.textContent.trim()))
-  .map(element => element.outerHTML.slice(0, 80))"""
+NAMELESS = TABLES["nameless"]
 """Elements that have no name to be read out."""
-FAINT = """() => {
-  const parts = colour => colour.match(/[\\d.]+/g).map(Number);
-  const light = colour => {
-    const [red, green, blue] = parts(colour).map(part => part / 255)
-      .map(part => (part <= 0.03928 ? part / 12.92 : ((part + 0.055) / 1.055) ** 2.4));
-    return 0.2126 * red + 0.7152 * green + 0.0722 * blue;
-  };
-  const behind = element => {
-    for (let each = element; each; each = each.parentElement) {
-      const colour = getComputedStyle(each).backgroundColor;
-      if ((parts(colour)[3] ?? 1) > 0) return colour;
-    }
-    return "rgb(255, 255, 255)";
-  };
-  return [...document.querySelectorAll("label, small, p, td, th, dt, dd, a, button, h1, h2, summary, code, select")]
-    .filter(element => element.offsetParent && element.textContent.trim())
-    .map(element => {
-      const [high, low] = [light(getComputedStyle(element).color), light(behind(element))].sort((a, b) => b - a);
-      return [(high + 0.05) / (low + 0.05), element.outerHTML.slice(0, 80)];
-    })
-    .filter(([contrast]) => contrast < 4.5);
-}"""
+FAINT = TABLES["faint"]
 """Words with less contrast than 4.5 to 1 (WCAG 2.2, 1.4.3)."""

@@ -1,8 +1,4 @@
-"""The desk runs few searches, shares them, ends those that nobody waits for, and forgets the oldest answers.
-
-Requests that our own page does not send are refused before anything is done.
-Forged, broken, slow and abandoned requests: each is refused or ended, and the page answers the next one.
-"""
+"""The desk runs few searches, shares them, ends those that nobody waits for, and forgets the oldest answers."""
 
 from __future__ import annotations
 
