@@ -393,19 +393,12 @@ def num_gpus(options: Options, script: Script) -> int | None:
             words += options.get(name, [])[:1] if name.startswith("--") else own
         return count([word.rpartition(":")[2] for word in words])
 
-    per_node = said(
-        "--nproc-per-node --num-gpus --ntasks-per-node -gpus-per-node -gres "
-        "GPUS_PER_NODE NPROC_PER_NODE PET_NPROC_PER_NODE"
-    ) or (said("-ntasks-per-node") if directives.get("ntasks-per-node") != "1" else None)
-    nodes = said("--nnodes --num-nodes --nodes -nodes -N PET_NNODES NNODES NUM_NODES")
     listed = text(options, "--include").partition(" ")[0].rpartition(":")[2]
     seen = listed or next(iter(variables.get("CUDA_VISIBLE_DEVICES", [])), "")
-    cards = len(seen.split(",")) if re.fullmatch(r"\d+(,\d+)*", seen) else None
-    per_node = per_node or (cards if listed else None)
-    if per_node and nodes:
-        return per_node * nodes
     is_counted = any(name in options for name in ("--nnodes", "--num-nodes"))
-    return said("WORLD_SIZE NUM_GPUS NGPUS N_GPUS") or (None if is_counted else per_node or cards)
+    names = {"said": said, "seen": seen, "is_included": bool(listed), "tasks": directives.get("ntasks-per-node")}
+    found: int | None = readings("launch", {}, is_counted=is_counted, **names)["num_gpus"]
+    return found
 
 
 def count(values: Sequence[str]) -> int | None:

@@ -6,7 +6,7 @@ import re
 from typing import Any
 
 from planner.export.followed.python_values import CallRecord
-from planner.export.keyed_settings import table
+from planner.export.keyed_settings import readings, table
 from planner.specs import shipped
 from planner.specs.base import Fields
 from planner.specs.registry import load_model, model_names
@@ -86,26 +86,9 @@ def registered_model(spec: Any) -> Fields | None:
         "num_attention_heads",
     }:
         return None
-    num_heads = found["num_attention_heads"]
-    biased = {path.partition(".")[0] for path, value in attention.flat() if value is True and path.endswith(".bias")}
-    found = {
-        "name": f"{spec.get('name')}-{spec.get('flavor')}", "num_hidden_layers": len(blocks),
-        "num_key_value_heads": num_heads, "head_dim": found["hidden_size"] // num_heads, **found,
-        "position_embedding": "rope", "qk_norm": attention.get("qk_norm") is not None,
-        "attention_bias": ("all" if "wo" in biased else "qkv") if biased else None,
-        "attention_sinks": attention.get("param_init.sinks") is not None,
-        "num_nextn_predict_layers": len(model.get("mtp_layers", [])),
-        "intermediate_size": next(filter(None, (block.get("feed_forward.w1.out_features") for block in blocks)), None),
-    }  # fmt: skip
-    if attention.get("kv_lora_rank"):
-        latent = _placed(attention, "latent")
-        found |= {"mla": {**latent, "q_lora_rank": latent["q_lora_rank"] or None}, "head_dim": latent["v_head_dim"]}
-    windows = [block.get("attention.sliding_window_size") for block in blocks]
-    if any(windows):
-        found |= {
-            "sliding_window": next(filter(None, windows)),
-            "layer_types": ["sliding" if window else "full" for window in windows],
-        }
+    latent = _placed(attention, "latent") if attention.get("kv_lora_rank") else {}
+    names = {"spec": spec, "model": model, "attention": attention, "blocks": blocks, "latent": latent, "placed": found}
+    found |= readings("torchtitan-registry", {}, **names)["model"]
     return found | _mixture([block.get("moe") for block in blocks])
 
 

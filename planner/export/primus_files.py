@@ -190,17 +190,12 @@ class _Backend(NamedTuple):
 
 def _megatron(plan: Plan) -> _Backend:
     folder = f"{_OUTPUT}/{slug(plan.model.name)}/checkpoints"
-    first: Arguments = {
-        "--mock_data": "true", "--train_iters": FIRST_RUN_STEPS, "--eval_iters": 0, "--save": "None", "--load": "None",
-    }  # fmt: skip
-    if plan.model.spec.moe is not None:
-        first["--moe_router_force_load_balancing"] = "true"
     return _Backend(
         framework="megatron",
         # the preset that all others extend: every field of the model is written out
         model="language_model.yaml",
         overrides=megatron_keys(plan) | settings("primus-megatron", folder=folder),
-        first_run=first,
+        first_run=settings("primus-megatron-first-run", plan, steps=FIRST_RUN_STEPS),
         placeholders=(_DATA, _VALIDATION, _TOKENIZER),
         log=LOG,
         notes=notes_on_megatron(plan),
@@ -215,16 +210,11 @@ def _megatron(plan: Plan) -> _Backend:
 
 
 def _torchtitan(plan: Plan) -> _Backend:
-    first: Arguments = {
-        "--training.mock_data": "true", "--training.steps": FIRST_RUN_STEPS, "--checkpoint.enable": "false",
-    }  # fmt: skip
-    if plan.model.spec.moe is not None:
-        first["--debug.moe_force_load_balance"] = "true"
     return _Backend(
         framework="torchtitan",
         model=model_preset(plan),
         overrides=torchtitan_keys(plan),
-        first_run=first,
+        first_run=settings("primus-torchtitan-first-run", plan, steps=FIRST_RUN_STEPS),
         placeholders=(_ASSETS, _DATASET),
         log="in the log: tps (tokens/s/GPU) and memory (GiB, max_memory_reserved) of each rank",
         notes=notes_on_torchtitan(plan),
@@ -284,32 +274,17 @@ def _of_stages(numbers: list[int], plan: Plan) -> int:
     return numbers[0] * plan.parallelism.pp + numbers[1]
 
 
-_EP_OVER_NODES, _UNITS_OVER_NODES = 16, 32
-"""Expert parallelism from which exchanges of experts take no more compute units (Primus, rocm_arg_validation.py)."""
-
-
 def turbo_keys(plan: Plan, keys: Keys) -> Keys:
-    """The keys of Megatron-LM with Primus-Turbo's own, which stand for DeepEP, sync-free experts and their products."""
+    """The keys of Megatron-LM with Primus-Turbo's own."""
     if plan.model.spec.moe is None:
         return keys
-    recipe, own = plan.best.recipe, Keys()
-    if keys.get("moe_flex_dispatcher_backend") == "deepep" or keys.get("moe_enable_deepep"):
-        keys = {name: value for name, value in keys.items() if name not in _FLEX}
-        most = _UNITS_OVER_NODES if plan.parallelism.ep >= _EP_OVER_NODES else plan.runtime_spec.deepep_sms
-        units = min(most, plan.runtime_spec.deepep_sms)
-        # its patch makes the dispatcher flex, after Megatron-LM has looked at it
-        own |= {"moe_token_dispatcher_type": "alltoall", "use_turbo_deepep": True, "turbo_deepep_num_cu": units}
-    if recipe.get("sync_free_moe"):
-        own["turbo_sync_free_moe_stage"] = recipe["sync_free_moe"]
-    own |= _GROUPED.get(str(recipe.get("grouped_gemm")), {})
+    in_deepep = keys.get("moe_flex_dispatcher_backend") == "deepep" or bool(keys.get("moe_enable_deepep"))
+    kept = {name: value for name, value in keys.items() if not (in_deepep and name in _FLEX)}
+    own = settings("primus-turbo", plan, in_deepep=in_deepep)
     is_turbo = any(name.startswith(("use_turbo", "turbo_")) for name in own)
-    return {**keys, **own, **({"enable_primus_turbo": True} if is_turbo else {})}
+    return {**kept, **own, **({"enable_primus_turbo": True} if is_turbo else {})}
 
 
-_GROUPED: dict[str, Keys] = {
-    "legacy": {"moe_use_legacy_grouped_gemm": True},
-    "turbo": {"moe_use_legacy_grouped_gemm": False, "use_turbo_grouped_gemm": True},
-}
 _FLEX = ("moe_flex_dispatcher_backend", "moe_enable_deepep")
 
 

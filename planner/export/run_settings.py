@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from planner.answer import Plan
+from planner.export.trainer_files import settings
 from planner.months.losses import load_facts
 from planner.months.whole_run import save_interval_s
 from planner.specs.base import Texts
 from planner.specs.model import ModelSpec
-from planner.specs.model_parts import MoESpec, OptimizerDefaults
+from planner.specs.model_parts import OptimizerDefaults
 from planner.trainers.rules.facts import has_groups, has_local_base, has_usual_scale
 
 TOKENS_PER_PARAMETER = 20
@@ -141,62 +142,24 @@ def stated(model: ModelSpec) -> ModelSpec:
 
     A mixture without a published loss has `AUX_LOSS`, or none where a bias steers its load.
     """
-    rotates = model.position_embedding == "rope"
-    return model.model_copy(
-        update={
-            "norm_eps": NORM_EPS if model.norm_eps is None else model.norm_eps,
-            "rope_theta": (model.rope_theta or ROTARY_BASE) if rotates else None,
-            "partial_rotary_factor": model.partial_rotary_factor if rotates and model.mla is None else 1.0,
-            # latents are expanded to a key and a value for each query head
-            "num_key_value_heads": model.num_key_value_heads if model.mla is None else model.num_attention_heads,
-            "no_rope_layer_interval": model.no_rope_layer_interval if rotates else None,
-            "mtp_loss_scaling_factor": _mtp_loss(model),
-            "attention_multiplier": None if has_usual_scale(model) else model.attention_multiplier,
-            "rope_local_base_freq": model.rope_local_base_freq if has_local_base(model) else None,
-            "moe": None if model.moe is None else _stated_moe(model, model.moe),
-        }
-    )
+    usual = {
+        "norm_eps": NORM_EPS, "rotary_base": ROTARY_BASE, "mtp_loss": MTP_LOSS, "bias_update_rate": BIAS_UPDATE_RATE,
+    }  # fmt: skip
+    names = {"model": model, "usual": usual, "has_usual_scale": has_usual_scale, "has_local_base": has_local_base}
+    update = settings("stated", **names, rotates=model.position_embedding == "rope")
+    if (moe := model.moe) is not None:
+        unsaid = 0.0 if model.balances_by_bias else AUX_LOSS
+        loss = unsaid if moe.router_aux_loss_coef is None else moe.router_aux_loss_coef
+        of_moe = settings("stated-mixture", model=model, moe=moe, usual=usual, loss=loss, grouped=has_groups(moe))
+        update["moe"] = moe.model_copy(update=of_moe)
+    return model.model_copy(update=update)
 
 
 def notes_on_model(model: ModelSpec) -> list[str]:
     """The fields that the model's spec leaves open, and what the files say for each."""
-    moe, given = model.moe, stated(model)
-    open_fields = {
-        "rope_theta": model.position_embedding == "rope" and model.rope_theta is None,
-        "norm_eps": model.norm_eps is None,
-        "mtp_loss_scaling_factor": model.num_nextn_predict_layers > 0 and model.mtp_loss_scaling_factor is None,
-    }
-    said = [f"{name} {getattr(given, name):g}" for name, is_open in open_fields.items() if is_open]
-    if moe is not None and given.moe is not None:
-        if moe.router_aux_loss_coef is None:
-            said.append(f"router_aux_loss_coef {given.moe.router_aux_loss_coef:g}")
-        if model.balances_by_bias and moe.bias_update_rate is None:
-            said.append(f"bias_update_rate {given.moe.bias_update_rate:g}")
+    unstated = settings("unstated", model=model, given=stated(model))
+    said = [f"{name} {value:g}" for name, value in unstated.items()]
     return [f"the model's spec does not state these, which are usual: {', '.join(said)}"] if said else []
-
-
-def _mtp_loss(model: ModelSpec) -> float | None:
-    if not model.num_nextn_predict_layers:
-        return None
-    return MTP_LOSS if model.mtp_loss_scaling_factor is None else model.mtp_loss_scaling_factor
-
-
-def _stated_moe(model: ModelSpec, moe: MoESpec) -> MoESpec:
-    by_bias, grouped = model.balances_by_bias, has_groups(moe)
-    unsaid = 0.0 if by_bias else AUX_LOSS
-    loss = unsaid if moe.router_aux_loss_coef is None else moe.router_aux_loss_coef
-    rate = BIAS_UPDATE_RATE if moe.bias_update_rate is None else moe.bias_update_rate
-    return moe.model_copy(
-        update={
-            "scoring_func": model.scoring_func,
-            "balancing_bias": by_bias,
-            "bias_update_rate": rate if by_bias else None,
-            "router_aux_loss_coef": loss,
-            "seq_aux": moe.seq_aux and loss > 0,
-            "n_group": moe.n_group if grouped else None,
-            "topk_group": (moe.topk_group or 1) if grouped else None,
-        }
-    )
 
 
 def listed(flags: Iterable[bool]) -> str:

@@ -53,6 +53,8 @@ BUNDLES: tuple[Recipe, ...] = (
     {"sharding": "deepspeed", "liger": True},
     {"sharding": "deepspeed", "liger": True, "optimizer_offload": 1.0},
     {"token_drop": True, "dispatcher": "alltoall"},
+    {"memory_policy": "default"},
+    {"memory_policy": "sac_and_offload"},
     {"cuda_graph": "full_iteration", "nan_checks": False},
     {"cuda_graph": "full_iteration", "nan_checks": False, "dispatcher": "hybridep", "fused_experts": True},
     {
@@ -324,7 +326,7 @@ def _offers(best: Candidate, recipes: Recipes) -> Iterator[Offer]:
         yield from sorted(found, key=lambda offer: offer.step_s)[: 1 if SWITCHES[name].only_saves_memory else None]
     for bundle in BUNDLES:
         needed = [name for name, value in bundle.items() if consent_of(name, value, hardware)]
-        if needed and not held & set(bundle) and any(name not in limits.allow for name in needed):
+        if needed and len(bundle) > 1 and not held & set(bundle) and any(name not in limits.allow for name in needed):
             name, value = next(iter(bundle.items()))
             yield from _offer(best, recipes, name, value, bundle)
     for dtype in NARROW_DTYPES:

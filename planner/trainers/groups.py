@@ -219,6 +219,8 @@ class Memory(Group):
     """Modules whose saved inputs go to host memory after the forward and come back before the backward."""
     offloaded_layers: NonNegativeInt = 0
     """Layers of which all that they keep for the backward waits in host memory."""
+    shards_states_over_groups: bool = False
+    """States of the optimizer are sharded over all ranks under ZeRO-3, weights and gradients over those of a group."""
     weight_shards: PositiveInt = 1
     """Ranks of unlike data that share the weights and gradients of a tensor-parallel rank, beside what ZeRO shards."""
     widens_gradients: bool = False
@@ -474,7 +476,10 @@ class Limits(Group):
     selective_recompute_modules: Texts = ("core_attn",)
     """Modules that it can recompute by themselves."""
     saves_products: bool = False
-    """Products are no part of what `op` recomputes; without: every other one is (torchtitan)."""
+    """Products are no part of what `op` recomputes, the one way to recompute; without: every other one is (torchtitan).
+    Of layers that wait on the host, the last does not."""
+    recomputes_unasked: bool = False
+    """Its compiler recomputes what `selective` does, and no option keeps it from that."""
     selective_default: Texts = ("core_attn",)
     """The modules that `selective` recomputes where none are named."""
     head_only_stage: bool = False

@@ -99,8 +99,9 @@ class RuntimeSpec(Host, Limits, Overlaps, FineTuning, Memory, Kernels, Generatio
 
     @property
     def recomputes_layers(self) -> bool:
-        """True where whole layers can be recomputed; neither overlapped exchanges nor graphs of modules allow it."""
-        return not (self.overlaps_experts or self.graphed_modules)
+        """True where whole layers can be recomputed; neither overlapped exchanges, graphs of modules nor policies of
+        operators allow it."""
+        return not (self.overlaps_experts or self.graphed_modules or self.saves_products)
 
     @property
     def recomputable_modules(self) -> Texts:

@@ -12,20 +12,23 @@ from planner.export.megatron.option_rows import (
     READERS,
     Codec,
     Options,
-    decimal,
     given,
     layer_flags,
+    of_model,
     read_fields,
+    reading,
     sections_of,
     size,
+    table,
     text,
 )
 from planner.export.named_models import Model, vocabulary_of
-from planner.export.run_settings import ROTARY_BASE, listed, stated
+from planner.export.run_settings import listed, stated
 from planner.export.trainer_files import Arguments
 from planner.specs.architectures.derivations import InexpressibleError
 from planner.specs.architectures.layer_lists import block_pattern, shortest
-from planner.specs.base import Fields
+from planner.specs.base import Fields, Said
+from planner.specs.expressions import value_of
 from planner.specs.model import ModelSpec
 from planner.specs.registry import load_model
 from planner.specs.units import is_count
@@ -34,7 +37,6 @@ from planner.trainers.rules.facts import HYBRID_LETTERS, every_nth, is_hybrid, r
 _POSITIONS = {
     "learned_absolute": "learned", "rope": "rope", "yarn": "rope", "mrope": "rope", "alibi": "alibi", "none": "none",
 }  # fmt: skip
-_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
 
 def _width(options: Options) -> int:
@@ -42,10 +44,6 @@ def _width(options: Options) -> int:
     hidden = size(options, "--hidden-size")
     unasked = int((4 * hidden * 2 / 3) / 64) * 64 if "--swiglu" in options else 4 * hidden
     return given(options, "--ffn-hidden-size", unasked)
-
-
-def _head_dim(options: Options) -> int:
-    return size(options, "--hidden-size") // max(size(options, "--num-attention-heads"), 1)
 
 
 def _write_windows(model: ModelSpec) -> Arguments:
@@ -97,33 +95,6 @@ def _read_positions(options: Options) -> Fields:
         return {"position_embedding": _POSITIONS[kind]}
     rows = "--max-position-embeddings" if "--max-position-embeddings" in options else "--seq-length"
     return {"position_embedding": "learned", "max_position_embeddings": size(options, rows)}
-
-
-def _read_base(options: Options) -> Fields:
-    base = text(options, "--rotary-base", "10000")
-    return {"rope_theta": float(base) if re.fullmatch(r"\d+(\.0*)?", base) else None}
-
-
-def _read_scaling(options: Options) -> Fields:
-    """How frequencies are stretched. Latent attention has yarn, whose numbers without an option are DeepSeek's."""
-    is_latent = "--multi-latent-attention" in options
-    scaling: Fields | None = None
-    if _kind_of_positions(options) == "yarn" or (is_latent and decimal(options, "--rotary-scaling-factor", 1.0) != 1):
-        scaling = {
-            "rope_type": "yarn",
-            "factor": decimal(options, "--rotary-scaling-factor", 1.0),
-            "original_max_position_embeddings": given(options, "--yarn-original-max-position-embeddings", 4096),
-            "beta_fast": decimal(options, "--yarn-beta-fast", 32.0),
-            "beta_slow": decimal(options, "--yarn-beta-slow", 1.0),
-            "mscale": decimal(options, "--mscale"),
-            "mscale_all_dim": decimal(options, "--mscale-all-dim"),
-            "truncate": False if "--no-yarn-correction-range-round-to-int" in options else None,
-        }
-    elif "--use-rope-scaling" in options and not is_latent:
-        scaling = {"rope_type": "llama3", "factor": decimal(options, "--rope-scaling-factor", 8.0), **_LLAMA3}
-    elif not is_latent and (factor := decimal(options, "--rotary-seq-len-interpolation-factor", 1.0)) != 1:
-        scaling = {"rope_type": "linear", "factor": factor}
-    return {"rope_scaling": scaling}
 
 
 def _write_unrotated(model: ModelSpec) -> int | str | None:
@@ -206,35 +177,19 @@ def _write_expert_layers(model: ModelSpec) -> str:
     return "1" if all(flags) else listed(flags)
 
 
-def _share(given: str) -> float:
-    """Share of a head's width that is rotated; all of it where nothing, or no number, is given."""
-    return float(given) if re.fullmatch(r"[0-9.]+", given) else 1.0
+def _plain(said: str, default: float | None) -> float | None:
+    """A number without a sign or an exponent; the default where nothing, or no such number, is given."""
+    return float(said) if re.fullmatch(r"\d+\.?\d*|\.\d+", said) else default
 
 
-_NUMBERS = {
-    "head_dim": _head_dim,
-    # experts are as wide as a dense MLP unless told
-    "width": _width,
-    "vocabulary": _vocabulary,
-    "scan_heads": _scan_heads,
-}
 CODECS = {
     "windows": Codec(_write_windows, _read_windows),
     "positions": Codec(_write_positions, _read_positions),
-    # Megatron-LM reads a whole number
-    "base": Codec(lambda model: round(model.rope_theta or ROTARY_BASE), _read_base),
-    "scaling": Codec(None, _read_scaling),
     "unrotated": Codec(_write_unrotated, _read_unrotated),
     "delta": Codec(_write_delta, _read_delta),
     "expert_layers": Codec(_write_expert_layers, _read_expert_layers),
 }
-READERS |= {
-    "width": _width,
-    "have_experts": _have_experts,
-    "share": _share,
-    "scan_heads": _scan_heads,
-}
-_SECTIONS = sections_of("model", CODECS, _NUMBERS)
+_SECTIONS = sections_of("model", CODECS)
 MODEL_OPTIONS = frozenset[str]().union(*(section.names_read() for section in _SECTIONS.values()))
 """Options that are read for a model."""
 
@@ -243,7 +198,8 @@ def model_arguments(model: ModelSpec, seq_length: int, vocab_divisible_by: int, 
     """All arguments that decide the model's parameters, their shapes, its forward and its losses."""
     model = stated(model)
     learned = model.position_embedding == "learned"
-    said = {name: section.written(model) for name, section in _SECTIONS.items() if _has(model, name)}
+    names = {**of_model(model), "is_hybrid": is_hybrid}
+    said = {name: section.written(model) for name, section in _SECTIONS.items() if _is_present(name, "write", names)}
     return {
         **said["attention"],
         **said.get("latent", {}),
@@ -262,14 +218,10 @@ def model_arguments(model: ModelSpec, seq_length: int, vocab_divisible_by: int, 
     }
 
 
-def _has(model: ModelSpec, section: str) -> bool:
-    """The model has the part that a section is about."""
-    parts = {
-        "latent": model.mla is not None, "rotary": model.position_embedding == "rope", "experts": model.moe is not None,
-        "delta": any(kind.attention == "gated_delta" for kind in model.kinds), "indexer": False,
-        "scan": is_hybrid(model),
-    }  # fmt: skip
-    return parts.get(section, True)
+def _is_present(section: str, way: str, names: Said) -> bool:
+    """A section stands, as a model is written or options are read."""
+    row = table()["present"].get(section)
+    return row is None or bool(value_of(row[way], names))
 
 
 _SIZES = {row.name: row.count for section in _SECTIONS.values() for row in section.rows if row.count} | {
@@ -347,13 +299,19 @@ def _hybrid(options: Options, fields: Fields) -> Fields:
 
 def read_model(options: Options) -> Fields:
     """Fields of a ModelSpec. Raises SpecError where a size is missing or is no number."""
-    absent = {
-        "rotary": _POSITIONS.get(_kind_of_positions(options)) != "rope",
-        "experts": "--num-experts" not in options,
-        "latent": "--multi-latent-attention" not in options,
-        "delta": "--experimental-attention-variant" not in options,
-        "indexer": text(options, "--experimental-attention-variant") != "dsa",
-        "scan": "M" not in _pattern(options)[0],
-    }
-    fields = read_fields((section for name, section in _SECTIONS.items() if not absent.get(name)), options)
+    names = reading(options)
+    sections = [section for name, section in _SECTIONS.items() if _is_present(name, "reads", names)]
+    fields = read_fields(sections, options)
     return {"name": "imported", **fields, **_hybrid(options, fields)}
+
+
+READERS |= {
+    "width": _width,  # experts are as wide as a dense MLP unless told
+    "have_experts": _have_experts,
+    "plain": _plain,
+    "scan_heads": _scan_heads,
+    "vocabulary": _vocabulary,
+    "positions": _kind_of_positions,
+    "is_rotary": lambda options: _POSITIONS.get(_kind_of_positions(options)) == "rope",
+    "pattern": _pattern,
+}

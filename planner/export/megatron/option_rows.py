@@ -177,7 +177,7 @@ class OptionRow(BaseModel):
     def value(self, source: Any) -> Any:
         """The value of the option for a model, a plan or a run; None or False where it is left out."""
         if self.write:
-            return value_of(self.write, _of_model(source) if isinstance(source, ModelSpec) else names_of(source))
+            return value_of(self.write, of_model(source) if isinstance(source, ModelSpec) else names_of(source))
         if path := self.count or self.flag or self.field:
             return attrgetter(path)(source)
         if self.size:
@@ -187,7 +187,7 @@ class OptionRow(BaseModel):
         constant = tuple(self.constant) if isinstance(self.constant, list) else self.constant
         return ShellText(self.shell) if self.shell else constant
 
-    def read(self, options: Options, unasked: Mapping[str, Callable[[Options], Any]]) -> Fields:
+    def read(self, options: Options) -> Fields:
         """The fields that the options say by this one."""
         if self.reads:
             return self._read(reading(options))
@@ -202,7 +202,7 @@ class OptionRow(BaseModel):
             return {}
         if self.name in options or (self.count and not self.unasked_by and "unasked" not in self.model_fields_set):
             return {path: number_of(options, self.name)}
-        return {path: unasked[self.unasked_by](options) if self.unasked_by else self.unasked}
+        return {path: value_of(self.unasked_by, reading(options)) if self.unasked_by else self.unasked}
 
     def _read(self, names: Said) -> Fields:
         """The fields of `reads`; one with ? is left out where it is null."""
@@ -210,7 +210,8 @@ class OptionRow(BaseModel):
         return {path.rstrip("?"): value for path, value in found.items() if value is not None or path[-1] != "?"}
 
 
-def _of_model(model: ModelSpec) -> Fields:
+def of_model(model: ModelSpec) -> Fields:
+    """The names by which expressions of the table know a model."""
     method = rotary_method(model)
     return {
         "model": model, "moe": model.moe, "mla": model.mla, "scaling": model.rope_scaling, "method": method,
@@ -231,7 +232,7 @@ def reading(options: Options) -> Fields:
     }
 
 
-READERS: dict[str, Callable[[Any], Any]] = {}
+READERS: dict[str, Callable[..., Any]] = {}
 """Functions of all options that `reads` may call, where they need more than an expression."""
 
 
@@ -270,7 +271,6 @@ class Section:
 
     rows: tuple[OptionRow, ...]
     codecs: Mapping[str, Codec]
-    unasked: Mapping[str, Callable[[Options], Any]]
 
     def written(self, source: Any, version: str = "") -> Arguments:
         """The arguments that the rows say of their source, in a version of Megatron core (empty: the newest)."""
@@ -288,7 +288,7 @@ class Section:
         fields: Fields = {}
         for row in self._once():
             read = self.codecs[row.by].read if row.by else None
-            fields |= (read(options) if read else {}) | row.read(options, self.unasked)
+            fields |= (read(options) if read else {}) | row.read(options)
         return fields
 
     def _once(self) -> Iterator[OptionRow]:
@@ -302,7 +302,7 @@ class Section:
     def says(self, row: OptionRow) -> Fields:
         """The fields that one of the options says by itself, in some value."""
         codec = self.codecs.get(row.by)
-        return (codec.read({row.name: []}) if codec and codec.read else row.read({row.name: []}, {})) | row.says
+        return (codec.read({row.name: []}) if codec and codec.read else row.read({row.name: []})) | row.says
 
     def names_read(self) -> frozenset[str]:
         """The options that are read."""
@@ -337,11 +337,9 @@ def known(options: Options) -> Fields:
     return {}
 
 
-def sections_of(
-    part: str, codecs: Mapping[str, Codec], unasked: Mapping[str, Callable[[Options], Any]] = {}
-) -> dict[str, Section]:
+def sections_of(part: str, codecs: Mapping[str, Codec]) -> dict[str, Section]:
     """The sections of a part of the table, with the functions that its rows name."""
-    return {name: Section(rows, codecs, unasked) for name, rows in rows_of(part).items()}
+    return {name: Section(rows, codecs) for name, rows in rows_of(part).items()}
 
 
 def read_fields(sections: Iterable[Section], options: Options) -> Fields:
