@@ -162,7 +162,8 @@ def _latent(name: str, inputs: int, outputs: int, shape: Shape) -> Operator:
 def _experts(model: ModelSpec, moe: MoESpec, shape: Shape, runtime: RuntimeSpec, rows: Number) -> Iterator[Item]:
     """Grouped GEMMs of the num_experts / ep experts that a rank holds, for `rows` token-expert pairs in all."""
     local = moe.num_experts / shape.ep
-    width, hidden = moe.moe_intermediate_size / shape.etp, moe.latent_size or model.hidden_size
+    hidden = moe.latent_size or model.hidden_size
+    width: Number = moe.moe_intermediate_size / shape.etp
     both: Number = 1.0
     if moe.image_expert_intermediate_size:
         # experts for images stand beside those for text: rows meet the mean width of what a sequence has of both
