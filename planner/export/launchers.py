@@ -24,6 +24,7 @@ from planner.export.trainer_files import (
     Value,
     argv,
     comment,
+    placeholders_of,
     rendered,
     settings,
     shell_words,
@@ -94,10 +95,6 @@ def segment_of(plan: Plan) -> int:
 
 
 LAUNCH = "launch.sh"
-CONTAINER = (
-    Placeholder("CONTAINER_IMAGE", "image for srun --container-image (pyxis)", is_optional=True, in_first_run=True),
-    Placeholder("CONTAINER_MOUNTS", "further mounts for it, FROM:TO,…", is_optional=True, in_first_run=True),
-)
 _MINUTES_TO_SAVE = 15
 """Minutes before the job's end at which a run saves and ends."""
 
@@ -110,7 +107,7 @@ def torchrun_script(plan: Plan, command: LaunchCommand) -> ExportFile:
 
 def slurm_script(plan: Plan, command: LaunchCommand) -> ExportFile:
     """launch.sbatch: one task per node; the first node of the allocation is where all ranks meet."""
-    places, name = (*command.placeholders, *CONTAINER), "launch.sbatch"
+    places, name = (*command.placeholders, *placeholders_of("slurm")), "launch.sbatch"
     text = _script(name, plan, command, places, f"sbatch {name}", '"${SLURM_NODEID:-0}"')
     return ExportFile(name, text, executable=True, placeholders=places)
 

@@ -31,7 +31,6 @@ from planner.export.trainer_files import (
     Arguments,
     ExportFile,
     LaunchCommand,
-    Placeholder,
     Requirement,
     RunPart,
     ShellText,
@@ -40,6 +39,7 @@ from planner.export.trainer_files import (
     argv,
     header,
     notes_of,
+    placeholders_of,
     promise,
     requirements_of,
 )
@@ -48,12 +48,6 @@ from planner.trainers.load import since_of
 from planner.trainers.rules.facts import is_hybrid, norms_queries_twice, release
 from planner.trainers.rules.rule_rows import Rule, rules_of
 
-DATA_PATH = Placeholder(
-    "DATA_PATH", "prefix of the tokenized data (PREFIX.bin and .idx), or weights and prefixes in turn", kind="prefix"
-)
-TOKENIZER = Placeholder("TOKENIZER", "folder of the model's tokenizer, or its name at Hugging Face")
-CHECKPOINTS = Placeholder("CHECKPOINTS", "folder for checkpoints, which all nodes share", kind="new folder")
-PLACEHOLDERS = (DATA_PATH, TOKENIZER, CHECKPOINTS)
 _RUN = sections_of("run", {})
 
 
@@ -171,7 +165,6 @@ def _least_version(plan: Plan) -> str:
 
 
 _OPTIONS_FILE = "megatron.yaml"
-_CHECKOUT = Placeholder("MEGATRON_PATH", "checkout of Megatron-LM", default="$PWD", kind="folder", in_first_run=True)
 LOG = (
     "in the log: elapsed time per iteration (ms), throughput per GPU (TFLOP/s/GPU), and after 2 iterations "
     "max allocated (MB) of the first rank of each stage"
@@ -193,13 +186,13 @@ def export_megatron(plan: Plan) -> TrainerFiles:
         arguments=arguments,
         first_run=RunPart(first_run_arguments(plan)),
         training_run=training,
-        placeholders=(_CHECKOUT, *PLACEHOLDERS),
+        placeholders=placeholders_of("megatron"),
         requirements=requirements(arguments, plan.cluster.hardware.is_amd),
         trainer=TrainerVersion(
             "Megatron core",
             is_exactly=version,
             at_least="" if version else _least_version(plan),
-            folder=_CHECKOUT.name,
+            folder="MEGATRON_PATH",
             file="megatron/core/package_info.py",
         ),
         promise=promise(plan, LOG),
