@@ -210,14 +210,12 @@ def _object_name(plan: Plan) -> str:
 
 def _network_cards(plan: Plan) -> list[Placeholder]:
     """The resource of the network between nodes, by its kind; none on networks that pods have anyway."""
-    kind = plan.cluster.hardware.network
-    resource = network_of(plan).get("resource") if kind else _RDMA
-    if nodes_of(plan)[0] == 1 or resource is None:
+    row = network_of(plan) if plan.cluster.hardware.network else {"resource": _RDMA}
+    if nodes_of(plan)[0] == 1 or (resource := row.get("resource")) is None:
         return []
-    says = "the cluster's RDMA resource"
-    if kind == "efa":
-        says = "EFA interfaces of a node: 32 on p5, 16 on p5e and p5en, 8 on p6-b200, 4 on p4d"
-    return [Placeholder(resource, says, resource)]
+    says = "EFA interfaces of a node: 32 on p5, 16 on p5e and p5en, 8 on p6-b200, 4 on p4d"
+    is_efa = plan.cluster.hardware.network == "efa"
+    return [Placeholder(resource, says if is_efa else "the cluster's RDMA resource", resource)]
 
 
 def _manifest(filename: str, plan: Plan, command: LaunchCommand, addresses: str) -> ExportFile:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import yaml
@@ -22,7 +21,7 @@ from planner.export.megatron.plan_options import (
     precision,
     switch_arguments,
 )
-from planner.export.refusal import Reason, broken_rules, hint_for, notes_on_price, refuse
+from planner.export.refusal import broken_rules, hint_for, notes_on_price, refuse
 from planner.export.run_settings import notes_on_model, run_settings
 from planner.export.spelling import broken_rules_of_recipe, recipe_of, unspelled
 from planner.export.stages import Stages, objections_to, virtual_stages
@@ -130,23 +129,10 @@ def _check_expressible(
     reasons = broken_rules((*of_model, *rules_of("layout megatron", runtime=plan.runtime_spec)), plan)
     schedules = (*_SCHEDULES, *own_schedules)
     names = {"written_for": written_for(plan), "schedules": schedules, "own_schedules": own_schedules}
+    names["recomputable"] = _RECOMPUTABLE
     reasons += objections_to(plan, "megatron", stages, **names)
     reasons += broken_rules_of_recipe(plan) + unspelled(plan, SWITCH_OPTIONS, "Megatron core")
-    reasons += [Reason("recompute_modules", f"{module} {obstacle}") for module, obstacle in _unknown_modules(plan)]
     refuse(target, reasons, hint_for(plan, target, of_model))
-
-
-def _unknown_modules(plan: Plan) -> Iterator[tuple[str, str]]:
-    """Modules of selective recompute that Megatron-LM or this model does not have, and why not."""
-    model = plan.model.spec
-    modules = plan.parallelism.recompute_modules if plan.parallelism.recompute == "selective" else ()
-    for module in modules:
-        if module not in _RECOMPUTABLE:
-            yield module, f"is none of {', '.join(_RECOMPUTABLE)}"
-        elif module == "mla_up_proj" and model.mla is None:
-            yield module, "needs latent attention"
-        elif module == "moe_act" and model.moe is None:
-            yield module, "needs experts"
 
 
 def requirements(arguments: Arguments, is_amd: bool = False) -> tuple[Requirement, ...]:
