@@ -7,7 +7,7 @@ import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from math import gcd
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from planner.cli.measurements import read_calibration, with_history
 from planner.cli.options import (
@@ -26,7 +26,7 @@ from planner.specs.cluster import ClusterSpec, parse_tiers
 from planner.specs.hardware import Efficiency, HardwareSpec, LinkTier
 from planner.specs.machines import with_host, with_network
 from planner.specs.model import ModelSpec
-from planner.specs.problems import checked, nearest
+from planner.specs.problems import among, checked
 from planner.specs.registry import load_hardware, load_model
 from planner.specs.training import (
     OBJECTIVES,
@@ -44,6 +44,9 @@ from planner.trainers.load import load_runtime, switches_of
 from planner.trainers.rules.recipe import Setting
 from planner.trainers.spec import RuntimeSpec
 from planner.trainers.stated import DEFAULT, Recipe, check_together, stated_consents, stated_switches
+
+if TYPE_CHECKING:
+    from planner.search.case import Case
 
 _log = logging.getLogger(__name__)
 _OPTION_OF = {
@@ -78,6 +81,18 @@ class Job:
     """The switches that --assume gives a value to."""
     says_switches: bool | Collection[str] = False
     """The switches that options say; true where they say what the trainer overlaps, or that all are its own."""
+
+    def searched(self, limits: SearchLimits) -> Case:
+        """The job as the search takes it."""
+        from planner.search.case import Case
+
+        return Case(self.model, self.cluster, self.training, self.runtime_spec, limits)
+
+
+def read_case(asked: SearchOptions, said: set[str] | None = None) -> Case:
+    """The job that the options describe, and how it is searched; `said` is as in `read_job`."""
+    job = read_job(asked, said)
+    return job.searched(read_limits(asked, job))
 
 
 def read_job(asked: JobOptions, said: set[str] | None = None) -> Job:
@@ -239,7 +254,7 @@ def _assumed(text: str, runtime: RuntimeSpec) -> tuple[dict[str, float | bool], 
             continue
         if field not in fields:
             known = [*fields, *has]
-            raise SpecError(f"--assume: {field[:60]!r} is unknown", f"one of {', '.join(known)}{nearest(field, known)}")
+            raise SpecError(f"--assume: {field[:60]!r} is unknown", among(known, field))
         try:
             assumed[field] = _TRUTH[value] if value in _TRUTH else float(parse_number(value, unit_of(field)))
         except (ValueError, OverflowError):

@@ -25,8 +25,9 @@ if TYPE_CHECKING:
     from planner.answer import Plan, PricedLayout
     from planner.cli.inputs import Job
     from planner.decide.phases import Batch, Phase, PhasesAnswer
+    from planner.search.case import Case
     from planner.specs.phases import PhaseSpec
-    from planner.specs.training import SearchLimits, TrainingSpec
+    from planner.specs.training import TrainingSpec
 
 _log = logging.getLogger(__name__)
 MAX_LINE_BYTES = 2**20
@@ -64,17 +65,16 @@ def plan_command(
         return replan_command(asked, asked.from_, asked.keep, json, output, force)
     if asked.keep is not None:
         raise SpecError("--keep: without --from, no job has anything to keep", "add --from plan.json")
-    from planner.cli.inputs import read_job, read_limits
+    from planner.cli.inputs import read_case
     from planner.layout.evaluate import within
-    from planner.search.search import plan
+    from planner.search.search import planned
 
-    job = read_job(asked)
-    limits = read_limits(asked, job)
+    case = read_case(asked)
     shape = Printing(json, full, show)
     shape.names  # noqa: B018 — refused before the search
     refuse_to_overwrite(output, force)
     with waiting("searching") as news:
-        found = plan(job.model, job.cluster, job.training, limits=limits, runtime=job.runtime_spec, news=news)
+        found = planned(case, news)
     best = within(found, asked.days, asked.usd).model_copy(update={"command": command_line(asked)})
     warn_of_early_stop(best)
     answer(best, shape, output, force)
@@ -125,13 +125,13 @@ def evaluate_command(
 
 def _own_choice(job: Job, allow: tuple[str, ...]) -> PricedLayout | None:
     """The planner's choice for the same job, under the same consent; None where it finds no layout that fits."""
-    from planner.search.search import plan
+    from planner.search.search import planned
     from planner.specs.training import SearchLimits
 
-    limits = SearchLimits(time_limit_s=OWN_CHOICE_LIMIT_S, allow=allow)
+    case = job.searched(SearchLimits(time_limit_s=OWN_CHOICE_LIMIT_S, allow=allow))
     try:
         with waiting("searching for the planner's own choice") as news:
-            return plan(job.model, job.cluster, job.training, limits=limits, runtime=job.runtime_spec, news=news).best
+            return planned(case, news).best
     except PlannerError:
         return None
 
@@ -261,25 +261,23 @@ def plan_phases(asked: PlanOptions, path: str, as_json: bool, output: str | None
 
 def _phase(asked: PlanOptions, spec: PhaseSpec, path: str, said: set[str]) -> Phase:
     """A phase as the command line and the file describe it; SpecError naming the file and the phase."""
-    from planner.cli.inputs import read_job, read_limits
+    from planner.cli.inputs import read_case
     from planner.decide.phases import Phase
-    from planner.search.case import Case
     from planner.specs.reading import label
 
     own = replace(_options(asked, spec), phases=None)
     try:
-        job = read_job(own, said)
-        limits = read_limits(own, job)
-        training, ramp = job.training, spec.rampup
+        case = read_case(own, said)
+        training, ramp = case.training, spec.rampup
         batches = tuple(_batches(spec, training.global_batch_size, training.seq_length))
         tokens = sum(batch.tokens for batch in batches)
     except PlannerError as error:
         error.message = f"{label(path)}: phase {spec.name}: {error.message}"
         raise
-    training = training.model_copy(update={"tokens": float(tokens), "document_lengths": spec.lengths})
+    case = case.trained(tokens=float(tokens), document_lengths=spec.lengths)
     is_plain = spec.lengths is None and ramp is None
     command = command_line(replace(own, tokens=str(round(tokens)))) if is_plain else command_line(asked)
-    return Phase(spec.name, Case(job.model, job.cluster, training, job.runtime_spec, limits), batches, command)
+    return Phase(spec.name, case, batches, command)
 
 
 def _options(asked: PlanOptions, spec: PhaseSpec) -> PlanOptions:
@@ -387,28 +385,25 @@ def explain_command(
     """
     if program and recipe:
         raise SpecError("--program and --recipe: both given", "ask for one of them")
-    job, limits = _explained(file, asked)
+    case = _explained(file, asked)
     if recipe:
-        _print_recipe(job, limits, asked, json)
-        return
+        return _print_recipe(case if asked.time_limit else case.limited(time_limit_s=RECIPE_LIMIT_S), json)
     if program:
-        _print_program(job, limits, json)
-        return
+        return _print_program(case, json)
     from planner.report.explain import render_explanation
-    from planner.search.why.explain import explain
+    from planner.search.why.explain import explained
 
     with waiting("searching"):
-        answer = explain(job.model, job.cluster, job.training, limits=limits, runtime=job.runtime_spec)
+        answer = explained(case)
     tell(answer.to_json() if json else render_explanation(answer))
 
 
-def _explained(file: str | None, asked: SearchOptions) -> tuple[Job, SearchLimits]:
+def _explained(file: str | None, asked: SearchOptions) -> Case:
     """The job and the pins of the options, or of a saved plan: a layout that was priced alone is its own pins."""
-    from planner.cli.inputs import Job, read_job, read_limits
+    from planner.cli.inputs import Job, read_case, read_limits
 
     if file is None:
-        job = read_job(asked)
-        return job, read_limits(asked, job)
+        return read_case(asked)
     if asked.model is not None or asked.gpus is not None:
         raise SpecError(f"{file}: a saved plan has a job, and so have --model and --gpus", "give one of them")
     from planner.answer import Plan
@@ -417,37 +412,32 @@ def _explained(file: str | None, asked: SearchOptions) -> tuple[Job, SearchLimit
     saved = Plan.load(file)
     runtime = saved.runtime_spec
     job = Job(saved.model.spec, saved.cluster, saved.training, saved.runtime, freed(runtime), {})
-    limits = read_limits(asked, job)
-    given = {"allow": limits.allow or consented(runtime)}
-    layout = saved.parallelism
-    if saved.search is None and not limits.model_dump(include={"tp", "pp", "cp", "ep", "dp"}, exclude_none=True):
+    case = job.searched(read_limits(asked, job))
+    case = case.limited(allow=case.limits.allow or consented(runtime))
+    if saved.search is None and not {"tp", "pp", "cp", "ep", "dp"} & case.pins.keys():
         pins = ("tp", "cp", "ep", "pp", "vpp", "micro_batch_size")
-        return job, limits.model_copy(update=given | {name: (getattr(layout, name),) for name in pins})
-    return job, limits.model_copy(update=given)
+        case = case.limited(**{name: (getattr(saved.parallelism, name),) for name in pins})
+    return case
 
 
-def _print_recipe(job: Job, limits: SearchLimits, asked: SearchOptions, json: bool) -> None:
+def _print_recipe(case: Case, json: bool) -> None:
     """Plan, set every switch to its other values, and print what that costs."""
     from planner.report.explain import render_recipe_table
-    from planner.search.case import Case
     from planner.search.why.recipe import other_values, recipe_table
 
-    if asked.time_limit is None:
-        limits = limits.model_copy(update={"time_limit_s": RECIPE_LIMIT_S})
-    case = Case(job.model, job.cluster, job.training, job.runtime_spec, limits)
     with progress("planning without each switch", len(other_values(case))) as advance:
         answer = recipe_table(case, advance)
     tell(answer.to_json() if json else render_recipe_table(answer))
 
 
-def _print_program(job: Job, limits: SearchLimits, json: bool) -> None:
+def _print_program(case: Case, json: bool) -> None:
     """Plan, and print the integer program of the best layout with its numbers."""
-    from planner.search.search import plan
+    from planner.search.search import planned
     from planner.search.why.explain import program_text
 
     with waiting("searching"):
-        answer = plan(job.model, job.cluster, job.training, limits=limits, runtime=job.runtime_spec)
-    text = program_text(answer, limits=limits)
+        answer = planned(case)
+    text = program_text(answer, limits=case.limits)
     if json:
         tell({"parallelism": answer.parallelism.model_dump(), "program": text})
     else:

@@ -69,11 +69,16 @@ def sweep_command(
 
     for path in (csv, plot):
         refuse_to_overwrite(path, force)
-    draw = None if plot is None else _drawing_to(plot)
+    if plot is not None:
+        from planner.report.plots import check_picture
+
+        check_picture(plot, "sweep")
     goal = _goal(asked, deadline, usd)
     answer = _swept(asked, goal)
-    if draw is not None and plot is not None:
-        draw(answer, plot, force)
+    if plot is not None:
+        from planner.report.plots import draw_sweep
+
+        draw_sweep(answer, plot, force)
     if csv is not None:
         write_text(csv, as_csv(answer), force)
     if csv == STDOUT:
@@ -121,9 +126,8 @@ def _auto(trial: Trial, goal: Goal, plan_all: Any) -> list[Any]:
 
 def _trials(asked: SweepOptions) -> Iterator[Trial]:
     """One trial for each combination of the options' values."""
-    from planner.cli.inputs import read_job, read_limits
+    from planner.cli.inputs import read_case
     from planner.decide.sweep import Trial
-    from planner.search.case import Case
 
     axes, said = _axes(asked), set[str]()
     single = {field.name: getattr(asked, field.name) for field in fields(SearchOptions)}
@@ -137,10 +141,8 @@ def _trials(asked: SweepOptions) -> Iterator[Trial]:
         if num_others * len(numbers_of_gpus) > MOST_POINTS:
             raise _too_many(num_others * len(numbers_of_gpus))
         for gpus in numbers_of_gpus:
-            job = read_job(replace(point, gpus=gpus), said)
-            limits = read_limits(point, job)
-            case = Case(job.model, job.cluster, job.training, job.runtime_spec, limits)
-            yield Trial({"gpus": gpus, **{name: value for name, value in options.items() if len(axes[name]) > 1}}, case)
+            told = {name: value for name, value in options.items() if len(axes[name]) > 1}
+            yield Trial({"gpus": gpus, **told}, read_case(replace(point, gpus=gpus), said))
 
 
 def _too_many(num_points: int) -> SpecError:
@@ -175,14 +177,6 @@ def _gpus(asked: SweepOptions, point: SearchOptions) -> list[int]:
     if asked.gpus == AUTO:
         return [node_size]
     return numbers("--gpus", str(asked.gpus), by_nodes(node_size))
-
-
-def _drawing_to(path: str) -> Callable[[Sweep, str, bool], None]:
-    """The function that draws a sweep, once it is known that it can draw to `path`."""
-    from planner.report.plots import check_picture, draw_sweep
-
-    check_picture(path, "sweep")
-    return draw_sweep
 
 
 MOST_STEPS = 1024

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
@@ -227,7 +227,10 @@ def memory_command(
         refuse_to_overwrite(path, force)
     if snapshot == STDOUT:
         raise SpecError("--snapshot: - is no file", "name one, such as --snapshot stage.pickle")
-    draw = None if plot is None else _drawing_to(plot)
+    if plot is not None:
+        from planner.report.plots import check_picture
+
+        check_picture(plot, "memory")
     chosen = with_alternative(read_plan(plan), alternative)
     num_stages = len(chosen.best.stages)
     if stage is not None and not 0 <= stage < num_stages:
@@ -237,8 +240,10 @@ def memory_command(
         answer = explore(chosen, chosen.best, candidate, range(num_stages) if stage is None else (stage,))
     _note_fewer(candidate, chosen.best.parallelism.num_microbatches)
     fullest = max(answer.stages, key=lambda one: one.memory.total_bytes)
-    if draw is not None and plot is not None:
-        draw(fullest, plot, force)
+    if plot is not None:
+        from planner.report.plots import draw_memory
+
+        draw_memory(fullest, plot, force)
     if snapshot is not None:
         _write_snapshot(answer, fullest, candidate, snapshot, force)
     data = answer.model_dump(mode="json") if json or output is not None else None
@@ -251,14 +256,6 @@ def _note_fewer(candidate: Candidate, num_microbatches: int) -> None:
             "a step of %s micro-batches is too long to show; one of %s has the same peaks",
             f"{num_microbatches:,}", f"{candidate.num_microbatches:,}",
         )  # fmt: skip
-
-
-def _drawing_to(path: str) -> Callable[[MemoryOfStage, str, bool], None]:
-    """The function that draws a stage, once it is known that it can draw to `path`."""
-    from planner.report.plots import check_picture, draw_memory
-
-    check_picture(path, "memory")
-    return draw_memory
 
 
 def _write_snapshot(answer: MemoryAnswer, stage: MemoryOfStage, candidate: Candidate, path: str, force: bool) -> None:
@@ -380,8 +377,7 @@ def _text(value: Any) -> str:
 
 def read_question(options: Mapping[str, str], said: set[str] | None = None) -> Question:
     """The job that texts of options describe, read as the command line reads them."""
-    from planner.cli.inputs import read_job, read_limits
-    from planner.search.case import Case
+    from planner.cli.inputs import read_case
     from planner.serve.controls import Question
 
     rows = rows_of(SearchOptions)
@@ -392,9 +388,7 @@ def read_question(options: Mapping[str, str], said: set[str] | None = None) -> Q
         row, kind = rows[name]
         values[name] = converted(row, kind, text) if row.metavar else True
     asked = SearchOptions(**values)
-    job = read_job(asked, said)
-    case = Case(job.model, job.cluster, job.training, job.runtime_spec, read_limits(asked, job))
-    return Question(case, command_line(asked))
+    return Question(read_case(asked, said), command_line(asked))
 
 
 def _ready(address: str, opens: bool) -> None:

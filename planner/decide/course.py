@@ -395,14 +395,18 @@ def _total(course: Course, phases: Sequence[PhaseAnswer], chosen: Sequence[Key])
         known = all(value is not None for value in values)
         return sum(value * (1 + share) for value, share in zip(values, shares, strict=True)) if known else None
 
+    def between(a_day: Sequence[float]) -> Interval:
+        low, high = (sum(x * end[side] for x, end in zip(a_day, ends, strict=True)) for side in (0, 1))
+        return low, high
+
     usd = total("usd")
     return RunTotal(
         tokens=sum(phase.tokens for phase in phases),
         days=days,
-        days_interval=(sum(low for low, _ in ends), sum(high for _, high in ends)),
+        days_interval=between([1.0] * len(ends)),
         gpu_hours=total("gpu_hours") or 0.0,
         usd=usd,
-        usd_interval=None if usd is None else _usd_interval(phases, ends),
+        usd_interval=None if usd is None else between([(phase.usd or 0.0) / phase.days for phase in phases]),
         mwh=total("mwh"),
         stops_s=sum(phase.stop_s for phase in phases),
         effective_fraction=sum(phase.days * phase.effective_fraction for phase in phases) / days,
@@ -418,9 +422,3 @@ def _ends(course: Course, number: int, phase: PhaseAnswer, chosen: Sequence[Key]
     stop = course.stop(number, (course.loads(number, before, after) or "as_is") if before[0] != after[0] else "as_is")
     (low_s, high_s), beside_s = stop.interval_s, phase.stop_s - stop.value_s
     return low + (low_s + beside_s) / SECONDS_PER_DAY, high + (high_s + beside_s) / SECONDS_PER_DAY
-
-
-def _usd_interval(phases: Sequence[PhaseAnswer], ends: Sequence[Interval]) -> Interval:
-    prices = [(phase.usd or 0.0) / phase.days for phase in phases]
-    low, high = (sum(price * end[side] for price, end in zip(prices, ends, strict=True)) for side in (0, 1))
-    return low, high

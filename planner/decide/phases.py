@@ -29,6 +29,7 @@ from planner.specs.base import Spec
 from planner.specs.training import SearchLimits, TrainingSpec
 from planner.specs.units import gib
 from planner.trainers.rules.recipe import broken_recipe_rules, rules_for
+from planner.trainers.rules.rule_rows import first_broken, rules_of
 from planner.trainers.spec import RuntimeSpec
 
 
@@ -56,13 +57,15 @@ def kept(
 def refused(candidate: Candidate, limits: SearchLimits) -> Candidate | str:
     """The candidate, or the reason why the trainer refuses it or its fullest rank has too little memory."""
     pricing, shape = candidate.pricing, candidate.shape
-    for rule in rules_for(pricing.runtime):
-        if not rule.holds(pricing.model, pricing.training, shape):
-            return rule.message(pricing.model, pricing.training, shape)
+    if rule := first_broken((*rules_of("etp"), *rules_for(pricing.runtime)), pricing.model, pricing.training, shape):
+        return rule.message(pricing.model, pricing.training, shape)
     for broken in broken_recipe_rules(setting_of(candidate)):
-        return f"{pricing.runtime.name}: {broken.says}"
-    short_bytes = max(candidate.excess_bytes) + headroom_bytes(pricing, limits)
-    return f"it lacks {gib(short_bytes):,.1f} GiB" if short_bytes > 0 else candidate
+        return f"{broken.switch} {broken.says}"
+    excess, asked_bytes = max(candidate.excess_bytes), headroom_bytes(pricing, limits)
+    short_bytes = excess + asked_bytes - pricing.headroom_bytes
+    left = f" with {gib(asked_bytes):.1f} left free" if asked_bytes else ""
+    stage = candidate.excess_bytes.index(excess)
+    return f"it lacks {gib(short_bytes):,.1f} GiB on stage {stage}{left}" if short_bytes > 0 else candidate
 
 
 def plan_of(candidate: Candidate) -> Plan:

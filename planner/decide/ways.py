@@ -14,7 +14,7 @@ from typing import Any
 
 from planner.answer import Layout, Plan
 from planner.decide.job import Closed, Kind, Loads, ResumedJob, way_to_load
-from planner.decide.phases import plan_of
+from planner.decide.phases import plan_of, refused
 from planner.errors import Infeasible, SolverError
 from planner.layout.candidate import Candidate
 from planner.layout.confidence import headroom_bytes
@@ -26,9 +26,6 @@ from planner.search.layouts import find_layouts
 from planner.search.search import search
 from planner.search.why.remedy import with_remedy
 from planner.shape import NEAR_FRACTION, divisors
-from planner.specs.units import gib
-from planner.trainers.rules.recipe import broken_recipe_rules, rules_for
-from planner.trainers.rules.rule_rows import rules_of
 
 MOST_BATCHES = 2
 """Batches for which layouts are searched; each takes a few tenths of a second."""
@@ -167,22 +164,13 @@ def _tried(job: ResumedJob, dp: int, batch: int) -> Iterator[Candidate | str]:
 def with_ranks(job: ResumedJob, dp: int, micro_batch_size: int, batch: int) -> Candidate | str:
     """The old layout with `dp` ranks and another batch, or the sentence that refuses it."""
     found, case = unchecked(job, dp, micro_batch_size, batch), job.case.with_batch(batch)
-    shape, schedule = found.shape, found.schedule
+    shape = found.shape
     if (pinned := _against_a_pin(found, case.pins)) is not None:
         return pinned
     if shape.dp * shape.cp % shape.shard_size:
         return f"groups of {shape.shard_size} ranks, which share the weights, do not divide dp {dp} · cp {shape.cp}"
-    rules = (*rules_of("etp"), *rules_for(case.runtime))
-    broken = next((rule for rule in rules if not rule.holds(case.model, case.training, shape)), None)
-    if broken is not None:
-        return broken.message(case.model, case.training, shape)
-    error = violation(schedule, int(shape.pp), int(shape.vpp), found.num_microbatches)
-    if error is not None:
-        return error.message
-    refused = next(iter(broken_recipe_rules(setting_of(found))), None)
-    if refused is not None:
-        return f"{refused.switch} {refused.says}"
-    return found if found.fits else _misfit(found)
+    error = violation(found.schedule, int(shape.pp), int(shape.vpp), found.num_microbatches)
+    return refused(found, case.limits) if error is None else error.message
 
 
 def _against_a_pin(candidate: Candidate, pins: Mapping[str, tuple[Any, ...]]) -> str | None:
@@ -219,15 +207,6 @@ def unchecked(job: ResumedJob, dp: int, micro_batch_size: int, batch: int) -> Ca
     made = start.made_order if num_microbatches == start.num_microbatches else None
     table = pricing.table(shape, start.split.priced_modes)
     return replace(start, pricing=pricing, table=table, made_order=made)
-
-
-def _misfit(candidate: Candidate) -> str:
-    excess = max(candidate.excess_bytes)
-    stage = candidate.excess_bytes.index(excess)
-    left = f" with {gib(candidate.pricing.headroom_bytes):.1f} left free" if candidate.pricing.headroom_bytes else ""
-    return (
-        f"dp {candidate.shape.dp} lacks {gib(excess):.1f} GiB on stage {stage}{left}: fewer ranks share what is sharded"
-    )
 
 
 ROUGH_GAP_FRACTION = 0.02

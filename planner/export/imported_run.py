@@ -298,8 +298,8 @@ class ImportedRun:
     def _refuse_unknown_grid(self) -> None:
         """Raise SpecError for a setting that nobody knows and that would decide the grid or the model's sizes."""
         for name, value in self.unknown.items():
-            number = re.fullmatch(r"\s*(\d+)\s*", value)
-            if number is not None and int(number[1]) > 1 and _GRID.search(name.rpartition(".")[2]):
+            number = re.fullmatch(r"\s*0*(\d*)\s*", value)
+            if number is not None and number[1] not in ("", "1") and _GRID.search(name.rpartition(".")[2]):
                 raise SpecError(
                     f"{self.source}: {printable(name, 80)} {value.strip()[:40]} is not understood, and would decide "
                     "the layout or the model",

@@ -203,9 +203,7 @@ def _breakdown(candidate: Candidate, pipeline: Pipeline) -> StepBreakdown:
 
 def placements(shape: Shape, cluster: ClusterSpec) -> tuple[Placement, ...]:
     """The groups of more than one rank, the innermost first, each with the outermost tier that its exchanges cross."""
-    return tuple(
-        _placed(group, int(size), span, level, cluster) for group, size, span, level in _groups(shape, cluster)
-    )
+    return tuple(_placements(shape, cluster))
 
 
 def groups_of(shape: Shape) -> list[tuple[str, int, Places]]:
@@ -220,9 +218,9 @@ def groups_of(shape: Shape) -> list[tuple[str, int, Places]]:
     ]
 
 
-def _groups(shape: Shape, cluster: ClusterSpec) -> Iterator[tuple[str, float, int, int]]:
-    """Name, ranks, width and tier of each group; the width is the number of ranks from its first to its last."""
-    whole = int(shape.num_ranks)
+def _placements(shape: Shape, cluster: ClusterSpec) -> Iterator[Placement]:
+    """`placements`; the width of a group is the number of ranks from its first to its last."""
+    whole, domain = int(shape.num_ranks), cluster.nvlink_domain_size
     widths = {
         "tp": int(shape.tp),
         "cp": int(shape.tp * shape.cp),
@@ -230,26 +228,21 @@ def _groups(shape: Shape, cluster: ClusterSpec) -> Iterator[tuple[str, float, in
         "dp": whole if shape.dp_outermost else int(whole / shape.pp),
         "pp": int(shape.pp) * int(shape.stage_stride),
     }
-    named = {"dp": int(shape.dp)}
     for group, size, places in groups_of(shape):
-        if named.get(group, size) > 1:
-            members = [int(count) for count in members_by_tier(size, places, cluster.tiers)]
-            yield group, named.get(group, size), widths[group], members.index(size)
-
-
-def _placed(group: str, size: int, width: int, level: int, cluster: ClusterSpec) -> Placement:
-    tier = cluster.tiers[level]
-    domain = cluster.nvlink_domain_size
-    shares = level == 0 and width <= domain < cluster.num_gpus and domain % width > 0
-    return Placement(
-        group=group,  # type: ignore[arg-type]
-        size=size,
-        tier=tier.name,
-        is_inside_nvlink=level == 0,
-        tier_gpus=tier.num_gpus,
-        oversubscription=tier.oversubscription,
-        fills_gpus=domain // width * width if shares else None,
-    )
+        told, width = int(shape.dp) if group == "dp" else size, widths[group]
+        if told == 1:
+            continue
+        level = [int(count) for count in members_by_tier(size, places, cluster.tiers)].index(size)
+        shares = level == 0 and width <= domain < cluster.num_gpus and domain % width > 0
+        yield Placement(
+            group=group,  # type: ignore[arg-type]
+            size=told,
+            tier=cluster.tiers[level].name,
+            is_inside_nvlink=level == 0,
+            tier_gpus=cluster.tiers[level].num_gpus,
+            oversubscription=cluster.tiers[level].oversubscription,
+            fills_gpus=domain // width * width if shares else None,
+        )
 
 
 def reprice(

@@ -121,22 +121,24 @@ def pipeline_s(shape: Shape, durations: Durations, schedule: str) -> float:
     settled_s = _extrapolated_s(shape, durations, schedule)
     if settled_s is not None:
         return settled_s
-    return _makespan_s(schedule, int(shape.pp), int(shape.vpp), int(shape.num_microbatches), durations)
+    return _makespan_s(shape, schedule, int(shape.num_microbatches), durations)
 
 
-def _in_waves(schedule: str, pp: int, durations: Durations) -> bool:
+def _in_waves(shape: Shape, schedule: str, durations: Durations) -> bool:
     """True for plain 1F1B of so many ranks that its replay by waves is the quicker one."""
-    return SCHEDULES[schedule].bound == "one_f_one_b" and pp >= WIDE and durations.microbatch_sizes is None
+    is_wide = int(shape.pp) >= WIDE and durations.microbatch_sizes is None
+    return is_wide and SCHEDULES[schedule].bound == "one_f_one_b"
 
 
-def _makespan_s(schedule: str, pp: int, vpp: int, num_microbatches: int, durations: Durations) -> float:
-    if _in_waves(schedule, pp, durations):
+def _makespan_s(shape: Shape, schedule: str, num_microbatches: int, durations: Durations) -> float:
+    if _in_waves(shape, schedule, durations):
         return float(one_f_one_b_waves(durations, num_microbatches, waits=False).end_s.max())
-    return makespan_s(build_schedule(schedule, pp, vpp, num_microbatches), durations)
+    return makespan_s(build_schedule(schedule, int(shape.pp), int(shape.vpp), num_microbatches), durations)
 
 
-def _replayed(schedule: str, pp: int, vpp: int, num_microbatches: int, durations: Durations) -> Pipeline:
-    if not _in_waves(schedule, pp, durations):
+def _replayed(shape: Shape, schedule: str, num_microbatches: int, durations: Durations) -> Pipeline:
+    pp, vpp = int(shape.pp), int(shape.vpp)
+    if not _in_waves(shape, schedule, durations):
         return _pipeline(replay(build_schedule(schedule, pp, vpp, num_microbatches), durations))
     waves = one_f_one_b_waves(durations, num_microbatches)
     makespan_s = float(waves.end_s.max())
@@ -165,14 +167,14 @@ def run_pipeline(
     """
     if order is not None:
         return _pipeline(replay(order, durations))
-    pp, vpp, wanted = int(shape.pp), int(shape.vpp), int(shape.num_microbatches)
+    wanted = int(shape.num_microbatches)
     repeats = not _is_replayed_whole(shape) and (is_long(shape) or not exact)
     makespan = None
     if repeats:
         makespan = _extrapolated_s(shape, durations, schedule) if known_s is None else known_s
     if makespan is None:
-        return _replayed(schedule, pp, vpp, wanted, durations)
-    rounds = _replayed(schedule, pp, vpp, _short_of(shape, STEADY_ROUNDS[1]), durations)
+        return _replayed(shape, schedule, wanted, durations)
+    rounds = _replayed(shape, schedule, _short_of(shape, STEADY_ROUNDS[1]), durations)
     times = wanted / rounds.num_microbatches
     busy = rounds.busy_s * times
     # the fill's transfers are no more for a longer step: the time that a rank does not compute is the most it can wait
@@ -203,11 +205,11 @@ def _extrapolated_s(shape: Shape, durations: Durations, schedule: str) -> float 
     ranks, steady, slack = placement(schedule, pp, vpp), STEADY_ROUNDS[1], SETTLED_EARLY
     rounds = STEADY_ROUNDS[0] - 1
     few = _short_of(shape, rounds)
-    few_s = _makespan_s(schedule, pp, vpp, few, durations)
+    few_s = _makespan_s(shape, schedule, few, durations)
     while True:
         rounds = rounds + 1 if rounds < steady else 2 * rounds
         more = _short_of(shape, rounds)
-        more_s = _makespan_s(schedule, pp, vpp, more, durations)
+        more_s = _makespan_s(shape, schedule, more, durations)
         slope_s = (more_s - few_s) / (more - few)
         settled_s = more_s + slope_s * (wanted - more)
         if _is_settled(slope_s, durations, ranks, slack):

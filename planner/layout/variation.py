@@ -289,6 +289,16 @@ def _switches(candidate: Candidate) -> Iterator[tuple[float, str, str]]:
             yield effect, f"the recipe has {said}", f"--switch {said}"
 
 
+def other_values(
+    candidate: Candidate, switches: Mapping[str, Sequence[Value]] | None = None
+) -> Iterator[tuple[str, Value]]:
+    """Each other value of each switch of the trainer, or of some, that acts on a layout."""
+    runtime, setting = candidate.pricing.runtime, setting_of(candidate)
+    for name, values in (switches_of(runtime) if switches is None else switches).items():
+        if has_effect(name, setting):
+            yield from ((name, value) for value in values if value != SWITCHES[name].value_of(runtime))
+
+
 def switch_variants(candidate: Candidate) -> Iterator[tuple[str, Value, Candidate]]:
     """The same layout with each other value of each switch that acts on it, as far as no consent is needed and no rule
     of recipes is broken."""

@@ -18,8 +18,9 @@ from planner.errors import SpecError
 from planner.layout.candidate import Candidate
 from planner.layout.confidence import MEMORY_WIDTH, hardware_width
 from planner.layout.price import reprice
+from planner.observe.accounts import GAP_TABLE
 from planner.observe.judge import differences
-from planner.observe.observation import Observation, Observed, ObservedMemory
+from planner.observe.observation import GapCause, Observation, Observed, ObservedMemory
 from planner.observe.traces.recorded import ObservedFiles
 from planner.physics.memory import communicators
 from planner.profile.probed import (
@@ -33,6 +34,7 @@ from planner.profile.probed import (
 )
 from planner.specs.base import Fields, Texts
 from planner.specs.cluster import ClusterSpec
+from planner.specs.expressions import told
 from planner.specs.hardware import HardwareSpec
 from planner.specs.units import GIB
 from planner.trainers.calibration import Calibration, Factor, Quantity, Share
@@ -50,7 +52,6 @@ OF_THE_STEP = (
 """Causes whose seconds say nothing about the GPU's kernels: input, one slow rank, routing, the host, links and waits,
 and a recipe other than the one that was priced. Clocks are the GPUs' own, and what stands beside steps is in none."""
 OF_THE_MEMORY = ("leak",)
-_MEND = "mend that, let the job run on, and observe it again"
 
 
 class RunEvidence(NamedTuple):
@@ -69,68 +70,32 @@ class RunEvidence(NamedTuple):
 def evidence_of(observed: Observed, plan: Plan | None, cluster: ClusterSpec | None, where: str) -> RunEvidence:
     """The step of a run as evidence of the speed of `cluster`; SpecError where it is none."""
     observation = observed.observation
-    if plan is None or cluster is None:
-        hint = "plan observe train.log --plan plan.json -o observed.json"
-        why = observed.says.removeprefix("no verdict: ") if observed.prediction else ""
-        raise SpecError(f"{where}: {why or 'does not say the plan that it is a run of'}", hint)
-    if observation.step_s is None:
-        raise SpecError(f"{where}: the run in it has no steps", "observe a log that prints the seconds of its steps")
-    if differing := differences(observation, plan):
-        hint = "plan observe its log with --plan of that job"
-        raise SpecError(f"{where}: the log is of another job than its plan: {'; '.join(differing)}", hint)
-    ours = cluster.hardware.name
-    theirs = plan.cluster.hardware.name
-    if ours != theirs:
-        raise SpecError(f"{where}: is of a run on {theirs}, which says nothing about {ours}", f"--hardware {theirs}")
-    has_log = bool(observation.series.seconds) or not isinstance(observed, ObservedFiles)
-    if problem := _unsteady(observation, has_log):
-        raise SpecError(
-            f"{where}: {problem}", "observe a longer stretch of the run, and look at what plan observe says"
-        )
-    return _without_other_causes(observed, observation.step_s, has_log, where)
-
-
-def _unsteady(observation: Observation, has_log: bool) -> str:
-    """The reason why the median of a run's steps is not the step; empty where it is."""
-    num_steady = observation.num_steps - observation.num_warmup_steps
-    if has_log and num_steady < LEAST_STEPS:
-        return f"has {num_steady} steps behind the warm-up, of which {LEAST_STEPS} are the fewest that tell a speed"
-    drift = observation.drift_fraction
-    if drift is not None and abs(drift) > MOST_DRIFT:
-        return f"is not steady: its steps {'grow' if drift > 0 else 'shrink'} by {abs(drift):.0%} from begin to end"
-    if (width := _own_width(observation)) > MOST_SPREAD:
-        return f"is not steady: four in five of its steps differ by {width:.0%} from the median"
-    return ""
-
-
-def _own_width(observation: Observation) -> float:
     low_s, high_s = observation.step_s_spread or (0.0, 0.0)
     spread = math.log(high_s / low_s) / 2 if low_s > 0 else 0.0
-    return math.hypot(spread, observation.step_s_precision_fraction)
-
-
-def _without_other_causes(observed: Observed, step_s: float, has_log: bool, where: str) -> RunEvidence:
-    """The step less what causes take that are no property of the hardware."""
-    left_s = step_s
-    left_out = []
-    for cause in observed.causes:
-        if cause.name not in OF_THE_STEP:
-            continue
-        name = cause.name.replace("_", " ")
-        if cause.seconds is None:
-            raise SpecError(
-                f"{where}: {name}, which is no property of the GPUs, slowed the run by an unknown time", _MEND
-            )
-        left_s -= cause.seconds
-        left_out.append(f"{cause.seconds:.3g} of {step_s:.3g} s are left out: {name}, no property of the GPUs")
-    if left_s < (1 - MOST_LEFT_OUT) * step_s:
-        taken = f"{step_s - left_s:.3g} of {step_s:.3g} s"
-        names = ", ".join(cause.name.replace("_", " ") for cause in observed.causes if cause.name in OF_THE_STEP)
-        raise SpecError(f"{where}: {taken} went to {names}, which is no property of the GPUs", _MEND)
+    width = math.hypot(spread, observation.step_s_precision_fraction)
+    has_log = bool(observation.series.seconds) or not isinstance(observed, ObservedFiles)
+    causes = [cause for cause in observed.causes if cause.name in OF_THE_STEP]
+    names: Fields = {
+        "o": observation, "plan": plan, "cluster": cluster, "has_log": has_log, "causes": causes, "width": width,
+        "why": observed.says.removeprefix("no verdict: ") if observed.prediction else "", "called": _called,
+        "differences": differences, "LEAST_STEPS": LEAST_STEPS, "MOST_DRIFT": MOST_DRIFT, "MOST_SPREAD": MOST_SPREAD,
+        "MOST_LEFT_OUT": MOST_LEFT_OUT, "abs": abs, "map": map,
+    }  # fmt: skip
+    for problem, hint in told(GAP_TABLE["no_evidence"], names):
+        raise SpecError(f"{where}: {problem}", hint)
+    step_s = observation.step_s or 0.0
+    left_out = [
+        f"{cause.seconds:.3g} of {step_s:.3g} s are left out: {_called(cause)}, no property of the GPUs"
+        for cause in causes
+    ]
     leaks = any(cause.name in OF_THE_MEMORY for cause in observed.causes)
-    if leaks:
-        left_out.append("its memory is left out: it leaked")
-    return RunEvidence(left_s, _own_width(observed.observation), has_log, tuple(left_out), leaks)
+    left_out += ["its memory is left out: it leaked"] if leaks else []
+    left_s = step_s - sum(cause.seconds or 0.0 for cause in causes)
+    return RunEvidence(left_s, width, has_log, tuple(left_out), leaks)
+
+
+def _called(cause: GapCause) -> str:
+    return cause.name.replace("_", " ")
 
 
 NO_CALIBRATION = Calibration(source="")

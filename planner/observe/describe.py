@@ -29,40 +29,12 @@ from planner.observe.observation import (
 )
 from planner.observe.record import FallBack, RunRecord
 from planner.observe.steady import steady
-from planner.observe.trainer_lines import facts_of
+from planner.observe.trainer_lines import TABLE, facts_of
 from planner.specs.base import Fields, Named, Texts
 from planner.specs.expressions import told
 from planner.specs.reading import shipped_table
 from planner.specs.units import is_count
 
-TIMER_TERMS = (
-    (("forward-backward", "forward_backward"), "forward_backward_s"),
-    (
-        ("all-grads-sync", "grads-all-reduce", "backward-params-all-reduce", "backward-reduce-model-grads"),
-        "gradients_s",
-    ),
-    (("params-all-gather",), "parameters_s"),
-    (("forward-compute", "forward", "fwd"), "forward_s"),
-    (("backward-compute", "backward", "bwd"), "backward_s"),
-    (("optimizer", "step"), "optimizer_s"),
-)
-"""Timers that follow each other in a step, and the term that each is; of several names the first found counts."""
-_INSIDE = {
-    "all-grads-sync": ("gradients_s", "forward_backward_s"),
-    "params-all-gather": ("parameters_s", "optimizer_s"),
-}
-"""Timers that Megatron core runs inside of another: its schedules finalise the gradients before `forward-backward` ends
-(schedules.py, since core 0.7), and the distributed optimizer gathers parameters in its step (distrib_optimizer.py)."""
-_BESIDE = {"grads-all-reduce", "grads-reduce-scatter", "backward-params-all-reduce"}
-"""Timers of older versions, which ran all of these one after the other."""
-DATA_TIMERS = ("batch-generator", "batch_input", "data_loading", "straggler-get-batch")
-"""Timers of waiting for a batch: Megatron-LM's, DeepSpeed's pipeline engine's, a column of torchtitan's metrics, and
-that of `--log-straggler`; the first found counts."""
-_SET_UP = (
-    "model-and-optimizer-setup", "train/valid/test-data-iterators-setup", "load-checkpoint", "model and optimizer",
-    "train/valid/test data iterators",
-)  # fmt: skip
-"""Timers of what happens once, before the first step."""
 _MOST_OVER_FRACTION = 0.03
 """Terms may add up to this much more than a step, and are then scaled: the most of each is of another rank."""
 _PARTS_OF_FORWARD_BACKWARD = ("forward_s", "backward_s")
@@ -71,16 +43,16 @@ _PARTS_OF_FORWARD_BACKWARD = ("forward_s", "backward_s")
 def breakdown_of(record: RunRecord, step_s: float) -> dict[str, float]:
     """The seconds of a step by its timers, and what they leave."""
     found: dict[str, float] = {}
-    for names, term in TIMER_TERMS:
+    for term, names in TABLE["timer_terms"].items():
         if highs := next(filter(None, (_highs(record, name) for name in names)), None):
             found[term] = median(highs)
     if "forward_backward_s" in found:
         for part in _PARTS_OF_FORWARD_BACKWARD:
             found.pop(part, None)
-    for inner, (term, outer) in _INSIDE.items():
+    for inner, (term, outer) in TABLE["timers_inside"].items():
         if (
             inner in record.timers
-            and not _BESIDE & record.timers.keys()
+            and not record.timers.keys() & set(TABLE["timers_beside"])
             and found.get(outer, 0.0) > found.get(term, 0.0)
         ):
             found[outer] -= found.get(term, 0.0)
@@ -99,13 +71,13 @@ def _highs(record: RunRecord, name: str) -> Sequence[float]:
 
 def timers_of(record: RunRecord) -> Iterator[Timer]:
     for name, (lows, highs) in record.timers.items():
-        if len(lows) and name not in _SET_UP:
+        if len(lows) and name not in TABLE["timers_of_set_up"]:
             yield Timer(name=name, min_s=median(lows), max_s=median(highs), num_values=len(lows))
 
 
 def data_s(record: RunRecord) -> float | None:
     """Mean seconds in a step of waiting for a batch, on the rank that waits longest."""
-    values = next(filter(None, (_highs(record, name) for name in DATA_TIMERS)), None)
+    values = next(filter(None, (_highs(record, name) for name in TABLE["data_timers"])), None)
     return math.fsum(values) / len(values) if values else None
 
 
@@ -174,13 +146,6 @@ def restart_gap_s(record: RunRecord, row: int) -> float | None:
 
 MOST_SHOWN = 4_000
 """The most rows of steps in an answer; of more, every n-th."""
-INTERVALS = {
-    "manual_gc_interval": "garbage collection",
-    "save_interval": "checkpoints",
-    "eval_interval": "evaluation",
-    "tensorboard_log_interval": "logging",
-}
-"""Arguments of Megatron-LM that say how often something happens."""
 LEAST_OF_RUN = 5
 """Fewest lines that tell a run from another, or one of two kinds of steps."""
 MOST_APART = 0.1
@@ -236,11 +201,7 @@ def described(record: RunRecord, trainer: str, sources: tuple[SourceFile, ...]) 
     refused = _refusal(record, facts, found.step_s)
     if refused:
         return Observation(**common, num_steps=sum(record.covers), series=_series(record), notes=(refused, *notes))
-    before = record.numbers[0] - record.covers[0]
-    if before > 1 and not record.backs:
-        notes.append(f"the log begins at step {before + 1:,}: what was before is not known")
-    if max(record.covers) > 1:
-        notes.append(f"a line is the mean of up to {max(record.covers):,} steps: single slow ones do not show")
+    notes += [says for (says,) in told(shipped_table("observe/gap.yaml")["notes"], {"record": record})]
     return Observation(
         **common,
         step_s=found.step_s,
@@ -340,7 +301,7 @@ def _complete_first_row(record: RunRecord) -> None:
 
 def _explained(outlier: Outlier, arguments: Named) -> Outlier:
     """The outlier with what the trainer's arguments say happens as often."""
-    for name, what in INTERVALS.items():
+    for name, what in TABLE["intervals"].items():
         every = arguments.get(name, "")
         if outlier.period_steps and not outlier.likely and is_count(every) and int(every) == outlier.period_steps:
             return outlier.model_copy(update={"likely": f"{what}, by its {name}"})

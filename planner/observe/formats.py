@@ -30,7 +30,6 @@ from planner.observe.record import (
     whole,
 )
 from planner.specs.base import Fields, Said, Texts
-from planner.specs.reading import shipped_table
 from planner.specs.units import GB, GIB, KIB, MIB
 
 UNITS = {"": 1.0, "s": 1.0, "ms": 1e-3, "GB": GB, "KiB": KIB, "MiB": MIB, "GiB": GIB}
@@ -109,20 +108,26 @@ def deepspeed(record: RunRecord, line: FoundLine) -> None:
     record.bytes_of(None, step, **found)
     record.prints("samples_per_s", running if current is None else current)
     batch = record.facts.get("global_batch_size")
-    last = record.state.get("last")
+    at_step = count / (accumulated or 1)
     if current and batch:
         record.step(step, int(batch) / current, end_s=at_s, rank=line.rank)
-    elif last is not None:
-        first, first_s = map(float, last.split())
-        if at_s > first_s and count > first:
-            record.note("the batch is not stated: seconds of steps are from the times of the lines")
-            if accumulated is None:
-                record.note("its lines count micro-batches: a step is taken to be one, as no line says how many it has")
-            num_steps = (count - first) / (accumulated or 1)
-            covers = max(1, round(num_steps))
-            record.step(step, (at_s - first_s) / num_steps, end_s=at_s, covers=covers, rank=line.rank)
+    elif (seconds := record.clock_s(at_step, at_s)) > 0:
+        record.note("the batch is not stated: seconds of steps are from the times of the lines")
+        if accumulated is None:
+            record.note("its lines count micro-batches: a step is taken to be one, as no line says how many it has")
+        covers = max(1, round(at_step - record.anchor[0]))
+        record.step(step, seconds, end_s=at_s, covers=covers, rank=line.rank)
     if math.isfinite(at_s):
-        record.state["last"] = f"{count} {at_s}"
+        record.anchor = (at_step, at_s)
+
+
+def finish_breakdown(record: RunRecord) -> None:
+    """Take steps from the timers of wall_clock_breakdown where no other line has their seconds."""
+    for parts in (("fwd", "bwd", "step"), ("forward", "backward", "step")):
+        if not record.numbers and record.timers.keys() >= {*parts}:
+            record.note("seconds of steps are its timers' of passes and optimizer: what is between them is not counted")
+            for row, each in enumerate(zip(*(record.timers[name][0] for name in parts), strict=False), 1):
+                record.step(row, sum(each))
 
 
 def configured(record: RunRecord, line: FoundLine) -> None:
@@ -139,24 +144,16 @@ def titan_step(record: RunRecord, line: FoundLine) -> None:
     at_s = line.at_s
     tokens_per_s = found.get("tokens_per_s_per_gpu", math.nan)
     record.bytes_of(line.rank, step, max_reserved_bytes=found.pop("max_reserved_bytes", None))
-    first, first_s = map(float, record.state.get("begin", "0 nan").split())
-    if record.state.pop("head", None) and step > first == 1:
+    if record.state.pop("head", None) and step > 1 and record.anchor[0] == 0:
         # the line of its first step, which torchtitan prints, is not here: tokens/s are of the steps behind that one
-        record.state |= {"excerpt": f"{step} {tokens_per_s} {at_s}", "begin": f"{step + 1} {at_s}"}
+        record.state["excerpt"], record.anchor = f"{step} {tokens_per_s} {at_s}", (step, at_s)
         return
-    last_step, last_s = (record.numbers[-1], record.ends[-1]) if record.numbers else (0, math.nan)
-    seconds = math.nan
-    covers = 0
-    goes_on = "restarted" not in record.state
-    if step >= first and at_s > first_s and not (last_s >= first_s and goes_on):
-        covers = step - int(first) + 1
-        seconds = (at_s - first_s) / covers
-    elif step > last_step and at_s > last_s and goes_on:
-        seconds = (at_s - last_s) / (step - last_step)
-    if not seconds > 0 and "tokens" in record.state:
+    seconds = record.clock_s(step, at_s)
+    covers = step - int(record.anchor[0]) if seconds > 0 else 0
+    if not covers and "tokens" in record.state:
         seconds = float(record.state["tokens"]) / tokens_per_s
     if not seconds > 0:  # the first line of a log without its head: only its end is known
-        record.state.setdefault("begin", f"{step + 1} {at_s}")
+        record.anchor = (step, at_s) if math.isnan(record.anchor[1]) else record.anchor
         record.take(found)
         record.time(at_s)
         return
@@ -164,12 +161,13 @@ def titan_step(record: RunRecord, line: FoundLine) -> None:
     record.state.setdefault("tokens", str(seconds * tokens_per_s))
     if record.step(step, seconds, end_s=at_s, covers=covers, rank=line.rank):
         record.take(found)
+        record.anchor = (step, at_s)
 
 
 def titan_begin(record: RunRecord, line: FoundLine) -> None:
     """`Training starts at step 1, with local batch size 1, global batch size 8, sequence length 8192, …`."""
     record.restart()
-    record.state |= {"begin": f"{int(line.match[1])} {line.at_s}", "head": "yes"}
+    record.state["head"], record.anchor = "yes", (int(line.match[1]) - 1, line.at_s)
     record.time(line.at_s)
     titan_batch(record, line)
     sizes = (str(record.facts.get(name, "")) for name in ("global_batch_size", "seq_length"))
@@ -189,7 +187,7 @@ def titan_validated(record: RunRecord, line: FoundLine) -> None:
     if record.numbers and step == record.numbers[-1]:
         record.activity("evaluation", record.ends[-1], line.at_s)
     record.mark("evaluation")
-    record.state["begin"] = f"{step + 1} {line.at_s}"
+    record.anchor = (step, line.at_s)
 
 
 def titan_parameters(record: RunRecord, line: FoundLine) -> None:
@@ -248,7 +246,11 @@ def bar(record: RunRecord, line: FoundLine) -> None:
     """` 45%|████▌     | 450/1000 [12:34<15:21,  1.68s/it]`; bars of one number of steps are of one bar."""
     before = line.before.rpartition("\x1b[A")[2]
     trains = _TRAINS.match(before)
-    if trains is None and _NAMED.search(before):
+    if (
+        "consumed_samples=" in line.match.string
+    ):  # NeMo's, of a model of Megatron's: Lightning's own counts micro-batches
+        record.facts["trainer"] = "nemo"
+    elif trains is None and _NAMED.search(before):
         return
     if trains is not None and trains[1]:
         record.facts["trainer"] = "torchtune"
@@ -462,15 +464,14 @@ class Grammar:
         return cls(**names, rows=tuple(LineRow.of(**row) for row in rows), finish=way)
 
 
-_TABLE = shipped_table("observe/log_formats.yaml")
-GRAMMARS = tuple(Grammar.of(**row) for row in _TABLE["formats"])
+GRAMMARS = tuple(Grammar.of(**row) for row in trainer_lines.TABLE["formats"])
 """Every format of lines."""
-COMMON_ROWS = tuple(LineRow.of(**row) for row in _TABLE["common"])
+COMMON_ROWS = tuple(LineRow.of(**row) for row in trainer_lines.TABLE["common"])
 """Lines that torch prints in every trainer's log."""
-LOOKS_LIKE: list[tuple[str, str, str]] = _TABLE["looks_like"]
+LOOKS_LIKE: list[tuple[str, str, str]] = trainer_lines.TABLE["looks_like"]
 """Other files that people have: a pattern of a line, what such a file is, and what is missing or to do."""
 
-COLUMNS: Fields = _TABLE["columns"]
+COLUMNS: Fields = trainer_lines.TABLE["columns"]
 """Columns of tables of steps: patterns of their names, and the sizes of units that end them."""
 
 

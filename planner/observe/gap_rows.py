@@ -8,7 +8,7 @@ of prices, too. No row is named on the seconds alone: that a step is slow says n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
 from operator import attrgetter
@@ -43,17 +43,6 @@ RECORDINGS: Mapping[str, str] = GAP_TABLE["recordings"]
 OF_MEMORY = ("fragmentation", "leak", "out_of_memory")
 """Rows that answer for memory and for no seconds."""
 
-LONGER, LONGER_ON_HOST = 1.06, 1.2
-"""Ranks of one stage differ by 1 to 2% in their clocks; half a dozen of them lie within 5%. A CPU shares its cores."""
-NOISE, NOISE_ON_HOST = 0.012, 0.1
-"""Least noise of a ratio of two ranks."""
-LATE, LATE_ON_HOST = 0.053, 0.107
-SLOWER = 1.41
-"""Exchanges beside products take up to 1.25 times as long, which share the GPU with them; and prices of links err."""
-EXPOSED = 0.05
-"""Share of a step from which communication that nothing hides is worth a word."""
-LEAST_HIDDEN = 0.35
-GROUPS = ("tp", "cp", "dp")
 GRADIENT_TIMERS = (
     "all-grads-sync", "grads-all-reduce", "backward-params-all-reduce", "backward-reduce-model-grads",
     "params-all-gather", "bwd_allreduce",
@@ -180,90 +169,66 @@ class RunFiles(ObservedCase):
             if expected and group in found.exchanges and group in expected.exchanges
         ]
 
+    def transfers_s(self, group: str) -> tuple[float, float]:
+        """Seconds of a group's transfers, told from waits by several ranks' traces, found and expected."""
+        known = [pair for pair in self.exchanges(group) if pair[0].late_s is not None]
+        found_s, due_s = ([pair[side].busy_s - (pair[side].late_s or 0.0) for pair in known] for side in (0, 1))
+        return (median(found_s), median(due_s)) if known else (0.0, 0.0)
+
+    def least_unhidden(self, group: str) -> list[tuple[str, GroupExchanges, GroupExchanges]]:
+        """A group's exchanges, found and expected, on the rank that hides most of what was to be hidden, if any is."""
+        known = sorted(self.exchanges(group), key=lambda pair: pair[1].hidden_s - pair[0].hidden_s)
+        return [(group, *pair) for pair in known[:1]]
+
+    @property
+    def ratios(self) -> Iterator[tuple[str, float, float, float]]:
+        """Ranks by the median over steps of their computing ÷ that of the others of their stage, which hold its layers:
+        the name, the ratio, its noise, and the seconds more."""
+        for rank in self.ranks:
+            others = [other for other in self.ranks if other is not rank and other.stage == rank.stage]
+            if not others or rank.stage is None:
+                continue
+            mine, *theirs = (
+                {step.number: step.compute_s for step in one.report.steps if not step.warm_up}
+                for one in (rank, *others)
+            )
+            shared = [number for number in mine if all(own.get(number) for own in theirs)]
+            ratios = [mine[number] / median(own[number] for own in theirs) for number in shared]
+            if ratios:
+                ratio = median(ratios)
+                noise = 1.25 * SIGMA_OF_MAD * median(abs(each - ratio) for each in ratios) / len(ratios) ** 0.5
+                more_s = rank.middle(compute_s) - median(other.middle(compute_s) for other in others)
+                yield rank_name(rank), ratio, noise, max(0.0, more_s)
+
+    @property
+    def still(self) -> Iterator[tuple[str, float]]:
+        """Ranks by name with the seconds that each stands still by itself, neither computing nor in an exchange, while
+        the others wait for it."""
+        for rank in self.ranks if len(self.ranks) > 1 else ():
+            others = [other for other in self.ranks if other is not rank]
+            more_s = rank.middle(_still_s) - median(other.middle(_still_s) for other in others)
+            waited_s = median(other.middle(_waits_s) for other in others) - rank.middle(_waits_s)
+            yield rank_name(rank), min(more_s, waited_s)
+
+    @property
+    def growths(self) -> Iterator[tuple[MemorySeries, float, float, float]]:
+        """Memory over the steps of a rank: the bytes by which it grows (the median slope of all pairs, Theil and Sen),
+        those that both halves of the run have in common, and the noise around it."""
+        for row in self.observation.memory_series:
+            steps, sizes = np.asarray(row.steps, float), np.asarray(row.num_bytes, float)
+            half, length = len(steps) // 2, float(steps[-1] - steps[0])
+            slope, *halves = (
+                slope_of(steps[part], sizes[part]) for part in (slice(None), slice(0, half + 1), slice(half, None))
+            )
+            straight = sizes - slope * (steps - steps[0])
+            noise = SIGMA_OF_MAD * float(np.median(np.abs(straight - np.median(straight))))
+            # what warms up grows in the first half alone
+            yield row, slope * length, min(slope * length, 2 * min(halves) * length), noise
+
 
 def rank_name(rank: Traced) -> str:
     """The rank in words."""
     return rank.report.file if rank.report.rank is None else f"rank {rank.report.rank}"
-
-
-def slow_rank(files: RunFiles) -> Finding | None:
-    """One rank that computes longer than the others of its stage, or stands still while they wait for it."""
-    found = [*_longer_traced(files), *_longer_printed(files)]
-    longest = max(found, key=lambda pair: pair[0], default=None)
-    return longest[1] if longest else _comes_late(files) or _apart_timed(files)
-
-
-def _longer(
-    ratio: float, noise: float, on_host: bool, name: str, than: str, more_s: float
-) -> Iterable[tuple[float, Finding]]:
-    """The finding of a rank whose seconds are so many times those of its peers, if that is beyond noise."""
-    least = LONGER_ON_HOST if on_host else LONGER
-    if ratio > least and ratio - 1 > 4 * noise:
-        yield ratio, Finding(f"{name} computes {ratio - 1:.0%} longer than {than}", max(0.0, more_s), name)
-
-
-def _longer_traced(files: RunFiles) -> Iterable[tuple[float, Finding]]:
-    """Ranks by the median over steps of their computing ÷ that of the others of their stage, which hold its layers."""
-    for rank in files.ranks:
-        others = [other for other in files.ranks if other is not rank and other.stage == rank.stage]
-        if not others or rank.stage is None:
-            continue
-        mine, *theirs = (
-            {step.number: step.compute_s for step in one.report.steps if not step.warm_up} for one in (rank, *others)
-        )
-        shared = [number for number in mine if all(own.get(number) for own in theirs)]
-        ratios = [mine[number] / median(own[number] for own in theirs) for number in shared]
-        if ratios:
-            ratio = median(ratios)
-            spread = 1.25 * SIGMA_OF_MAD * median(abs(each - ratio) for each in ratios) / len(ratios) ** 0.5
-            noise = max(NOISE_ON_HOST / 2 if files.on_host else NOISE, spread)
-            more_s = rank.middle(compute_s) - median(other.middle(compute_s) for other in others)
-            yield from _longer(ratio, noise, files.on_host, rank_name(rank), "its peers", more_s)
-
-
-def _longer_printed(files: RunFiles) -> Iterable[tuple[float, Finding]]:
-    """The rank that `--log-straggler` names again and again: by throughput, or by round trips without a pipeline."""
-    for spread in files.observation.rank_spreads:
-        than = f"the fastest one, in most of {spread.num_values:,} lines"
-        if spread.low <= 0 or spread.num_values < LEAST_LINES:
-            continue
-        if spread.name == "tflops" and spread.low_share > 0.5:
-            rank, more_s = spread.low_rank, (1 - spread.low / spread.high) * files.step_s
-        elif spread.name == "round_trip_s" and spread.high_share > 0.5 and files.num_stages == 1:
-            rank, more_s = spread.high_rank, spread.high - spread.low
-        else:
-            continue
-        yield from _longer(spread.high / spread.low, 2 * NOISE, False, f"rank {rank}", than, more_s)
-
-
-def _comes_late(files: RunFiles) -> Finding | None:
-    """One rank that stands still by itself, neither computing nor in an exchange, while the others wait for it."""
-    rows = []
-    for rank in files.ranks if len(files.ranks) > 1 else ():
-        others = [other for other in files.ranks if other is not rank]
-        more_s = rank.middle(_still_s) - median(other.middle(_still_s) for other in others)
-        waited_s = median(other.middle(_waits_s) for other in others) - rank.middle(_waits_s)
-        rows.append((min(more_s, waited_s), rank))
-    late_s, late = max(rows, key=lambda row: row[0], default=(0.0, None))
-    if late is None or late_s < (LATE_ON_HOST if files.on_host else LATE) * files.wall_s:
-        return None
-    says = f"{rank_name(late)} does nothing for {in_seconds(late_s)} of a step in which the others wait for it"
-    return Finding(says, late_s, rank_name(late))
-
-
-def _apart_timed(files: RunFiles) -> Finding | None:
-    """The least and the most of the passes' timers over the ranks, further apart than the layers of their stages."""
-    timers, plan = {timer.name: timer for timer in files.observation.timers}, files.plan
-    passes = [timers[name] for name in ("forward-compute", "backward-compute") if name in timers]
-    if files.ranks or len(passes) < 2 or (plan is None and files.num_stages != 1):
-        return None
-    low_s, high_s = sum(timer.min_s for timer in passes), sum(timer.max_s for timer in passes)
-    stages = [stage.forward_s + stage.backward_s for stage in plan.best.stages] if plan is not None else [1.0]
-    due = max(stages) / min(stages)
-    if low_s <= 0 or high_s / low_s < (LONGER + 8 * NOISE) * due:
-        return None
-    says = f"the slowest rank's passes take {high_s / low_s - 1:.0%} longer than the fastest one's"
-    return Finding(f"{says}, {due - 1:.0%} by their layers", high_s - low_s * due)
 
 
 def _still_s(step: TraceStep) -> float:
@@ -280,65 +245,9 @@ def _data_wait_s(step: TraceStep) -> float:
     return sum(length for name, length in step.waits if DATA_RANGES.search(name))
 
 
-def slow_link(files: RunFiles) -> Finding | None:
-    """Transfers, told from waits by several ranks' traces, slower than their links."""
-    found = []
-    for group in GROUPS:  # those of experts take longer where these are uneven
-        known = [pair for pair in files.exchanges(group) if pair[0].late_s is not None]
-        moved = ([pair[side].busy_s - (pair[side].late_s or 0.0) for pair in known] for side in (0, 1))
-        found_s, due_s = (median(one) if one else 0.0 for one in moved)
-        if due_s >= 0.01 * files.step_s and found_s / due_s > SLOWER:
-            says = f"transfers of the {group} group take {found_s / due_s:.1f} times as long as over links as planned"
-            found.append(Finding(says, found_s - due_s, group))
-    return max(found, key=lambda one: one.seconds or 0.0, default=None)
-
-
-def unhidden(group: str) -> Callable[[RunFiles], Finding | None]:
-    """Looks for exchanges of a group that were to hide behind computing, and do not: longer ones alone are no sign."""
-
-    def see(files: RunFiles) -> Finding | None:
-        known = files.exchanges(group)
-        if not known:
-            return None
-        found, due = min(known, key=lambda pair: pair[1].hidden_s - pair[0].hidden_s)
-        shown_s, due_s = (max(0.0, one.busy_s - one.hidden_s - (one.late_s or 0.0)) for one in (found, due))
-        lost_s = min(due.hidden_s - found.hidden_s, shown_s - due_s)
-        if found.hidden_s > LEAST_HIDDEN * found.busy_s or lost_s < EXPOSED * files.step_s + 0.16 * due.busy_s:
-            return None
-        says = f"{found.hidden_s / found.busy_s:.0%} of {group} communication runs behind computing"
-        return Finding(f"{says}, {due.hidden_s / due.busy_s:.0%} were to", lost_s, group)
-
-    return see
-
-
-def growing_memory(files: RunFiles) -> Finding | None:
-    """Memory that grows from step to step, in the second half of the run as in the first."""
-    rows = [row for row in files.observation.memory_series if len(row.num_bytes) >= LEAST_ROWS]
-    return next((found for row in rows if (found := _growth(row)) is not None), None)
-
-
-def _growth(row: MemorySeries) -> Finding | None:
-    """The median slope of all pairs (Theil and Sen) over both halves, against the noise around it."""
-    steps, sizes = np.asarray(row.steps, float), np.asarray(row.num_bytes, float)
-    half, length = len(steps) // 2, float(steps[-1] - steps[0])
-    slope, *halves = (
-        slope_of(steps[part], sizes[part]) for part in (slice(None), slice(0, half + 1), slice(half, None))
-    )
-    straight = sizes - slope * (steps - steps[0])
-    noise = SIGMA_OF_MAD * float(np.median(np.abs(straight - np.median(straight))))
-    # what warms up grows in the first half alone
-    steady = min(slope * length, 2 * min(halves) * length)
-    if steady < 1.25 * max(0.03 * float(np.median(sizes)), 3 * noise, MIB):
-        return None
-    size = f"{slope * length / GIB:.2f} GiB" if slope * length > 0.1 * GIB else f"{slope * length / MIB:.1f} MiB"
-    where, kind = "" if row.rank is None else f"rank {row.rank}", row.kind.replace("_", " ")
-    whose = f"{kind} memory{f' of {where}' if where else ''}"
-    return Finding(f"{whose} grows by {size} over {int(length):,} steps, in both halves", None, where)
-
-
-unhidden_ep, unhidden_dp = unhidden("ep"), unhidden("dp")
 _WORDS: Fields = {
-    "GRADIENT_TIMERS": GRADIENT_TIMERS, "LEAST_LINES": LEAST_LINES, "LEAST_STEPS": LEAST_STEPS, "s": in_seconds,
+    "GRADIENT_TIMERS": GRADIENT_TIMERS, "LEAST_LINES": LEAST_LINES, "LEAST_STEPS": LEAST_STEPS,
+    "LEAST_ROWS": LEAST_ROWS, "s": in_seconds, "median": median, "MIB": MIB, "GIB": GIB,
     "gib": lambda num_bytes, places: f"{num_bytes / GIB:.{places}f} GiB", "first": lambda found: next(found, None),
     "requested": attrgetter("requested_bytes"), "in_sequence": lambda one: (one.sequence, not one.collective),
     "map": map, "sorted": sorted,
@@ -347,13 +256,16 @@ _WORDS: Fields = {
 
 
 def seen(look: Fields, files: RunFiles) -> Finding | None:
-    """The finding of a look of the table; None where its condition does not hold."""
-    names = {**_WORDS, "files": files, "o": files.observation}
-    for name, text in (*look.get("let", {}).items(), ("seconds", look.get("seconds", "None"))):
-        names[name] = value_of(text, names)
-    if not value_of(look["when"], names):
-        return None
-    return Finding(text_of(look["says"], names), names["seconds"], text_of(look.get("where", ""), names))
+    """The finding of a look of the table, of several the one that takes most; None where it holds of none."""
+    names, found = {**_WORDS, "files": files, "o": files.observation}, []
+    for thing in value_of(look.get("each", "[None]"), names):
+        names["it"] = thing
+        for name, text in (*look.get("let", {}).items(), ("seconds", look.get("seconds", "None"))):
+            names[name] = value_of(text, names)
+        if value_of(look["when"], names):
+            where = text_of(look.get("where", ""), names)
+            found.append(Finding(text_of(look["says"], names), names["seconds"], where))
+    return max(found, key=lambda one: one.seconds or 0.0, default=None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -363,18 +275,19 @@ class GapRow:
     name: str
     says: str
     record: str
+    evidence: str = ""
     terms: Texts = ()
     helps: str = ""
     switches: Texts = ()
     options: Texts = ()
     beside: bool = False
-    sees: tuple[str | Fields, ...] = ()
+    sees: tuple[Fields, ...] = ()
     layouts: str = ""
 
     @property
     def looks(self) -> list[Callable[[RunFiles], Finding | None]]:
         """Looks for the row's mechanism, one after the other; none where only the log's own arguments can show it."""
-        return [globals()[look] if isinstance(look, str) else partial(seen, look) for look in self.sees]
+        return [partial(seen, look) for look in self.sees]
 
     def at(self, where: str) -> str:
         """The row in words, of a rank or stage that is known."""
@@ -384,4 +297,4 @@ class GapRow:
 
 
 GAP_ROWS: Mapping[str, GapRow] = {name: GapRow(name, **row) for name, row in GAP_TABLE["rows"].items()}
-"""Every row by the name that `causes` has; another is a row there, and the function that it `sees` by."""
+"""Every row by the name that `causes` has; another is a row there."""

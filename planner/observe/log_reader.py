@@ -18,7 +18,6 @@ from planner.observe.record import RunRecord, joined, moment, number, text_of
 from planner.observe.trainer_lines import json_object
 from planner.specs.base import Fields
 from planner.specs.reading import label, row_of
-from planner.specs.units import GIB
 
 _ROWS = tuple((index, row) for index, grammar in enumerate(GRAMMARS) for row in (*grammar.rows, *COMMON_ROWS))
 _NEEDLES = re.compile(b"|".join(sorted({re.escape(row.holds.encode()) for _, row in _ROWS})))
@@ -99,7 +98,9 @@ def _ranked(records: list[RunRecord]) -> list[RunRecord]:
     def size(record: RunRecord) -> float:
         return len(record.numbers) if record.grammar != _BAR else 0.5 * bool(record.numbers)
 
-    return sorted(records, key=lambda record: (-size(record), _RANKS[record.grammar], -record.num_words))
+    return sorted(
+        records, key=lambda record: (-size(record), not record.timers, _RANKS[record.grammar], -record.num_words)
+    )
 
 
 def _chosen(records: list[RunRecord], where: str) -> RunRecord:
@@ -175,10 +176,12 @@ def _unread(where: str, looks_like: Iterable[int]) -> SpecError:
 
 TABLE = "table"
 _UNIT = r"(?:[_ .-]?(?:in)?[_ .(\[-]*(ms|msec|milliseconds|us|s|sec|seconds)[)\]]*)"
-_COLUMNS = {name: re.compile(pattern.replace("<U>", _UNIT)) for name, pattern in COLUMNS["names"].items()}
+_BYTES = r"(?!.*(?:percent|ratio|free|total|bandwidth|cpu|host|ram\b|count)).{0,60}mem.{0,60}?"
+_BYTES += r"[_ .(\[/-]*(bytes|[kmg]i?b|megabytes|gigabytes)[)\]]?"
+_COLUMNS = {
+    name: re.compile(pattern.replace("<U>", _UNIT).replace("<M>", _BYTES)) for name, pattern in COLUMNS["names"].items()
+}
 """Patterns of the names of columns, by what they hold; of several the first that says a unit counts, else the first."""
-_MEMORY = re.compile(r".{0,60}mem.{0,60}?[_ .(\[/-]*(bytes|[kmg]i?b|megabytes|gigabytes)[)\]]?")
-_NO_BYTES = re.compile("percent|ratio|free|total|bandwidth|cpu|host|ram\\b|count")
 _HEAD = 1 << 15
 _MOST_COLUMNS = 2_000
 
@@ -196,14 +199,8 @@ class TableColumns:
             if units:
                 name = next((name for name, unit in units.items() if unit), next(iter(units)))
                 self.found[quantity] = (name, units[name])
-        self.memory = {
-            _memory_kind(short): (name, COLUMNS["units"][hit[1]])
-            for name, short in plain.items()
-            if (hit := _MEMORY.fullmatch(short)) is not None and not _NO_BYTES.search(short)
-        }
-        self.gigabytes = [text_of(name) for name, size in self.memory.values() if size in (10**3, 10**6, 10**9)]
         if "tokens_of_step" in self.found and "mem" in names:  # NeMo Automodel's, of torch's peak in GiB
-            self.memory["max_allocated_bytes"] = ("mem", GIB)
+            self.found["max_allocated_bytes"] = ("mem", "gib")
 
     @property
     def tells_time(self) -> bool:
@@ -218,8 +215,9 @@ class TableColumns:
             yield f"seconds are {text_of(names[0])} over {text_of(names[1])}: no column has step times"
         elif unit is None and not re.search(r"(seconds|secs|_s/step)$", column.lower()):
             yield f"{text_of(column)} states no unit: taken as seconds"
-        if self.gigabytes:
-            yield f"{', '.join(self.gigabytes)}: a GB is taken as 10^9 bytes, not as 1024^3"
+        sizes = {name: COLUMNS["units"].get(unit, 0) for name, unit in self.found.values() if unit}
+        if gigabytes := [text_of(name) for name, size in sizes.items() if size in (10**3, 10**6, 10**9)]:
+            yield f"{', '.join(gigabytes)}: a GB is taken as 10^9 bytes, not as 1024^3"
 
     def values(self, row: Fields) -> dict[str, float]:
         """The numbers of a row by quantity, times in seconds."""
@@ -229,14 +227,6 @@ class TableColumns:
             else number(str(row.get(name, ""))) * COLUMNS["units"].get(unit or "", 1.0)
             for quantity, (name, unit) in self.found.items()
         }
-
-
-def _memory_kind(text: str) -> str:
-    """The kind of memory that a column's name says: reserved, allocated, or in use on the device."""
-    if "reserved" in text or "cached" in text:
-        return "max_reserved_bytes"
-    peak = "max_" if re.search("max|peak", text) else ""
-    return f"{peak}allocated_bytes" if re.search("alloc|active|peak|max", text) else "device_bytes"
 
 
 def recognises(first: bytes) -> bool:
@@ -257,6 +247,10 @@ def _delimiter(line: str) -> str:
 
 def _is_number(line: str) -> bool:
     return re.fullmatch(r"\s*\d{1,9}(\.\d{1,12})?\s*", line) is not None
+
+
+_OF_STEPS = ("seconds", "step", "moment", "tokens_of_step", "data", "retries")
+"""Quantities that are no number beside a step."""
 
 
 class StepTable:
@@ -312,11 +306,7 @@ class StepTable:
         count = (record.numbers[-1] if record.numbers else 0) + 1
         known = math.isfinite(step) and 0 <= step < 2**53
         record.step(int(step) if known else count, seconds, end_s=values.get("moment", math.nan), covers=1)
-        for name in ("tokens_per_s", "watts_per_gpu", "clock_mhz"):
-            record.prints(name, values.get(name))
-        record.bytes_of(
-            None, **{k: number(str(row.get(name, ""))) * unit for k, (name, unit) in self._columns.memory.items()}
-        )
+        record.take({name: value for name, value in values.items() if name not in _OF_STEPS})
         if "data" in values:
             record.timer("data_loading", values["data"])
         if (retries := values.get("retries", math.nan)) >= 0:

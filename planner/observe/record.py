@@ -156,6 +156,8 @@ class RunRecord:
     arguments: Named = field(default_factory=dict)
     state: Named = field(default_factory=dict)
     """Things that one line says about the next."""
+    anchor: tuple[float, float] = (0.0, math.nan)
+    """The step and the moment from which the clock of the lines says the seconds of those that follow."""
     notes: dict[str, None] = field(default_factory=dict)
     first_s: float = math.nan
     last_s: float = math.nan
@@ -193,6 +195,11 @@ class RunRecord:
         self.time(end_s)
         return True
 
+    def clock_s(self, step: float, at_s: float) -> float:
+        """Seconds of a step by the clock of the lines since the anchor; not a number where it does not say them."""
+        first, first_s = self.anchor
+        return (at_s - first_s) / (step - first) if step > first and at_s > first_s else math.nan
+
     def _is_restart(self, number: int, end_s: float) -> bool:
         """True where a number that falls back is of a step made again, false where it was only printed again."""
         last = self.numbers[-1]
@@ -226,7 +233,7 @@ class RunRecord:
             f"{len(self.numbers):,} lines of steps before are of a run with {why}, and left out: "
             "give that part of the log by itself"
         )
-        kept = {"grammar", "rank", "facts", "arguments", "state", "notes", "num_words"}
+        kept = {"grammar", "rank", "facts", "arguments", "state", "anchor", "notes", "num_words"}
         empty = RunRecord(self.grammar)
         for each in fields(self):
             if each.name not in kept:

@@ -42,6 +42,8 @@ from planner.specs.base import Fields, Named, Texts
 from planner.specs.reading import InputLimits, parse_json, parse_yaml, shipped_table
 from planner.specs.units import GB, GIB, MIB, is_count
 
+TABLE: Fields = shipped_table("observe/log_formats.yaml")
+"""The words that trainers print."""
 _TIMES = ("train_step_time", "train_step_timing in s", "train_step_timing")
 _FACTS: dict[str, tuple[str, Any]] = {
     "global_batch_size": ("global_batch_size", whole), "max_sequence_length": ("seq_length", whole),
@@ -204,26 +206,13 @@ _UNITS = {"ms": 1e-3, "GiB": GIB, "GB": GB}
 @cache
 def line_fields() -> dict[str, tuple[str, float, str]]:
     """Fields of the line by the trainers' own names: the quantity, its unit, and the trainer that alone prints it."""
-    rows = shipped_table("observe/log_formats.yaml")["iteration"].items()
+    rows = TABLE["iteration"].items()
     return {name: (means, _UNITS.get(unit, 1.0), trainer) for name, (means, unit, trainer) in rows}
 
 
-_MEMORY_KINDS = {
-    "allocated": "allocated_bytes", "max allocated": "max_allocated_bytes", "max reserved": "max_reserved_bytes",
-    "total device memory used": "device_bytes",
-}  # fmt: skip
-"""Words of the lines of memory, in mebibytes."""
 _DEVICE_MEMORY = re.compile(r"(?:rocm|hip|cuda) mem usage/free/total/usage_ratio\S*: *([\d.]+) ?Gi?B")
 _RANKS = re.compile(r"\[rank-\d{1,7}/(\d{1,7})\]")
 _MEMORY = re.compile(r"\[Rank (\d{1,7})\] (?:\(after (\d{1,15}) iter)?[^|\[]{0,60}memory \(MB\)[^|\[]{0,20}\|([^\[]*)")
-_OUTSIDE = {"save-checkpoint": "checkpoint", "evaluate": "evaluation", "eval-time": "evaluation"}
-"""Timers of what happens between iterations, which say how long the gap before the next one was."""
-_LAYOUT = (
-    "world_size", "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size",
-    "expert_model_parallel_size", "virtual_pipeline_model_parallel_size", "micro_batch_size", "global_batch_size",
-    "seq_length", "num_layers", "hidden_size",
-)  # fmt: skip
-"""Arguments that make another job of a run."""
 
 
 def iteration(record: RunRecord, line: FoundLine) -> None:
@@ -256,7 +245,7 @@ def memory(record: RunRecord, line: FoundLine) -> None:
     """A rank's memory; ranks that print at once leave several on a line."""
     for rank, step, text in _MEMORY.findall(line.match.string):
         found = named_parts(text)
-        kinds = {kind: number(found[name]) * MIB for name, kind in _MEMORY_KINDS.items() if name in found}
+        kinds = {kind: number(found[name]) * MIB for name, kind in TABLE["memory_kinds"].items() if name in found}
         record.bytes_of(int(rank), whole(step), **kinds)
 
 
@@ -269,8 +258,8 @@ def _timer(record: RunRecord, name: str, low: str, high: str = "") -> None:
     high_s = number(high or low) * 1e-3
     if low_s >= 0:
         record.timer(name, low_s, high_s)
-        if name in _OUTSIDE:
-            record.mark(_OUTSIDE[name], high_s)
+        if kind := TABLE["timers_outside"].get(name):
+            record.mark(kind, high_s)
 
 
 def timers_on_a_line(record: RunRecord, line: FoundLine) -> None:
@@ -285,7 +274,7 @@ def dump_begins(record: RunRecord, line: FoundLine) -> None:
 
 def dump_ends(record: RunRecord, line: FoundLine) -> None:
     record.state.pop("dump", None)
-    record.starts_with(" ".join(record.arguments.get(name, "") for name in _LAYOUT))
+    record.starts_with(" ".join(record.arguments.get(name, "") for name in TABLE["layout_arguments"]))
 
 
 def argument(record: RunRecord, line: FoundLine) -> None:
@@ -302,13 +291,6 @@ def sizes(record: RunRecord, line: FoundLine) -> None:
         record.argument({"world": "world_size"}.get(name, f"{name.replace('-', '_')}_size"), size)
 
 
-_STRAGGLER_UNITS = {"ms": 1e-3, "us": 1e-6, "s": 1.0, "%": 1e-2}
-STRAGGLER_NAMES = {
-    "Rtt": "round_trip_s", "Pwr": "power_w", "Tmp": "temperature_c", "Utl": "utilization_fraction",
-    "Clk": "clock_mhz", "DRtt": "data_s", "Etpt": "tflops",
-}  # fmt: skip
-"""The words of the line, and what they measure."""
-_STRAGGLER_TIMERS = {"round_trip_s": "straggler-round-trip", "data_s": "straggler-get-batch"}
 _VALUE = re.compile(r"\b(Mn|Mx)(D?Rtt|Pwr|Tmp|Utl|Clk|Etpt)/Rnk: *([\d.]{1,30}) ?([A-Za-z%]{1,4})/(\d{1,7})")
 _MOST_WATTS = 1e4
 """No GPU takes more: such a number is in milliwatts, as NVML has it."""
@@ -316,28 +298,22 @@ _MOST_WATTS = 1e4
 
 def straggler(record: RunRecord, line: FoundLine) -> None:
     """`MnRtt/Rnk: 3453.08ms/8 | MxRtt/Rnk: 3468.20ms/0 | …`: least and most, each with its rank."""
-    found: dict[str, dict[str, tuple[float, int]]] = {}
+    words, found = TABLE["straggler"], dict[str, dict[str, tuple[float, int]]]()
     for side, word, text, unit, rank in _VALUE.findall(line.match.string):
-        value = number(text) * _STRAGGLER_UNITS.get(unit, 1.0)
-        name = STRAGGLER_NAMES[word]
+        value = number(text) * words["units"].get(unit, 1.0)
+        name = words["names"][word]
         value /= 1e3 if name == "power_w" and value > _MOST_WATTS else 1.0
         found.setdefault(name, {})[side] = (value, int(rank))
     for name, sides in found.items():
         if len(sides) == 2:
             record.spread(name, sides["Mn"], sides["Mx"])
-            if name in _STRAGGLER_TIMERS:
-                record.timer(_STRAGGLER_TIMERS[name], sides["Mn"][0], sides["Mx"][0])
-
-
-_OF_ARGUMENTS = {
-    "world_size": "num_gpus", "seq_length": "seq_length", "encoder_seq_length": "seq_length",
-    "global_batch_size": "global_batch_size",
-}  # fmt: skip
+            if timer_name := words["timers"].get(name):
+                record.timer(timer_name, sides["Mn"][0], sides["Mx"][0])
 
 
 def finish_arguments(record: RunRecord) -> None:
     """Take the facts that the arguments state; ranks are as many as they say, whatever single lines count."""
-    for name, fact in _OF_ARGUMENTS.items():
+    for name, fact in TABLE["facts_of_arguments"].items():
         if value := whole(record.arguments.get(name)):
             record.facts[fact] = value if name == "world_size" else record.facts.get(fact, value)
 
@@ -346,20 +322,6 @@ def datetime(record: RunRecord, line: FoundLine) -> None:
     record.time(moment(line.match[1]))
 
 
-_NEGATED = {
-    "add_bias_linear": "--disable-bias-linear",
-    "bias_swiglu_fusion": "--no-bias-swiglu-fusion",
-    "bias_gelu_fusion": "--no-bias-gelu-fusion",
-    "gradient_accumulation_fusion": "--no-gradient-accumulation-fusion",
-    "overlap_p2p_comm": "--no-overlap-p2p-communication",
-    "check_for_nan_in_loss_and_grad": "--no-check-for-nan-in-loss-and-grad",
-    "masked_softmax_fusion": "--no-masked-softmax-fusion",
-    "bias_dropout_fusion": "--no-bias-dropout-fusion",
-    "rope_fusion": "--no-rope-fusion",
-    "async_tensor_model_parallel_allreduce": "--no-async-tensor-model-parallel-allreduce",
-}
-"""Arguments that are true unless an option switches them off."""
-_RENAMED = {"fp8": "--fp8-format", "fp4": "--fp4-format", "multi_latent_attention": "--multi-latent-attention"}
 _COUNTS = ("num_gpus", "seq_length", "global_batch_size")
 _MOST_CHARACTERS, _ARGUMENT_LIMITS = 2**18, InputLimits(2**16, 1_000, 20)
 _UNSET = ("None", "False", "[]", "")
@@ -381,15 +343,15 @@ def _of_megatron(arguments: Named) -> ImportedRun:
     if "micro_batch_size" not in arguments:  # the name until 2021, which Megatron-DeepSpeed kept longer
         arguments = {"micro_batch_size": arguments.get("batch_size", "None"), **arguments}
     for name, value in arguments.items():
-        if name in _NEGATED:
-            words += [_NEGATED[name]] if value == "False" else []
+        if off := TABLE["negated"].get(name):
+            words += [off] if value == "False" else []
         elif value == "True":
             words.append(_option(name))
         elif value not in _UNSET:
             words += [_option(name), *re.sub(r"[\[\]',]|\bAttnBackend\.", " ", value).split()]
     options = dict(options_of(words))
-    for argument, off, *idle in shipped_table("observe/log_formats.yaml")["idle_options"]:
-        if arguments.get(argument, off).rpartition(".")[2] == off:
+    for argument, unset, *idle in TABLE["idle_options"]:
+        if arguments.get(argument, unset).rpartition(".")[2] == unset:
             options = {name: value for name, value in options.items() if name not in idle}
     script = Script(variables={"WORLD_SIZE": [arguments["world_size"]]} if "world_size" in arguments else {})
     if arguments.get("deepspeed") == "True":
@@ -405,7 +367,7 @@ def _of_megatron(arguments: Named) -> ImportedRun:
 
 
 def _option(name: str) -> str:
-    return _RENAMED.get(name, f"--{name.replace('_', '-')}")
+    return str(TABLE["renamed"].get(name, f"--{name.replace('_', '-')}"))
 
 
 def _of_nemo(record: RunRecord) -> ImportedRun:
@@ -430,7 +392,7 @@ def _stated_switches(record: RunRecord, imported: ImportedRun) -> Texts:
     if "num_layers" not in record.arguments or record.grammar == "dllogger":
         return tuple(features)
     known = options_of_features()
-    named = {_NEGATED.get(name) or _option(name) for name in record.arguments}
+    named = {TABLE["negated"].get(name) or _option(name) for name in record.arguments}
     recompute = ("recompute",) if "recompute_granularity" in record.arguments else ()
     return (*(name for name in features if known.get(name, frozenset()) & named), *recompute)
 

@@ -18,6 +18,7 @@ from planner.physics.layer.blocks import (
     join_streams,
     leave_half,
     leave_tp,
+    ngrams,
     norm,
     per_layer_input,
     square,
@@ -116,16 +117,35 @@ def decoder_layer(
 ) -> tuple[Item, ...]:
     """The operators and exchanges of one decoder layer of `kind` on one rank, for one micro-batch."""
     replayed = runtime.graphed_modules if kind.mlp != "dense" else set(runtime.graphed_modules) & {"attn", "mlp"}
-    vectors = model.of_layer(kind).vector_parameters
+    own = model.of_layer(kind)
+    vectors = own.vector_parameters
     items = (
         *((_graph_buffers(model, shape),) if replayed else ()),
         *((Operator(name="vectors", kind="elementwise", parameters=vectors),) if vectors else ()),
+        *(() if own.ngram_size is None else ngrams(own.ngram_size, own, shape, runtime)),
         *mixer_block(model, kind, shape, runtime),
         *mlp_block(model, kind, shape, runtime, moe_imbalance),
     )
+    if runtime.autocasts:
+        items = (*items, _autocast_copies(model, shape, items))
+    if own.shares_weights:
+        items = tuple(replace(item, parameters=0) if isinstance(item, Operator) else item for item in items)
     # layers that attend to images are left out where there are none
     left_out = kind.attention == "cross" and model.vision is None
     return (Operator(name="unused", kind="elementwise", parameters=num_parameters(items)),) if left_out else items
+
+
+def _autocast_copies(model: ModelSpec, shape: Shape, items: tuple[Item, ...]) -> Operator:
+    """The tensors that torch.autocast keeps of a layer beside those of an eager layer in 16 bits.
+
+    Two norms keep rows of 4 bytes in place of 2, before and behind them (4 rows of 2 bytes), and each product of the
+    5 that share inputs a copy of its own (3 more): 66 bytes a token and feature of a Llama with an MLP four times as
+    wide, as saved tensors of transformers 5 count (torch 2.13, CPU).
+    """
+    rows = Saved("rows in fp32, copies of inputs", (7, shape.tokens, model.hidden_size))
+    return Operator(
+        name="autocast", kind="elementwise", saved=(rows, Saved("weights in 16 bits", (num_parameters(items),)))
+    )
 
 
 def _graph_buffers(model: ModelSpec, shape: Shape) -> Operator:
@@ -210,9 +230,10 @@ def vision_tower(model: ModelSpec, shape: Shape, runtime: RuntimeSpec) -> tuple[
     if tower is None:
         return ()
     encoder, images = tower.encoder, shape.micro_batch_size * tower.images_per_sequence
-    patches = tower.image_tokens * tower.patches_per_token
-    own = Shape(seq_length=patches + tower.num_extra_patches, micro_batch_size=images)
-    first = _plain_product("patches", patches * images, tower.patch_values, encoder.hidden_size)
+    tile = min(tower.tile_tokens or tower.image_tokens, tower.image_tokens)
+    patches, tiles = tile * tower.patches_per_token, images * tower.image_tokens / tile
+    own = Shape(seq_length=patches + tower.num_extra_patches, micro_batch_size=tiles)
+    first = _plain_product("patches", patches * tiles, tower.patch_values, encoder.hidden_size)
     first = replace(first, parameters=first.parameters + tower.other_parameters)
     layers = {
         kind: _of_tower((*mixer_block(encoder, kind, own, runtime), *mlp_block(encoder, kind, own, runtime)), tower)
@@ -378,7 +399,8 @@ def model_totals(
     total = num_parameters(seeing) + sum(num_parameters(items) * times for items, times in parts)
     idle = sum(num_parameters(items, expert=True) * times for items, times in parts)
     if model.moe is not None:
-        idle *= 1 - model.moe.num_experts_per_tok / (model.moe.num_experts + model.moe.num_zero_experts)
+        visited = model.moe.num_experts_per_tok / (model.moe.num_experts + model.moe.num_zero_experts)
+        idle *= 1 - visited / (1 + model.moe.image_ratio)
     trained = float(total - num_parameters(seeing, trained=False))
     if adapters is not None:
         trained = sum(

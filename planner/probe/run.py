@@ -148,14 +148,7 @@ class ProbeRun(Spec):
     def order(self) -> Schedule:
         """The action lists as a schedule."""
         ranks = tuple(ActionList.of(map(Action.parse, actions)) for actions in self.ranks)
-        return Schedule(
-            self.schedule,
-            ranks,
-            self.stage_to_rank,
-            self.num_microbatches,
-            num_directions=self.num_directions,
-            splits_backward=any("I" in text for actions in self.ranks for text in actions),
-        )
+        return Schedule(self.schedule, ranks, self.stage_to_rank, self.num_microbatches, self.num_directions)
 
     @cached_property
     def joins(self) -> tuple[Purpose, ...]:

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
+from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple, cast
@@ -446,29 +447,25 @@ def exchange_rows(
         world_size=ranks.size,
         timeout=timedelta(seconds=wait_s),
     )
+    on, repeats, limit = _on(device), Repeats(FEWEST_ROUNDS, steady_s, 2 * steady_s), timedelta(seconds=wait_s)
+    together, rows = (partial(barrier, on), partial(slowest_s, device=on)), list[MeasuredRow]()
     try:
-        return list(_rows(device, ranks, sizes, steady_s, wait_s))
+        for tier, members in enumerate(_groups(ranks)):
+            size = len(members[0])
+            groups = [
+                dist.new_group(list(group), timeout=limit) for group in members if size > 1
+            ]  # ranks make them all
+            own_group = next((group for group, own in zip(groups, members, strict=False) if ranks.rank in own), None)
+            for num_bytes, kind in product(sizes if groups else (), KINDS[device]):
+                call = _call(device, kind, num_bytes, size, own_group)
+                median_s, spread = timed_together(RankClock(device), call, repeats, *together, round_s=EXCHANGE_ROUND_S)
+                rows.append({
+                    "tier": tier, "kind": kind, "size": size, "num_bytes": num_bytes,
+                    "microseconds": median_s / MICRO, "spread_fraction": spread,
+                })  # fmt: skip
     finally:
         dist.destroy_process_group()
-
-
-def _rows(device: Device, ranks: Ranks, sizes: Sequence[int], steady_s: float, wait_s: float) -> Iterator[MeasuredRow]:
-    on, repeats = _on(device), Repeats(FEWEST_ROUNDS, steady_s, 2 * steady_s)
-    together = partial(barrier, on), partial(slowest_s, device=on)
-    for tier, members in enumerate(_groups(ranks)):
-        if len(members[0]) < 2:
-            continue
-        limit = timedelta(seconds=wait_s)
-        groups = [dist.new_group(list(group), timeout=limit) for group in members]  # all ranks make all groups
-        own_group = next(number for number, group in enumerate(members) if ranks.rank in group)
-        for num_bytes in sizes:
-            for kind in KINDS[device]:
-                call = _call(device, kind, num_bytes, len(members[own_group]), groups[own_group])
-                median_s, spread = timed_together(RankClock(device), call, repeats, *together, round_s=EXCHANGE_ROUND_S)
-                yield {
-                    "tier": tier, "kind": kind, "size": len(members[own_group]), "num_bytes": num_bytes,
-                    "microseconds": median_s / MICRO, "spread_fraction": spread,
-                }  # fmt: skip
+    return rows
 
 
 def _groups(ranks: Ranks) -> tuple[list[range], list[range]]:

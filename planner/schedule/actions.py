@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import wraps
 from threading import Lock
 from typing import NamedTuple, ParamSpec, Protocol, TypeVar, overload
@@ -112,8 +112,8 @@ class Schedule:
     """Directions in which micro-batches travel: 2 when the model is held twice."""
     num_weight_copies: int = 1
     """Copies of its weights that a rank holds: 2 for DualPipe and Chimera (two stages) and for 2BW (two versions)."""
-    splits_backward: bool = False
-    """True where weight gradients run apart from input gradients."""
+    splits_backward: bool = field(init=False)
+    """True where weight gradients run apart from input gradients: the lists say it."""
     forward_only: bool = False
     asynchronous: bool = False
     """True where steps overlap without a flush, so that gradients are taken at stale weights."""
@@ -123,7 +123,9 @@ class Schedule:
     """Positions, per rank, of forwards that run together with the backward right behind them (DualPipe)."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "ranks", tuple(map(ActionList.of, self.ranks)))
+        ranks = tuple(map(ActionList.of, self.ranks))
+        object.__setattr__(self, "ranks", ranks)
+        object.__setattr__(self, "splits_backward", any(bool((actions.kind == I).any()) for actions in ranks))
 
     @property
     def pp(self) -> int:

@@ -214,7 +214,7 @@ def _split_one_forward_one_backward(
                 actions.append(Action("W", *gradients[index - delay[rank]]))
         owed = gradients[max(0, len(gradients) - delay[rank]) :]
         ranks.append((*actions, *(Action("W", stage, mb) for stage, mb in owed)))
-    return Schedule(name, tuple(ranks), tuple(range(pp)) * vpp, num_microbatches, splits_backward=True)
+    return Schedule(name, tuple(ranks), tuple(range(pp)) * vpp, num_microbatches)
 
 
 def v_placement(pp: int) -> tuple[int, ...]:
@@ -243,7 +243,7 @@ def zb_v(pp: int, num_microbatches: int) -> Schedule:
         tape.add("W1", tape.count("I", 1) - tape.count("W", 1))
         tape.add("W0", tape.count("I", 0) - tape.count("W", 0))
         ranks.append(tuple(action for action in tape.actions if action.microbatch < num_microbatches))
-    return Schedule("zb-v", tuple(ranks), v_placement(pp), num_microbatches, splits_backward=True)
+    return Schedule("zb-v", tuple(ranks), v_placement(pp), num_microbatches)
 
 
 def dualpipe(pp: int, num_microbatches: int) -> Schedule:
@@ -285,7 +285,6 @@ def _dual(
         num_microbatches,
         num_directions=num_directions,
         num_weight_copies=num_directions,
-        splits_backward=True,
         overlapped=tuple(tuple(tape.overlapped) for tape in tapes),
     )
 
@@ -383,7 +382,7 @@ def _repeat_block(name: str, block: Sequence[Sequence[int]], num_microbatches: i
         }
         ranks.append(_with_weight_gradients(placed)[0])
     lists = _lists(_end_pulled(_squeezed(_lists(ranks), num_microbatches), num_microbatches))
-    return Schedule(name, lists, v_placement(pp), num_microbatches, splits_backward=True)
+    return Schedule(name, lists, v_placement(pp), num_microbatches)
 
 
 def _lists(ranks: Sequence[Slots]) -> tuple[tuple[Action, ...], ...]:
@@ -420,7 +419,7 @@ def _with_weight_gradients(
 def _squeezed(lists: tuple[tuple[Action, ...], ...], num_microbatches: int) -> list[Slots]:
     """Slots of the actions of `lists` when every action runs as early as it can."""
     ones = [1.0] * (2 * len(lists))
-    schedule = Schedule("", lists, v_placement(len(lists)), num_microbatches, splits_backward=True)
+    schedule = Schedule("", lists, v_placement(len(lists)), num_microbatches)
     timeline = replay(schedule, Durations(ones, ones, ones))
     return [
         dict(zip((int(start) for start in starts), actions, strict=True))

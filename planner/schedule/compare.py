@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -15,17 +15,8 @@ from planner.schedule.synthesis import Synthesis, placements, synthesize
 
 
 @dataclass(frozen=True, slots=True)
-class RankSeconds:
+class RankSeconds(Durations):
     """Seconds of one micro-batch on each rank, over all of its chunks; a schedule with vpp chunks cuts them evenly."""
-
-    forward_s: tuple[float, ...]
-    input_grad_s: tuple[float, ...]
-    weight_grad_s: tuple[float, ...]
-    p2p_s: float = 0.0
-    blocking_p2p: bool = False
-    microbatch_sizes: tuple[float, ...] | None = None
-    slow_ranks: Mapping[int, float] = field(default_factory=dict)
-    slow_links: Mapping[tuple[int, int], float] = field(default_factory=dict)
 
     def durations(self, stage_to_rank: Sequence[int], num_directions: int = 1) -> Durations:
         """Durations of each virtual stage: a rank's seconds divided by its number of chunks.
@@ -34,20 +25,11 @@ class RankSeconds:
         """
         ranks = stage_to_rank[: len(stage_to_rank) // num_directions]
         vpp = len(ranks) // len(self.forward_s)
-
-        def cut(seconds: tuple[float, ...]) -> list[float]:
-            return [seconds[rank] / vpp for rank in ranks]
-
-        return Durations(
-            cut(self.forward_s),
-            cut(self.input_grad_s),
-            cut(self.weight_grad_s),
-            p2p_s=self.p2p_s,
-            blocking_p2p=self.blocking_p2p,
-            microbatch_sizes=self.microbatch_sizes,
-            slow_ranks=self.slow_ranks,
-            slow_links=self.slow_links,
+        forward_s, input_grad_s, weight_grad_s = (
+            [seconds[rank] / vpp for rank in ranks]
+            for seconds in (self.forward_s, self.input_grad_s, self.weight_grad_s)
         )
+        return replace(self, forward_s=forward_s, input_grad_s=input_grad_s, weight_grad_s=weight_grad_s)
 
     def replayed(self, schedule: Schedule) -> Timeline:
         """Timeline of the schedule on these ranks."""

@@ -263,6 +263,5 @@ def _schedule(name: str, ranks: tuple[tuple[Action, ...], ...], overlapped: tupl
         ranks,
         tuple(rank_of[stage] for stage in sorted(rank_of)),
         1 + max(action.microbatch for actions in ranks for action in actions),
-        splits_backward=any(action.kind == "I" for actions in ranks for action in actions),
         overlapped=overlapped if any(overlapped) else (),
     )

@@ -88,7 +88,7 @@ class Problem:
             tuple(Action(spelled[kind], stage, mb) for kind, stage, mb in tasks if splits_backward or kind != W)
             for tasks in order
         )
-        return Schedule(name, ranks, self.stage_to_rank, len(self.sizes), splits_backward=splits_backward)
+        return Schedule(name, ranks, self.stage_to_rank, len(self.sizes))
 
 
 class Shop:
@@ -382,10 +382,9 @@ class _Search:
             if name == "forward-only" or violation(name, pp, vpp, num_microbatches) is not None:
                 continue
             schedule = build_schedule(name, pp, vpp, num_microbatches)
-            splits = any(action.kind == "I" for actions in schedule.ranks for action in actions)
             if schedule.stage_to_rank != problem.stage_to_rank or schedule.asynchronous:
                 continue
-            if splits and not self._splits_backward:
+            if schedule.splits_backward and not self._splits_backward:
                 continue
             self._references.append(_split_tasks(schedule))
             replayed_s = makespan_s(schedule, self._durations)

@@ -103,7 +103,7 @@ def exceeds_all_ranks(shapes: PricedShapes, modes: Sequence[Recompute], orders: 
     in_flight, counts = orders.in_flight, np.array(list(shapes.pricing.kind_counts.values()))[:, None, None]
     needed = np.min([layer_bytes(shapes, mode, in_flight) for mode in modes], axis=0)
     mean = (counts * needed).sum(axis=0) / counts.sum()
-    exists = np.arange(in_flight.shape[1])[None, :] < np.asarray(shapes.shape.pp)[:, None]
+    exists = shapes.ranks_exist(in_flight.shape[1])
     free = free_bytes(shapes, modes, in_flight.shape[1])
     layers_of_room = np.where(exists, free / mean, 0.0).sum(axis=1)
     taken = counts[:, :, 0] * np.where(exists, needed / mean, np.inf).min(axis=2)
@@ -181,7 +181,7 @@ def _with_exchange_s(
         last = last + exchange_s_of(shapes, "mtp", table.mtp_recomputed.get(exchanging, table.mtp))
     alone = counts @ layer_exchange_s + embedding + last
     ends_s = embedding + np.where(shapes.folded, np.minimum(last, 0.0), 0.0)
-    work, slowest = shapes.work_s(base) - shapes.ends_s, shapes.layer_s(base).max(axis=0)
+    work, slowest = shapes.work_s(base) - shapes.ends_s(), shapes.layer_s(base).max(axis=0)
     others = np.maximum(pps - 1, 1)
 
     def step_s(num_layers: FloatArray) -> FloatArray:
@@ -292,9 +292,8 @@ def chunked_bound_s(
 
 def _fewest_layers(shapes: PricedShapes, full: BoolArray) -> FloatArray:
     """Layers that each rank (columns) holds in its full chunks; 0 for columns beyond a node's ranks."""
-    vpp, rank = np.asarray(shapes.shape.vpp)[:, None], np.arange(full.shape[1])[None, :]
+    vpp, exists = np.asarray(shapes.shape.vpp)[:, None], shapes.ranks_exist(full.shape[1])
     shorter = np.where(full, 0, np.where(shapes.folded, 2, 1)[:, None])
-    exists = rank < np.asarray(shapes.shape.pp)[:, None]
     return np.where(exists, np.maximum(vpp - shorter, 0) * shapes.chunk_layers[:, None], 0.0)
 
 
@@ -385,14 +384,13 @@ def _trip_s(shapes: PricedShapes, base: Recompute, orders: Orders) -> FloatArray
     The ranks between the first and this one hold full chunks if stages interleave, otherwise at least one layer. The
     first may hold no layer if the trainer allows that. The result is 0 if a rank may end after the way back is over.
     """
-    shape = shapes.shape
     rank = np.arange(orders.full.shape[1])[None, :]
     quickest = shapes.layer_s(base).min(axis=0)[:, None]
     first = 0.0 if shapes.pricing.runtime.head_only_stage else quickest
     first = first + shapes.part(shapes.table.embedding, "total_s")[:, None]
     between = np.maximum(rank - 1, 0) * quickest * shapes.chunk_layers[:, None]
     hops = 2 * rank * np.broadcast_to(shapes.p2p_s, len(shapes.kernel))[:, None]
-    trip = np.where((rank > 0) & (rank < np.asarray(shape.pp)[:, None]), first + between + hops, 0.0)
+    trip = np.where((rank > 0) & shapes.ranks_exist(rank.size), first + between + hops, 0.0)
     return np.where(orders.splits[:, None], 0.0, trip)
 
 
@@ -420,7 +418,7 @@ def _holding_bound_s(
     # layers = (busy + again·free/saved-bytes-in-flight) / (seconds + again·bytes per layer / saved bytes): memory binds
     rate = again / (in_flight * saved)
     tight = np.floor(free / (static + in_flight * (live - saved))) if may_recompute else roomy
-    exists = np.arange(in_flight.shape[1])[None, :] < np.asarray(shapes.shape.pp)[:, None]
+    exists = shapes.ranks_exist(in_flight.shape[1])
     most, spare_s, layer_s = np.where(exists, tight, 0.0), rate * free, seconds + rate * (static + in_flight * live)
     high = np.maximum(count * (seconds + again)[:, 0] + beside_s.max(axis=1), least_s)
 

@@ -372,8 +372,8 @@ def _solution(node: Node, last: IntArray, number: int) -> Solution:
     """The split whose ranks end at these layers, with its objective; its bound is set by those who know one."""
     counts = np.diff(last, prepend=0)
     first = last - counts
-    of_cells = _memory(node, first[:, None, None], last[:, None, None], number)
-    free, again = (np.broadcast_to(each, (node.pp, 1, 1))[:, 0, 0] for each in of_cells)
+    free, again = _memory(node, first[:, None, None], last[:, None, None], number)
+    free, again = np.broadcast_to(free, (node.pp, 1, 1))[:, 0, 0], np.broadcast_to(again, (node.pp, 1, 1))[:, 0, 0]
     told = (counts if node.whole == "all" else again).tolist()
     settings = tuple((count,) * len(node.kinds) for count in told)
     return Solution(tuple(counts.tolist()), settings, _objective_s(node, first, last, again), 0.0, tuple(free.tolist()))

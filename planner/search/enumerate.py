@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -284,43 +285,43 @@ def scalar(shape: Shape, index: int) -> Shape:
 
 def num_rows(case: Case) -> int:
     """At most the number of rows of the raw axes: tensor, context, expert and pipeline sizes and micro-batches."""
-    model, training, limits, gpus = case.model, case.training, case.limits, case.cluster.num_gpus
-    tps = len(limits.tp or divisors(model.num_attention_heads, min(case.cluster.nvlink_domain_size, gpus)))
-    cps = len(limits.cp or divisors(max(training.seq_length // 2, 1), min(gpus, MAX_CP)))
-    eps = 1 if model.moe is None else 2 * len(limits.ep or divisors(model.moe.num_experts, gpus))
-    pps = len(limits.pp or range(min(model.num_hidden_layers, gpus, MOST_STAGES)))
-    most = max(1, MAX_MICRO_BATCH_TOKENS // training.seq_length)
-    return tps * cps * eps * pps * len(limits.micro_batch_size or divisors(training.global_batch_size, most))
+    return prod(map(len, _axes(case).values())) * (1 if case.model.moe is None else 2)
 
 
-def _of_layers(case: Case) -> list[tuple[int, int, int, int]]:
-    """The ways to share a layer: tp, cp, ep and etp."""
-    gpus, moe, limits, seq_length = case.cluster.num_gpus, case.model.moe, case.limits, case.training.seq_length
+def _axes(case: Case) -> dict[str, list[int]]:
+    """The values of each axis that is tried by itself."""
+    model, limits, gpus, seq_length = case.model, case.limits, case.cluster.num_gpus, case.training.seq_length
     widest = gpus if limits.tp_across_nodes else min(case.cluster.nvlink_domain_size, gpus)
-    tps = _pinned(limits.tp, divisors(case.model.num_attention_heads, widest))
-    cps = _pinned(limits.cp, divisors(max(seq_length // 2, 1), min(gpus, MAX_CP)) if seq_length > 1 else [1])
-    eps = _pinned(limits.ep, [1] if moe is None else divisors(moe.num_experts, gpus))
-    pairs = list(product(tps, cps))
+    largest = max(1, MAX_MICRO_BATCH_TOKENS // seq_length)
+    free: dict[str, Sequence[int]] = {
+        "tp": divisors(model.num_attention_heads, widest),
+        "cp": divisors(max(seq_length // 2, 1), min(gpus, MAX_CP)) if seq_length > 1 else [1],
+        "ep": [1] if model.moe is None else divisors(model.moe.num_experts, gpus),
+        "pp": range(1, min(model.num_hidden_layers, gpus, MOST_STAGES) + 1),
+        "micro_batch_size": divisors(case.training.global_batch_size, largest),
+    }
+    return {axis: _pinned(getattr(limits, axis), values) for axis, values in free.items()}
+
+
+def _of_layers(case: Case, axes: dict[str, list[int]]) -> list[tuple[int, int, int, int]]:
+    """The ways to share a layer: tp, cp, ep and etp."""
+    gpus, moe, pairs = case.cluster.num_gpus, case.model.moe, list(product(axes["tp"], axes["cp"]))
     # shapes with more ranks than GPUs are no shapes of this cluster; pinned ones are kept to be refused with a reason
     pairs = [(tp, cp) for tp, cp in pairs if tp * cp <= gpus] or pairs
     return [
         (tp, cp, ep, etp)
-        for (tp, cp), ep in product(pairs, eps)
-        for etp in _pinned(limits.etp, [tp] if moe is None else sorted({1, tp}))
+        for (tp, cp), ep in product(pairs, axes["ep"])
+        for etp in _pinned(case.limits.etp, [tp] if moe is None else sorted({1, tp}))
     ]
 
 
 def _grid(case: Case, rejections: Rejections, bar: Bar | None) -> tuple[Grid, FloatArray]:
     """The raw axes, multiplied out, and the least step in seconds that each row may have; 0 without a bar."""
     model, training, limits, runtime = case.model, case.training, case.limits, case.runtime
-    gpus = case.cluster.num_gpus
-    pps = _pinned(limits.pp, range(1, min(model.num_hidden_layers, gpus, MOST_STAGES) + 1))
-    batches = _pinned(
-        limits.micro_batch_size,
-        divisors(training.global_batch_size, max(1, MAX_MICRO_BATCH_TOKENS // training.seq_length)),
-    )
+    gpus, axes = case.cluster.num_gpus, _axes(case)
+    pps, batches = axes["pp"], axes["micro_batch_size"]
     zeros = _pinned(limits.zero_stage, _useful_zero_stages(runtime))
-    rows = np.array(_of_layers(case), dtype=np.int64).reshape(-1, 4)
+    rows = np.array(_of_layers(case, axes), dtype=np.int64).reshape(-1, 4)
     split = model.num_attention_heads % rows[:, 0] == 0
     if split.any():
         # refused before they are multiplied out, and counted as what they would have been

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
@@ -88,17 +88,12 @@ class Open:
 
 def few_of_a_key(nodes: Sequence[Open]) -> list[Open]:
     """The most promising nodes, the first of all ahead, with a few of each of the first `KEPT` grids."""
-    ranked = sorted(nodes, key=lambda node: node.guess_s)
-    return [ranked[place] for place in _few(key_of(node.shape) for node in ranked)]
-
-
-def _few(keys: Iterable[Key]) -> list[int]:
-    """Places of the first few of each of the first `KEPT` keys."""
-    taken: dict[Key, list[int]] = {}
-    for place, key in enumerate(keys):
+    taken: dict[Key, list[Open]] = {}
+    for node in sorted(nodes, key=lambda node: node.guess_s):
+        key = key_of(node.shape)
         if len(taken.get(key, ())) < KEPT_OF_A_KEY and (key in taken or len(taken) < KEPT):
-            taken.setdefault(key, []).append(place)
-    return [place for of_key in taken.values() for place in of_key]
+            taken.setdefault(key, []).append(node)
+    return [node for of_key in taken.values() for node in of_key]
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +161,7 @@ class Nodes:
         shapes, model = self.shapes, self.shapes.pricing.model
         mode = "none" if choice.whole == "any_modules" else choice.mode
         pp, vpp = shapes.shape.pp, shapes.shape.vpp
-        mean_s = (shapes.work_s(mode) - shapes.ends_s) / pp
+        mean_s = (shapes.work_s(mode) - shapes.ends_s()) / pp
         busiest = np.ceil(np.ceil(model.num_hidden_layers / pp) / vpp) * vpp / (model.num_hidden_layers / pp)
         fill_s = (pp - 1) * (mean_s / vpp + 2 * shapes.p2p_s)
         return shapes.shape.num_microbatches * mean_s * busiest + fill_s
@@ -351,8 +346,15 @@ class Frontier:
             return np.inf
         least_s = float(self._bound_s[lost].min())
         nearest = np.flatnonzero(lost)[np.argsort(self._guess_s[lost], kind="stable")[:LOOKED_AT]]
-        keys = (key_of(self._nodes[block].shapes.shape, row) for block, row, _ in self._place[nearest].tolist())
-        self.put_aside([self._open(int(nearest[place])) for place in _few(keys)])
+        rivals: dict[Key, list[int]] = {}
+        for index in nearest.tolist():
+            block, row, _ = self._place[index]
+            of_key = rivals.setdefault(key_of(self._nodes[block].shapes.shape, int(row)), [])
+            if len(of_key) < KEPT_OF_A_KEY:
+                of_key.append(index)
+            if len(rivals) >= KEPT:
+                break
+        self.put_aside([self._open(index) for of_key in rivals.values() for index in of_key])
         self._keep(~lost)
         return least_s
 

@@ -137,9 +137,9 @@ def find_layouts(
     if all_priced:
         count_misfits(case, all_priced[0][0], fitting, rejections)
     taken = [(_on_their_hosts(shapes.take(fitting)), tried) for shapes, tried in all_priced if len(fitting)]
-    kept = [(shapes, tried) for shapes, tried in taken if shapes.beaten is None or not shapes.beaten.all()]
-    priced = [(_with_sets(case, with_used_kernels(shapes)), tried) for shapes, tried in kept]
-    choices = {shapes.pricing.runtime: _choices(case, shapes) for shapes, _ in priced}
+    kept = [(_with_sets(case, with_used_kernels(shapes)), tried) for shapes, tried in taken if not shapes.is_beaten]
+    priced = [(shapes, tried) for (shapes, _), tried in kept]
+    choices = {shapes.pricing.runtime: ways for (shapes, ways), _ in kept}
     branch = Branch(limits, choices, deadline, rejections, most_ilps=MOST_FIRST_ILPS if is_first else np.inf)
     if known is not None:
         branch.keep(known)
@@ -194,7 +194,7 @@ def _promising(
         left = np.flatnonzero(np.any(promising, axis=0))
         kept = [without(each, ~mask).take(left) for each, mask in zip(kept, promising, strict=True)]
     pairs = zip(kept, (tried for _, tried in pricings), strict=True)
-    return [(each, tried) for each, tried in pairs if each.beaten is None or not each.beaten.all()]
+    return [(each, tried) for each, tried in pairs if not each.is_beaten]
 
 
 def _on_their_hosts(shapes: PricedShapes) -> PricedShapes:
@@ -203,16 +203,15 @@ def _on_their_hosts(shapes: PricedShapes) -> PricedShapes:
     return without(shapes, np.logical_not(fit))
 
 
-def _with_sets(case: Case, shapes: PricedShapes) -> PricedShapes:
-    """The shapes with every useful set of modules to recompute, where selective recompute is tried."""
-    ways = recompute_choices(case.model, shapes.pricing.runtime, case.limits)
-    return with_module_sets(shapes) if any(way.base == "selective" for way in ways) else shapes
+def _with_sets(case: Case, shapes: PricedShapes) -> tuple[PricedShapes, tuple[RecomputeChoice, ...]]:
+    """The shapes with every useful set of modules to recompute, where that is tried, and the ways to recompute.
 
-
-def _choices(case: Case, shapes: PricedShapes) -> tuple[RecomputeChoice, ...]:
-    """The ways to recompute that are tried; one way stands for all sets of modules where there are several."""
+    One way stands for all sets of modules where there are several.
+    """
     ways = recompute_choices(case.model, shapes.pricing.runtime, case.limits)
-    return ways if shapes.module_sets is None else tuple(ANY_SET if way == ONE_SET else way for way in ways)
+    if ONE_SET in ways and (shapes := with_module_sets(shapes)).module_sets is not None:
+        ways = tuple(ANY_SET if way == ONE_SET else way for way in ways)
+    return shapes, ways
 
 
 def _teller(news: News, branch: Branch, num_shapes: int, num_fitting: int) -> Callable[[float], None]:
@@ -240,6 +239,8 @@ def _stricter(runtime: RuntimeSpec) -> frozenset[str]:
 def recompute_choices(model: ModelSpec, runtime: RuntimeSpec, limits: SearchLimits) -> tuple[RecomputeChoice, ...]:
     """The ways to recompute that the trainer can be told with its recipe and the user allows."""
     allowed = limits.recompute or ("none", *(("selective",) if runtime.has_sequence_parallel else ()), "full")
+    if runtime.recomputes_unasked:
+        allowed = tuple(mode for mode in allowed if mode != "none")
     if not runtime.recomputes_layers:
         allowed = tuple(mode for mode in allowed if mode != "full")
     choices = []

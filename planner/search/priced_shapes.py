@@ -232,6 +232,15 @@ class PricedShapes:
         assert self.module_sets is not None
         return replace(self, table=self.module_sets.together, static={})
 
+    @property
+    def is_beaten(self) -> bool:
+        """True if another recipe beats every shape."""
+        return self.beaten is not None and bool(self.beaten.all())
+
+    def ranks_exist(self, num_ranks: int) -> BoolArray:
+        """True for the columns that are ranks of each shape."""
+        return np.arange(num_ranks)[None, :] < np.asarray(self.shape.pp)[:, None]
+
     def part(self, part: PartCost, quantity: str) -> FloatArray:
         """A quantity of a part for every shape; in a folded pipeline the head is priced beside its embedding."""
         if part is self.table.head:
@@ -307,27 +316,21 @@ class PricedShapes:
         }
         return [table.head, replace(table.mtp, **least)]
 
-    @property
-    def ends_s(self) -> FloatArray:
+    def ends_s(self, quantity: str = "total_s") -> FloatArray:
         """Seconds of a micro-batch in the embedding, the head and multi-token prediction."""
         parts = [self.table.embedding, *self.last_parts]
-        return np.asarray(np.sum([self.part(part, "total_s") for part in parts], axis=0))
+        return np.asarray(np.sum([self.part(part, quantity) for part in parts], axis=0))
 
-    def work_s(self, mode: Recompute) -> FloatArray:
+    def work_s(self, mode: Recompute, quantity: str = "total_s") -> FloatArray:
         """Seconds of one micro-batch through the whole model, forward and backward."""
         counts = self.pricing.kind_counts
-        layers = [count * self.part(self.table.layers[kind, mode], "total_s") for kind, count in counts.items()]
-        return np.asarray(self.ends_s + np.sum(layers, axis=0))
+        layers = [count * self.part(self.table.layers[kind, mode], quantity) for kind, count in counts.items()]
+        return np.asarray(self.ends_s(quantity) + np.sum(layers, axis=0))
 
     def trip_s(self, mode: Recompute, splits_backward: bool) -> FloatArray:
         """Seconds of one micro-batch's way through the model and back, without weight gradients that are split off."""
-        if not splits_backward:
-            return self.work_s(mode)
-        counts = self.pricing.kind_counts
-        parts = [(self.table.layers[kind, mode], count) for kind, count in counts.items()]
-        parts += [(part, 1) for part in (self.table.embedding, *self.last_parts)]
-        later = np.sum([n * self.part(part, "weight_grad_s") for part, n in parts], axis=0)
-        return np.asarray(self.work_s(mode) - later)
+        work_s = self.work_s(mode)
+        return work_s - self.work_s(mode, "weight_grad_s") if splits_backward else work_s
 
     @property
     def chunk_layers(self) -> FloatArray:

@@ -17,12 +17,12 @@ from itertools import chain
 from planner.answer import Offer, PricedLayout, RecipeGain, RecipeRefusal
 from planner.errors import SpecError
 from planner.layout.candidate import Candidate
-from planner.layout.variation import recipe_of, setting_of, settled, under
+from planner.layout.variation import other_values, recipe_of, setting_of, settled, under
 from planner.physics.kernels import is_narrow
 from planner.physics.stage_memory import fits_host
 from planner.search.case import Case, Deadline
 from planner.trainers.load import has_dtype, switches_of
-from planner.trainers.rules.recipe import Setting, broken_recipe_rules, has_effect
+from planner.trainers.rules.recipe import Setting, broken_recipe_rules
 from planner.trainers.spec import RuntimeSpec
 from planner.trainers.stated import (
     NARROW_DTYPES,
@@ -53,6 +53,8 @@ BUNDLES: tuple[Recipe, ...] = (
     {"sharding": "deepspeed", "liger": True},
     {"sharding": "deepspeed", "liger": True, "optimizer_offload": 1.0},
     {"token_drop": True, "dispatcher": "alltoall"},
+    {"memory_policy": "default"},
+    {"memory_policy": "sac_and_offload"},
     {"cuda_graph": "full_iteration", "nan_checks": False},
     {"cuda_graph": "full_iteration", "nan_checks": False, "dispatcher": "hybridep", "fused_experts": True},
     {
@@ -109,8 +111,7 @@ class Recipes:
         own = [{n: v for n, v in bundle.items() if n not in pinned and v in tried.get(n, ())} for bundle in known]
         bundles = [bundle for bundle in own if all(v in self.free.get(name, ()) for name, v in bundle.items())]
         runtimes = [switched(self.base, consented | dict(bundle)) for bundle in bundles]
-        legal = [runtime for runtime in runtimes if not any(broken_recipe_rules(self._setting(runtime)))]
-        return list(dict.fromkeys(legal)) or [self.base]
+        return list(dict.fromkeys(self._legal(runtimes))) or [self.base]
 
     def dividing(self) -> list[RuntimeSpec]:
         """Those of the starts that divide the states in another way than the trainer's own, or hold less of them."""
@@ -123,7 +124,7 @@ class Recipes:
         """The runtimes with activations on the host, where that is free to choose."""
         values = self.free.get("activation_offload", ())[1:]
         others = [switched(runtime, {"activation_offload": value}) for runtime in runtimes for value in values]
-        return [runtime for runtime in others if not any(broken_recipe_rules(self._setting(runtime)))]
+        return self._legal(others)
 
     @property
     def offers_offloading(self) -> bool:
@@ -132,17 +133,12 @@ class Recipes:
         held = limits.switches == "default" or name in (*pinned_by(self.case), *limits.allow)
         return not held and any(consent_of(name, v, hardware) for v in switches_of(self.case.runtime).get(name, ()))
 
-    def moves(self, candidate: Candidate) -> Iterator[tuple[str, Value, Candidate]]:
+    def moves(self, candidate: Candidate) -> Iterator[Candidate]:
         """Every legal change of one switch of a candidate that has an effect on it, priced on the same layout."""
-        for name, values in self.free.items():
-            row = SWITCHES[name]
-            if row.only_saves_memory or not has_effect(name, setting_of(candidate)):
-                continue
-            for value in values[1:] if row.is_free else values:
-                if value != row.value_of(candidate.pricing.runtime):
-                    moved = self.moved(candidate, {name: value})
-                    if moved is not None:
-                        yield name, value, moved
+        tried = {name: values[1:] if SWITCHES[name].is_free else values for name, values in self.free.items()}
+        for name, value in other_values(candidate, tried):
+            if not SWITCHES[name].only_saves_memory and (moved := self.moved(candidate, {name: value})) is not None:
+                yield moved
 
     def moved(self, candidate: Candidate, recipe: Recipe) -> Candidate | None:
         """The same layout with some switches at other values; None if a rule refuses them."""
@@ -188,7 +184,7 @@ class Recipes:
         """
         while not deadline.passed:
             best = candidate
-            for other in chain((other for _, _, other in self.moves(candidate)), self.module_moves(candidate)):
+            for other in chain(self.moves(candidate), self.module_moves(candidate)):
                 if deadline.left_s <= 0:
                     break
                 if other.step_s < best.step_s:
@@ -214,8 +210,10 @@ class Recipes:
                     candidate = plain
         return candidate
 
-    def _setting(self, runtime: RuntimeSpec) -> Setting:
-        return Setting(self.case.model, self.case.cluster, self.case.training, runtime)
+    def _legal(self, runtimes: Sequence[RuntimeSpec]) -> list[RuntimeSpec]:
+        """The runtimes whose recipes no rule refuses for the job."""
+        job = self.case.model, self.case.cluster, self.case.training
+        return [runtime for runtime in runtimes if not any(broken_recipe_rules(Setting(*job, runtime)))]
 
 
 def pinned(case: Case) -> Case:
@@ -328,7 +326,7 @@ def _offers(best: Candidate, recipes: Recipes) -> Iterator[Offer]:
         yield from sorted(found, key=lambda offer: offer.step_s)[: 1 if SWITCHES[name].only_saves_memory else None]
     for bundle in BUNDLES:
         needed = [name for name, value in bundle.items() if consent_of(name, value, hardware)]
-        if needed and not held & set(bundle) and any(name not in limits.allow for name in needed):
+        if needed and len(bundle) > 1 and not held & set(bundle) and any(name not in limits.allow for name in needed):
             name, value = next(iter(bundle.items()))
             yield from _offer(best, recipes, name, value, bundle)
     for dtype in NARROW_DTYPES:
@@ -374,15 +372,10 @@ def _offer(
 
 def _refusals(best: Candidate, recipes: Recipes) -> Iterator[RecipeRefusal]:
     """The values that the search may choose and a rule refuses beside the rest of the recipe."""
-    for name, values in recipes.free.items():
-        for value in values:
-            plainest = next(iter(SWITCHES[name].values))
-            if value in (plainest, SWITCHES[name].value_of(best.pricing.runtime)):
-                continue
-            if not has_effect(name, setting_of(best)):
-                continue
-            changed = switched(best.pricing.runtime, {name: value})
-            setting = replace(setting_of(best), runtime=changed)
-            rules = list(broken_recipe_rules(setting))
-            for rule in [] if any(rule.is_about_model for rule in rules) else rules[:1]:
-                yield RecipeRefusal(switch=name, value=value, rule=f"{rule.switch} {rule.says}")
+    for name, value in other_values(best, recipes.free):
+        if value == next(iter(SWITCHES[name].values)):
+            continue
+        changed = switched(best.pricing.runtime, {name: value})
+        rules = list(broken_recipe_rules(replace(setting_of(best), runtime=changed)))
+        for rule in [] if any(rule.is_about_model for rule in rules) else rules[:1]:
+            yield RecipeRefusal(switch=name, value=value, rule=f"{rule.switch} {rule.says}")

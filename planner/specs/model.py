@@ -133,6 +133,8 @@ class ModelSpec(Spec):
     """Sizes of each layer where they differ from the model's, `{}` where they do not; a shorter list repeats."""
     shares_keys: bool = False
     """Keys and values are an earlier layer's; said of layers by `layer_sizes`."""
+    shares_weights: bool = False
+    """All weights are an earlier layer's, which runs again; said of layers by `layer_sizes`."""
     per_layer_input_size: PositiveInt | None = Field(default=None, le=10**5)
     """Width of an embedding that each layer has of its own (Gemma 4 E); null for none."""
     per_layer_vocab_size: PositiveInt | None = Field(default=None, le=10**8)
@@ -197,6 +199,12 @@ class ModelSpec(Spec):
     """A map of n × n weights mixes the streams; false where halves of layers alone add to them (Hunyuan 4)."""
     weighs_streams: bool = True
     """The head reads streams by weights of their own; false where it reads their mean (GLM-5 Next)."""
+    stream_rank: PositiveInt | None = None
+    """Rank of the weights by which half a layer reads each feature of the streams, which are normed (Qwen4)."""
+    ngram_size: PositiveInt | None = Field(default=None, le=10**6)
+    """Width of an embedding of n-grams that a layer adds to the streams; said of layers by `layer_sizes` (Qwen4)."""
+    ngram_parameters: NonNegativeInt = Field(default=0, le=10**13)
+    """Parameters of its table."""
     attn_res_block_size: PositiveInt | None = None
     """Layers between snapshots of the residual, to all of which every half layer attends (Kimi-K3); null for none."""
     mamba: MambaSpec | None = None
@@ -260,7 +268,7 @@ class ModelSpec(Spec):
         if self.sliding_window is not None and self.attention_chunk_size is not None:
             raise ValueError("sliding_window and attention_chunk_size: both given, layers slide or attend in chunks")
         self._check_patterns()
-        if not (self.pre_norms or self.post_norms):
+        if not (self.pre_norms or self.post_norms or self.stream_rank):
             raise ValueError("pre_norms and post_norms: both false, a layer needs norms before or after its halves")
         if any(kind.mlp == "dense" and self.of_layer(kind).intermediate_size is None for kind in self.kinds):
             raise ValueError("intermediate_size is missing and the model has dense layers")
@@ -459,6 +467,8 @@ class VisionSpec(Spec):
     """Parameters beside the layers and the weights of products: norms, biases, positions."""
     image_tokens: PositiveInt = Field(default=1024, le=2**27)
     """Tokens of the language model that an image becomes; of the sequence where the next field says so."""
+    tile_tokens: PositiveInt | None = None
+    """Those of a tile, which the tower sees by itself (InternVL, LLaVA-NeXT); null where it sees whole images."""
     in_sequence: bool = True
     """The tokens are part of the sequence; false where `cross` layers alone read them (Llama 3.2 Vision)."""
     images_per_sequence: PositiveInt = Field(default=1, le=10**6)

@@ -81,6 +81,12 @@ class LayerSizesSpec(Spec):
     """Latent attention."""
     vector_parameters: NonNegativeInt | None = None
     """Parameters of a layer that are vectors."""
+    shares_weights: bool | None = None
+    """All weights are those of an earlier layer, which runs again (Ouro)."""
+    ngram_size: PositiveInt | None = None
+    """Width of an embedding of n-grams that the layer adds to the streams."""
+    ngram_parameters: NonNegativeInt | None = None
+    """Parameters of its table."""
 
 
 class MambaSpec(Spec):
@@ -181,6 +187,8 @@ class IndexerSpec(Spec):
     """Width of such a head."""
     index_topk: PositiveInt
     """Keys that each query attends to."""
+    tokens_per_key: PositiveInt = 1
+    """Tokens whose keys are pooled to the one that is scored (Qwen4, GLM-5 Next)."""
     weighs_heads: bool = True
     """A weight for each head and token, of a projection of its own (not in MiniMax-M3)."""
 
@@ -219,6 +227,8 @@ class MoESpec(Spec):
     """Routed experts that each token visits (top-k)."""
     moe_intermediate_size: PositiveInt
     """Width of one routed expert."""
+    image_expert_intermediate_size: NonNegativeInt = 0
+    """Width of as many experts again, to which tokens of images go (ERNIE-4.5-VL); 0 for none."""
     shared_expert_intermediate_size: NonNegativeInt = 0
     """Total width of the shared experts, which every token visits; 0 for none."""
     shared_expert_gate: bool = False
@@ -264,6 +274,11 @@ class MoESpec(Spec):
     """A norm over what experts give in that width, before it is projected back (Kimi-K3)."""
     router_z_loss_coef: NonNegativeFloat = 0.0
     """Weight of the loss on the square of the logits' log-sum-exp (ST-MoE)."""
+
+    @property
+    def image_ratio(self) -> float:
+        """Parameters of the experts for images over those of the others."""
+        return self.image_expert_intermediate_size / self.moe_intermediate_size
 
     @model_validator(mode="after")
     def _top_k_exists(self) -> Self:

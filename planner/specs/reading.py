@@ -99,28 +99,28 @@ def whole_number(digits: str) -> int | float:
 
 def read_text(path: str | Path, max_bytes: int = MAX_BYTES) -> str:
     """The text of a small file; SpecError when it is missing, a directory, locked, huge or binary."""
-    where, data = label(path), _read(path, max_bytes)
-    if len(data) > max_bytes:
-        raise SpecError(
-            f"{where}: is larger than {max_bytes:,} bytes, too large for a spec", "name a YAML or JSON file"
-        )
-    if b"\0" in data:
-        raise SpecError(f"{where}: is a binary file", "name a YAML or JSON file")
+    refused = refusing(label(path), "name a YAML or JSON file")
+    data = _of_text(path, max_bytes, refused)
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise SpecError(f"{where}: is not UTF-8 text (byte {error.start})", "name a YAML or JSON file") from None
+        raise refused(f"is not UTF-8 text (byte {error.start})") from None
+
+
+def _of_text(path: str | Path, max_bytes: int, refused: Callable[[str], SpecError]) -> bytes:
+    """The bytes of a file that may be a text of so many bytes."""
+    data = _read(path, max_bytes)
+    if len(data) > max_bytes:
+        raise refused(f"is larger than {max_bytes:,} bytes, too large for a spec")
+    if b"\0" in data:
+        raise refused("is a binary file")
+    return data
 
 
 def read_configuration_text(path: str | Path) -> str:
     """The text of a trainer's configuration; characters that are no UTF-8 are replaced."""
-    where, data = label(path), _read(path, CONFIGURATION.num_bytes)
-    hint = "give a script, YAML, Python, TOML or JSON file"
-    if len(data) > CONFIGURATION.num_bytes:
-        raise SpecError(f"{where}: is no configuration: it is larger than {CONFIGURATION.num_bytes:,} bytes", hint)
-    if b"\0" in data:
-        raise SpecError(f"{where}: is no configuration: it is a binary file", hint)
-    return data.decode("utf-8-sig", errors="replace")
+    refused = refusing(f"{label(path)}: is no configuration", "give a script, YAML, Python, TOML or JSON file")
+    return _of_text(path, CONFIGURATION.num_bytes, refused).decode("utf-8-sig", errors="replace")
 
 
 def text_beside(path: Path) -> str | None:
@@ -131,6 +131,11 @@ def text_beside(path: Path) -> str | None:
         return _as_utf8(path.read_bytes()).decode("utf-8-sig", errors="replace")
     except (OSError, ValueError):  # the latter of a NUL in the name
         return None
+
+
+def refusing(what: str, hint: str) -> Callable[[str], SpecError]:
+    """The error of a problem in a text, which begins with `what`."""
+    return lambda problem: SpecError(f"{what}: {problem}".removeprefix(": "), hint)
 
 
 def refuse_longer(text: str, max_characters: int, refused: Callable[[str], SpecError]) -> None:
@@ -200,10 +205,7 @@ def parse_json(
 
 def json_value(text: str | bytes, where: str, hint: str, limits: InputLimits = JSON, keeps_last: bool = False) -> Any:
     """The value that a text holds, as `parse_json`; raises NotJsonError where the text is none of JSON's."""
-
-    def refused(problem: str) -> SpecError:
-        return SpecError(f"{where}: not JSON: {problem}".removeprefix(": "), hint or "give a smaller file")
-
+    refused = refusing(f"{where}: not JSON", hint or "give a smaller file")
     try:
         text = text.decode() if isinstance(text, bytes) else text
         refuse_longer(text, limits.num_bytes, refused)
@@ -401,14 +403,11 @@ def parse_mapping(text: str, where: str, limits: InputLimits = JSON) -> dict[str
     return data
 
 
-def parse_rows(text: str, problem: str, hint: str, limits: InputLimits = CSV) -> Iterator[list[str]]:
-    """Rows of cells. Raises SpecError, which begins with `problem`, for what is no CSV and beyond the limits."""
-
-    def refused(reason: str) -> SpecError:
-        return SpecError(f"{problem}: {reason}", hint)
-
-    refuse_longer(text, limits.num_bytes, refused)
-    refuse_signs(text, ",\n", limits.num_items, refused)
+def parse_rows(text: str, problem: str, hint: str) -> Iterator[list[str]]:
+    """Rows of cells. Raises SpecError, which begins with `problem`, for what is no CSV and beyond the CSV."""
+    refused = refusing(problem, hint)
+    refuse_longer(text, CSV.num_bytes, refused)
+    refuse_signs(text, ",\n", CSV.num_items, refused)
     try:
         yield from csv.reader(io.StringIO(text))
     except csv.Error as error:
@@ -428,23 +427,20 @@ _DOTTED = re.compile(rf"(?<![\w\"'-])(?:[\w\"'-]++[ \t]*+\.[ \t]*+){{{_MAX_DOTS}
 """A key of so many parts: tomllib keeps every beginning of it, and thousands of parts fill gigabytes."""
 
 
-def parse_toml(text: str, where: str, hint: str, limits: InputLimits = TOML) -> dict[str, Any]:
-    """The tables of a text. Raises SpecError, which names `where`, for anything else and beyond the limits."""
-
-    def refused(problem: str) -> SpecError:
-        return SpecError(f"{where}: not TOML: {problem}".removeprefix(": "), hint)
-
-    refuse_longer(text, limits.num_bytes, refused)
-    refuse_signs(text, ",=[{.", limits.num_items, refused)
+def parse_toml(text: str, where: str, hint: str) -> dict[str, Any]:
+    """The tables of a text. Raises SpecError, which names `where`, for anything else and beyond the TOML."""
+    refused = refusing(f"{where}: not TOML", hint)
+    refuse_longer(text, TOML.num_bytes, refused)
+    refuse_signs(text, ",=[{.", TOML.num_items, refused)
     if _DOTTED.search(text):
         raise refused(f"a key of more than {_MAX_DOTS} parts")
     try:
         data = tomllib.loads(text)
     except RecursionError:
-        raise refused(f"nested more than {limits.depth:,} deep") from None
+        raise refused(f"nested more than {TOML.depth:,} deep") from None
     except ValueError as error:  # a TOMLDecodeError is one, and an integer of thousands of digits is another
         raise refused(printable(str(error))) from None
-    refuse_depth(data, limits.depth, refused)
+    refuse_depth(data, TOML.depth, refused)
     return data
 
 
@@ -458,15 +454,12 @@ def num_signs(text: str) -> int:
     return sum(1 for _ in _SIGN.finditer(text))
 
 
-def parse_python(text: str, where: str, hint: str, limits: InputLimits = PYTHON) -> ast.Module:
-    """The tree of a file. Raises SpecError, which names `where`, for anything else and beyond the limits."""
-
-    def refused(problem: str) -> SpecError:
-        return SpecError(f"{where}: not Python: {problem}".removeprefix(": "), hint)
-
-    refuse_longer(text, limits.num_bytes, refused)
-    if num_signs(text) > limits.num_items:
-        raise refused(f"more than {limits.num_items:,} words and signs")
+def parse_python(text: str, where: str, hint: str) -> ast.Module:
+    """The tree of a file. Raises SpecError, which names `where`, for anything else and beyond the PYTHON."""
+    refused = refusing(f"{where}: not Python", hint)
+    refuse_longer(text, PYTHON.num_bytes, refused)
+    if num_signs(text) > PYTHON.num_items:
+        raise refused(f"more than {PYTHON.num_items:,} words and signs")
     try:
         tree: ast.Module = _quiet(text, "exec")
         return tree

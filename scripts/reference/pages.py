@@ -171,7 +171,7 @@ def gap() -> str:
         "|---|---|---|---|---|",
     ]
     for name, row in GAP_ROWS.items():
-        seen = [_sentence(see.__doc__) for see in row.looks]
+        seen = [row.evidence] * bool(row.evidence)
         seen += ["The log's own arguments."] if row.switches or not seen else []
         priced = ", ".join(f"`{switch}`" for switch in row.switches)
         helps = "; ".join(filter(None, (row.helps, priced)))

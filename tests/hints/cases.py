@@ -114,7 +114,7 @@ NOT_TYPED: dict[tuple[str, str], str] = {
     ("cli/inputs.py", "--images {number}"): _IMAGES, ("cli/inputs.py", "config.json of one that has"): _IMAGES,
     ("cli/options.py", "write {row.name} {example}"): _PROSE,
     ("cli/options.py", "leave {row.name} out"): "it is to type nothing",
-    ("cli/schedule.py", "plan schedule 1f1b --pp 4"): _PROSE, ("cli/schedule.py", "a number above 0"): _PROSE,
+    ("cli/schedule.py", "plan schedule 1f1b --pp 4"): _PROSE,
     ("cli/schedule.py", "--sizes 1,1,2"): _PROSE, ("cli/schedule.py", "{option} 1"): _PROSE,
     ("cli/plan_command.py", "write plan {command}"): _PROSE,
     ("errors.py", "--debug"): "it is shown for a defect alone",

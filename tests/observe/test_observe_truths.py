@@ -5,20 +5,18 @@ Signals beside the steps: memory over steps, waits for data, retries of the allo
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 import yaml
-from test_observe_table import BATCH, LINE, OLD
-from written import BEGIN_S, LLAMA_8B, arguments, clock, iteration, iterations, mllog, read
+from written import BEGIN_S, LLAMA_8B, arguments, iteration, iterations, mllog, read
 
 from planner.errors import SpecError
 from planner.observe.gap_rows import RunFiles
 from planner.observe.judge import shown_rows
 from planner.observe.observation import MemorySeries, Observation
 from planner.observe.record import MOST_VALUES, RunRecord
-from planner.specs.units import GB, GIB, MIB
+from planner.specs.units import GIB, MIB
 
 TABLES = yaml.safe_load((Path(__file__).parent / "tables.yaml").read_text())
 
@@ -109,82 +107,6 @@ def test_a_file_that_is_not_read_says_what_it_looks_like(tmp_path: Path, line: s
     with pytest.raises(SpecError, match=what) as refused:
         read(tmp_path, f"{line}\n" * 5)
     assert hint in refused.value.hint
-
-
-def test_an_excerpt_of_torchtitan_is_told(tmp_path: Path) -> None:
-    # pytorch/torchtitan issue 708: the line of step 1 is not quoted
-    lines = (
-        "1: [rank0]:2024-11-27 14:28:39,087 - root - INFO - Training starts at step 1, with local batch size 1, global "
-        "batch size 32, sequence length 8192, total steps 1000 (warmup 200)\n"
-        "0: [rank0]:2024-11-27 14:29:40,378 - root - INFO - step: 10  loss:  1.5568  memory: 26.47GiB(33.47%)  wps: "
-        "1,786  mfu: 10.46%\n"
-    )
-    seen = read(tmp_path, lines)
-    assert seen.step_s == pytest.approx(4.587, rel=1e-3)
-    assert seen.peak_memory_bytes == round(26.47 * GIB)
-    assert any("excerpt" in note for note in seen.notes)
-
-
-MAXTEXT = """\
-completed step: 0, seconds: 1.353, TFLOP/s/device: 1674.038, Tokens/s/device: 36325.072, loss: 10.874
-completed step: 1, seconds: 12.444, TFLOP/s/device: 182.028, Tokens/s/device: 3949.842, loss: 10.410
-completed step: 2, seconds: 0.002, TFLOP/s/device: 917442.589, Tokens/s/device: 19907654.921, loss: 10.043
-completed step: 3, seconds: 11.715, TFLOP/s/device: 193.354, Tokens/s/device: 4195.595, loss: 9.774
-completed step: 4, seconds: 11.645, TFLOP/s/device: 194.526, Tokens/s/device: 4221.032, loss: 9.610
-"""
-VERL = (
-    "step:1 - training/global_step:1 - timing_s/gen:698.88 - timing_s/agent_loop/slowest/tool_calls:0.0 - "
-    "timing_s/update_actor:327.78 - timing_s/step:1268.49 - perf/total_num_tokens:5322462 - perf/throughput:524.49"
-)
-AUTOMODEL = "\n".join(
-    json.dumps(
-        {"step": n, "timestamp": f"{clock(BEGIN_S + n)}.0", "mem": 26.9, "tps": 18000.0, "num_tokens_per_step": 18000}
-    )
-    for n in range(12)
-)
-
-
-def repeated(line: str, count: int = 20) -> str:
-    return "\n".join(line.replace("<n>", str(n)) for n in range(3, 3 + count))
-
-
-AUTOMODEL_LINES = "\n".join(
-    f"{clock(BEGIN_S + 4 * n)} | INFO | root | step {n} | epoch 0 | loss 0.6 | lr 1.00e-05 | mem 31.55 GiB | "
-    "tps 8000.00(1000.00/gpu) | num_label_tokens 26779"
-    for n in range(60)
-)
-SWIFT = "\n".join(
-    f"{{'loss': 0.4, 'memory(GiB)': 69.19, 'train_speed(iter/s)': 0.01, 'global_step/max_steps': '{n}/94', "
-    f"'percentage': '1%', 'elapsed_time': '{n}m 0s', 'remaining_time': '2h 5m 59s'}}"
-    for n in range(1, 30)
-)
-NANOGPT = repeated("iter <n>: loss 3.7, time 562.50ms, mfu 30.1%")
-LLM_C = repeated(
-    "step    <n>/19560 | loss 7.5 (+nanz)| norm 2.1 | lr 3.00e-06 | 250.00 ms | 42.6% bf16 MFU | 1715350 tok/s"
-)
-COMPOSER = repeated("[batch=<n>/4800]:\n\t Train throughput/batches_per_sec: 0.1250")
-OLMO = repeated("[step=<n>/739328]\n    throughput/device/batches_per_second=0.2500")
-NEMO_RL = repeated("===================== Step <n>/100 =====================\n  • Total step time: 64.25s")
-DEEPSPEED_PIPE = repeated("steps: <n> loss: 9.1 iter time (s): 1.250 samples/sec: 204.800")
-
-
-@pytest.mark.parametrize(
-    ("text", "kind", "step_s", "num_gpus"),
-    [
-        (MAXTEXT, "maxtext", 11.68, None), (VERL, "verl", 1268.49, 8), (AUTOMODEL, "table", 1.0, None),
-        (AUTOMODEL_LINES, "progress bar", 4.0, 8), (SWIFT, "progress bar", 60.0, None),
-        (NANOGPT, "nanogpt", 0.5625, None), (LLM_C, "llm.c", 0.25, None), (COMPOSER, "composer", 8.0, None),
-        (OLMO, "olmo", 4.0, None), (NEMO_RL, "nemo-rl", 64.25, None), (DEEPSPEED_PIPE, "deepspeed", 1.25, None),
-    ],
-)  # fmt: skip
-def test_lines_of_other_trainers(tmp_path: Path, text: str, kind: str, step_s: float, num_gpus: int | None) -> None:
-    seen = read(tmp_path, text)
-    assert (seen.sources[0].format, seen.facts.num_gpus) == (kind, num_gpus)
-    assert seen.step_s == pytest.approx(step_s)
-    if kind == "verl":
-        assert {timer.name for timer in seen.timers} == {"gen", "update_actor"}
-    if kind == "table":
-        assert seen.peak_memory_bytes == round(26.9 * GIB)
 
 
 def bars(total: int, every: int, step_s: float, begin_s: float = 0.0) -> list[str]:
@@ -314,76 +236,6 @@ def test_megatron_memory_over_steps_is_the_fullest_ranks(tmp_path: Path) -> None
     assert allocated.num_bytes == tuple((5000 + 10 * step) * MIB for step in range(1, 5))
     assert series(seen, "allocated", True).num_bytes == (6500 * MIB,) * 4
     assert (reserved.rank, set(reserved.num_bytes)) == (0, {7000 * MIB})
-
-
-def test_torchtitan_memory_over_steps(tmp_path: Path) -> None:
-    lines = [
-        LINE.replace("step: 200", f"step: {200 + step}").replace("50,322", f"{50 + step},322").replace("49.66", size)
-        for step, size in enumerate(("49.66", "49.70", "50.10", "51.00"))
-    ]
-    seen = series(read(tmp_path, "\n".join(lines)), "reserved", True)
-    assert (seen.rank, seen.steps) == (0, (200, 201, 202, 203))
-    assert seen.num_bytes == tuple(round(size * GIB) for size in (49.66, 49.7, 50.1, 51.0))
-
-
-def test_deepspeed_memory_in_use_and_at_most(tmp_path: Path) -> None:
-    # DeepSpeed issue 522
-    usage = (
-        "[2022-02-21 23:35:27,338] [INFO] [utils.py:827:see_memory_usage] MA 4.96 GB         Max_MA 5.09 GB         "
-        "CA 6.39 GB         Max_CA 6 GB"
-    )
-    seen = read(tmp_path, "\n".join([BATCH, *(OLD.format(step) for step in (10, 20, 30)), usage]))
-    now = series(seen, "allocated", False)
-    assert (now.steps, now.num_bytes) == ((10, 20, 30), tuple(round(size * GIB) for size in (1.75, 1.75, 4.96)))
-    assert seen.memory[0].max_reserved_bytes == round(6.39 * GIB)
-    assert seen.peak_memory_bytes == round(5.09 * GIB)
-
-
-def test_bridge_and_primus_memory_over_steps(tmp_path: Path) -> None:
-    bridge = [
-        f"{iteration(step, 2.0)} mem-allocated-gigabytes: {10 + step} | mem-max-allocated-gigabytes: {20 + step} |"
-        for step in range(1, 4)
-    ]
-    seen = read(tmp_path, "\n".join(bridge))
-    assert series(seen, "allocated", False).num_bytes == (11 * GB, 12 * GB, 13 * GB)
-    assert series(seen, "allocated", True).num_bytes == (21 * GB, 22 * GB, 23 * GB)
-    primus = [
-        f"{iteration(step, 2.0)} hip mem usage/free/total/usage_ratio: {100 + step}.00GB/73.00GB/191.00GB/61.48% |"
-        for step in range(1, 4)
-    ]
-    assert series(read(tmp_path, "\n".join(primus)), "device", False).num_bytes == (101 * GIB, 102 * GIB, 103 * GIB)
-
-
-def test_nemo_memory_over_steps(tmp_path: Path) -> None:
-    # NeMo issue 14850
-    line = (
-        " 0: Training epoch 0, iteration {0}/29 | lr: 5.389e-06 | global_batch_size: 512 | global_step: {0} | "
-        "max_memory_reserved: 57466159104 | max_memory_allocated: 53930270720 | reduced_train_loss: 10.22 | "
-        "train_step_timing in s: 27.01 | consumed_samples: 4608 | TFLOPS_per_GPU: 48.58"
-    )
-    seen = read(tmp_path, "\n".join(line.format(step) for step in range(8, 11)))
-    assert series(seen, "reserved", True).num_bytes == (57466159104,) * 3
-    assert (seen.peak_memory_bytes, seen.peak_memory_kind) == (53930270720, "allocated")
-
-
-def test_columns_of_a_table(tmp_path: Path) -> None:
-    head = "step,step_time_s,memory/max_reserved(GiB),mem_gb,time_metrics/data_loading(s),memory/num_alloc_retries"
-    rows = [f"{step},2.0,{40 + step},{30 + step},{0.5 if step == 4 else 0.1},{step}" for step in range(1, 5)]
-    seen = read(
-        tmp_path, "\n".join([f"{head},gpu_power_w,sm_clock_mhz,cpu_mem_gb", *(f"{row},690,1755,900" for row in rows)])
-    )
-    assert series(seen, "reserved", True).num_bytes == tuple((40 + step) * GIB for step in range(1, 5))
-    assert series(seen, "device", False).num_bytes[-1] == 34 * GB
-    assert seen.data_s == pytest.approx(0.2)
-    assert (seen.num_alloc_retries, seen.watts_per_gpu, seen.clock_mhz) == (4, 690, 1755)
-    assert any("mem_gb" in note and "10^9" in note for note in seen.notes)
-
-
-def test_torchtitan_metrics_exported_as_a_table(tmp_path: Path) -> None:
-    seen = read(
-        tmp_path, "Step,time_metrics/end_to_end(s),memory/max_active(GiB)\n10,1.4,44.1\n20,1.5,44.2\n30,1.4,44.3\n"
-    )
-    assert (seen.step_s, series(seen, "allocated", True).num_bytes[-1]) == (1.4, round(44.3 * GIB))
 
 
 def test_megatron_waits_for_batches(tmp_path: Path) -> None:

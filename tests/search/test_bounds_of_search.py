@@ -272,7 +272,7 @@ def test_the_first_rank_exchanges_what_it_holds(network_gb_per_s: float) -> None
     table, kinds, steps = priced.table, problem.model.kinds, np.asarray(priced.shape.num_microbatches)
     each = [np.array([f(priced, kind, table.layers[kind, "none"]) for kind in kinds]) for f in (beyond_s, showing_s)]
     times = priced.layer_s("none")
-    work, others = priced.work_s("none") - priced.ends_s, np.asarray(priced.shape.pp) - 1
+    work, others = priced.work_s("none") - priced.ends_s(), np.asarray(priced.shape.pp) - 1
     pipeline_s = steps * work / np.asarray(priced.shape.pp)
     least = np.full(len(work), np.inf)
     for held in product(range(4), range(4)):

@@ -340,3 +340,14 @@ def test_a_key_by_another_name_is_named(name: str, caplog: pytest.LogCaptureFixt
                     assert other.removesuffix("_config") in caplog.text
                     told += 1
     assert told > 1
+
+
+def test_layers_that_run_again_have_no_weights_of_their_own() -> None:
+    once, four = (from_config({"model_type": "ouro", "total_ut_steps": times}, "x") for times in (1, 4))
+    runtime = load_runtime("hf")
+    totals = [model_totals(model, runtime, 4096) for model in (once, four)]
+    assert totals[0].num_parameters == totals[1].num_parameters
+    head = 6 * once.vocab_size * once.hidden_size
+    flops = [each.model_flops_per_token - head for each in totals]
+    assert flops[1] == pytest.approx(4 * flops[0])
+    assert len(four.layers) == 96

@@ -384,7 +384,38 @@ SINKHORN_KERNELS = 2 * 20 * 2
 """Kernels that 20 rounds of normalizing rows and columns are where nothing fuses them: a sum and a division each."""
 
 
-def gather_streams(name: str, model: ModelSpec, shape: Shape, runtime: RuntimeSpec) -> tuple[Operator, Operator]:
+def _featurewise(
+    name: str, rank: int, parameters: Number, model: ModelSpec, shape: Shape, runtime: RuntimeSpec
+) -> Iterator[Operator]:
+    """The mean of the normed streams, each feature weighted by a sigmoid of all of them through a low rank."""
+    tokens, width = shape.shard_tokens, model.num_residual_streams * model.hidden_size
+    for part, columns, inputs, norms in (("down", rank, width, parameters), ("up", width, rank, 0)):
+        yield Operator(
+            name=f"{name} maps {part}", kind="gemm", m=tokens, n=columns, k=inputs, parameters=width * rank + norms,
+            saved=(Saved(f"{part} input", (tokens, inputs)), Saved(part, (tokens, columns))),
+        )  # fmt: skip
+    streams = _passes(f"{name} streams in", (3 * width, width + model.hidden_size), shape, runtime)
+    yield replace(streams, saved=(Saved("streams", (tokens, width)),))
+
+
+def ngrams(size: int, model: ModelSpec, shape: Shape, runtime: RuntimeSpec) -> Iterator[Operator]:
+    """Embeddings of n-grams, whose projected values every stream adds through a gate and a convolution (Qwen4)."""
+    tokens, hidden = shape.shard_tokens, model.hidden_size
+    width, moved = model.num_residual_streams * hidden, BF16 * tokens * size
+    yield Operator(
+        name="n-gram embeddings", kind="elementwise", family="embedding", forward_bytes=2 * moved,
+        backward_bytes=2 * moved, forward_kernels=2, backward_kernels=3, parameters=model.ngram_parameters / shape.tp,
+    )  # fmt: skip
+    columns = width + hidden
+    yield Operator(
+        name="n-gram keys, values", kind="gemm", m=tokens, n=columns, k=size, parameters=columns * size,
+        saved=(Saved("embeddings", (tokens, size)), Saved("keys, values", (tokens, columns))),
+    )  # fmt: skip
+    gates = _passes("n-gram gates", (5 * width, 3 * width), shape, runtime)
+    yield replace(gates, saved=(Saved("streams", (tokens, 3 * width)),))
+
+
+def gather_streams(name: str, model: ModelSpec, shape: Shape, runtime: RuntimeSpec) -> tuple[Operator, ...]:
     """The maps of a half layer, and the sum of n streams that it reads.
 
     The maps are n weights before, n behind and n² across: a product of all streams, normed, in fp32, by n·h × (2 + n)·n
@@ -392,6 +423,9 @@ def gather_streams(name: str, model: ModelSpec, shape: Shape, runtime: RuntimeSp
     """
     streams, tokens = model.num_residual_streams, shape.shard_tokens
     width, kinds = streams * model.hidden_size, 2 + model.mixes_streams
+    if model.stream_rank is not None:
+        back = Operator(name=f"{name} maps back", kind="gemm", m=tokens, n=streams, k=width, parameters=streams * width)
+        return (*_featurewise(name, model.stream_rank, width, model, shape, runtime), back)
     maps = (2 + streams * model.mixes_streams) * streams
     product = Operator(
         name=f"{name} maps", kind="gemm", wide=True, m=tokens, n=maps, k=width, parameters=maps * width + maps + kinds,
@@ -424,6 +458,9 @@ def join_streams(model: ModelSpec, shape: Shape, runtime: RuntimeSpec) -> tuple[
     streams, tokens = model.num_residual_streams, shape.shard_tokens
     width = streams * model.hidden_size
     passes = _passes("head streams in", (2 * width, model.hidden_size), shape, runtime)
+    if model.stream_rank is not None:
+        # no norm behind: the head's own has the weights of one stream's
+        return tuple(_featurewise("head", model.stream_rank, width - model.hidden_size, model, shape, runtime))
     if not model.weighs_streams:
         return (passes,)
     product = Operator(

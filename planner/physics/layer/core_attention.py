@@ -41,10 +41,10 @@ def indexer(model: ModelSpec, shape: Shape, runtime: RuntimeSpec) -> Iterator[It
         saved=(Saved("statistics", (2, tokens), dtype="fp32"), Saved("index k normed", (tokens, width))),
     )  # fmt: skip
     if runtime.fuses_sparse_attention:
-        yield scores(spec, shape, shape.seq_length)
+        yield scores(spec, shape, shape.seq_length / spec.tokens_per_key)
     else:
         yield from _written_scores(spec, shape)
-    yield choice(spec, shape, shape.seq_length)
+    yield choice(spec, shape, shape.seq_length / spec.tokens_per_key)
 
 
 def scores(spec: IndexerSpec, shape: Shape, keys: Number) -> Operator:
@@ -57,7 +57,7 @@ def scores(spec: IndexerSpec, shape: Shape, keys: Number) -> Operator:
 
 def _written_scores(spec: IndexerSpec, shape: Shape) -> Iterator[Operator]:
     """The same in fp32, head by head in memory, where they are cut off at zero, weighted and summed."""
-    keys, core = shape.seq_length, ("core_attn",)
+    keys, core = shape.seq_length / spec.tokens_per_key, ("core_attn",)
     written = Saved("index scores", (shape.tokens, spec.index_n_heads, keys), core, dtype="fp32")
     yield Operator(
         name="index scores", kind="gemm", weight=False, in_fp32=True, modules=core, count=shape.micro_batch_size,

@@ -234,11 +234,7 @@ def nearest_miss(case: Case) -> Miss | None:
 
     Layers are split as trainers split them by default, since such a layout can be written in one command line.
     """
-    shapes = _smallest(case)
-    if shapes is None:
-        return None
-    pairs = _candidates(case, shapes.take(_ranked(case, shapes)[:PROMISING]))
-    misses = (Miss(*pair) for pair in pairs if not pair[1].fits)
+    misses = (Miss(*pair) for pair in _candidates(case, _smallest(case)) if not pair[1].fits)
     return min(misses, key=lambda miss: miss.shortfall_bytes, default=None)
 
 
@@ -251,26 +247,19 @@ def fitting_candidate(case: Case) -> Candidate | None:
     shapes = None if shapes is None else _with_room(case, shapes)
     if shapes is None or not len(shapes.kernel):
         return None
-    ranked = _ranked(case, shapes)
-    even = (candidate for _, candidate in _candidates(case, shapes.take(ranked[:PROMISING]), lightest_alone=True))
-    piped = ranked[np.asarray(shapes.shape.pp)[ranked] > 1][:SPLIT]
+    even = (candidate for _, candidate in _candidates(case, shapes, lightest_alone=True))
+    piped = np.flatnonzero(np.asarray(shapes.shape.pp) > 1)[:SPLIT]
     return next(filter(attrgetter("fits"), even), None) or next(_split_by_room(case, shapes.take(piped)), None)
 
 
 def least_lack_bytes(case: Case) -> float:
     """The fewest bytes that a layout of the most promising shapes lacks, split evenly; none, or fewer, if it fits."""
-    shapes, least = _smallest(case), inf
-    if shapes is not None:
-        for _, candidate in _candidates(case, shapes.take(_ranked(case, shapes)[:PROMISING]), lightest_alone=True):
-            least = min(least, max(candidate.excess_bytes))
-            if least <= 0:
-                break
+    least = inf
+    for _, candidate in _candidates(case, _smallest(case), lightest_alone=True):
+        least = min(least, max(candidate.excess_bytes))
+        if least <= 0:
+            break
     return least
-
-
-def _ranked(case: Case, shapes: PricedShapes) -> IntArray:
-    """The shapes, first those that probably need least memory."""
-    return np.argsort(_estimate_bytes(shapes, modes_allowed(case)), kind="stable")
 
 
 def _with_room(case: Case, shapes: PricedShapes) -> PricedShapes:
@@ -285,7 +274,7 @@ def _with_room(case: Case, shapes: PricedShapes) -> PricedShapes:
 
 def _split_by_room(case: Case, shapes: PricedShapes) -> Iterator[Candidate]:
     """Layouts of plain 1F1B that fit, with layers split so."""
-    for _, candidate in _candidates(case, shapes, lightest_alone=True):
+    for _, candidate in _candidates(case, shapes, SPLIT, lightest_alone=True):
         mode = candidate.split.recompute
         choice = RecomputeChoice("none", "all") if mode == "full" else RecomputeChoice(mode, "none")
         yield from (
@@ -326,13 +315,17 @@ def _of_least_batch(case: Case) -> Case:
 
 
 def _smallest(case: Case) -> PricedShapes | None:
-    """The legal shapes with the smallest micro-batch that may be, priced; None if there is none."""
+    """The legal shapes with the smallest micro-batch that may be, priced; None if there is none.
+
+    First come those that probably need least memory.
+    """
     legal_shapes, _ = enumerate_shapes(_of_least_batch(case))
     if not np.size(legal_shapes.tp) and len(case.limits.micro_batch_size or ()) > 1:
         legal_shapes, _ = enumerate_shapes(case)
     if not np.size(legal_shapes.tp) or not modes_allowed(case):
         return None
-    return priced_shapes(_of_bytes(case, case.runtime), legal_shapes)
+    shapes = priced_shapes(_of_bytes(case, case.runtime), legal_shapes)
+    return shapes.take(np.argsort(_estimate_bytes(shapes, modes_allowed(case)), kind="stable"))
 
 
 def _of_bytes(case: Case, runtime: RuntimeSpec) -> Pricing:
@@ -375,24 +368,26 @@ def _estimate_bytes(shapes: PricedShapes, modes: Sequence[Recompute]) -> FloatAr
 
 def candidates_of(case: Case, shapes: Shape) -> Iterator[tuple[Parallelism, Candidate]]:
     """The layouts of some shapes: each schedule with its fewest chunks, and each way to recompute."""
-    return _candidates(case, priced_shapes(_of_bytes(case, case.runtime), shapes))
+    return _candidates(case, priced_shapes(_of_bytes(case, case.runtime), shapes), np.size(shapes.tp))
 
 
 def _candidates(
-    case: Case, priced: PricedShapes, lightest_alone: bool = False
+    case: Case, priced: PricedShapes | None, most: int = PROMISING, lightest_alone: bool = False
 ) -> Iterator[tuple[Parallelism, Candidate]]:
-    """`candidates_of` shapes whose bytes are known; with `lightest_alone` the lightest legal way to recompute of each.
+    """`candidates_of` the first shapes of those whose bytes are known.
 
-    The lightest comes first.
+    The lightest legal way to recompute comes first; with `lightest_alone` it is the only one of each.
     """
-    every = np.arange(len(priced.kernel))
+    if priced is None:
+        return
+    every = np.arange(min(len(priced.kernel), most))
     tables: dict[RuntimeSpec, tuple[Pricing, CostTable]] = {case.runtime: (priced.pricing, priced.cost_table(every))}
     for row in every.tolist():
         for shape, schedule in _fewest_chunks(case, scalar(priced.shape, row)):
             runtime = case.runtime.for_schedules(SCHEDULES[schedule].splits_backward)
             if runtime not in tables:
                 pricing = _of_bytes(case, runtime)
-                tables[runtime] = pricing, pricing.table(priced.shape)
+                tables[runtime] = pricing, pricing.table(priced.shape.take(every))
             pricing, table = tables[runtime]
             for mode in modes_allowed(case):
                 layout = layout_of(case, shape, schedule, mode)

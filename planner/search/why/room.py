@@ -22,15 +22,14 @@ from planner.layout.candidate import Candidate
 from planner.layout.evaluate import pricing_of
 from planner.layout.given import given_layout
 from planner.layout.price import reprice
-from planner.layout.variation import Variation, setting_of, varied
+from planner.layout.variation import Variation, other_values, setting_of, varied
 from planner.physics.layers import model_totals
 from planner.search.case import Case
 from planner.shape import Shape
 from planner.specs.model import ModelSpec
 from planner.specs.registry import load_model, model_names
 from planner.specs.training import AdapterSpec, Bits, Parallelism, Recompute
-from planner.trainers.load import switches_of
-from planner.trainers.rules.recipe import has_effect, rules_for
+from planner.trainers.rules.recipe import rules_for
 from planner.trainers.spec import PACKED_BYTES, RuntimeSpec
 from planner.trainers.stated import switched
 from planner.trainers.switches import SWITCHES, written
@@ -266,16 +265,10 @@ def _sharding(candidate: Candidate) -> Iterator[Variation]:
 
 
 def _switches(candidate: Candidate) -> Iterator[Variation]:
-    runtime, setting = candidate.pricing.runtime, setting_of(candidate)
-    for name, values in switches_of(runtime).items():
-        row = SWITCHES[name]
-        for value in values:
-            if value != row.value_of(runtime) and has_effect(name, setting):
-                words = f"{name}={written(value)}"
-                options = ("--switch", words)
-                yield Variation(
-                    words, options, runtime=switched(runtime, {name: value}), changes=row.consent.get(value, "")
-                )
+    for name, value in other_values(candidate):
+        words, changed = f"{name}={written(value)}", switched(candidate.pricing.runtime, {name: value})
+        numerics = SWITCHES[name].consent.get(value, "")
+        yield Variation(words, ("--switch", words), runtime=changed, changes=numerics)
 
 
 ROWS: dict[str, Callable[[Candidate], Iterator[Variation]]] = {

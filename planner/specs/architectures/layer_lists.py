@@ -80,12 +80,10 @@ def window(is_full: IsOne, key: str = "sliding_window") -> Callable[[Config], De
     return derive
 
 
-def mixers(kind: str, is_full: IsOne, **other: str) -> Callable[[Config], Derived]:
-    """A function that lists the layers of `kind` among those with full attention.
-
-    `other` are further names that `layer_types` may hold.
-    """
-    names = ATTENTIONS | {"attention": "full", **dict.fromkeys((*STATE_NAMES, kind), kind), **other}
+def mixers(kind: str, is_full: IsOne) -> Callable[[Config], Derived]:
+    """A function that lists the layers of `kind` among those with full attention, or to chosen keys."""
+    names = ATTENTIONS | {"attention": "full", "indexed_attention": "indexed"}
+    names |= dict.fromkeys((*STATE_NAMES, kind), kind)
 
     def derive(config: Config) -> Derived:
         types = listed(config, names) or listed(config, names, "layers_block_type")
@@ -330,6 +328,19 @@ def mllama_layers(config: Config) -> Derived:
     crosses = [isinstance(stated, list) and layer in stated for layer in range(num_layers(config))]
     sizes = tuple({"vector_parameters": 2} if one else {} for one in crosses)
     return {"layer_types": shortest(["cross" if one else "full" for one in crosses]), "layer_sizes": sizes}
+
+
+def looped(key: str, default: int) -> Callable[[Config], Derived]:
+    """A function that writes all layers again for each further time that they run, which stands under a key."""
+
+    def derive(config: Config) -> Derived:
+        layers, times = num_layers(config), whole(config, key, default)
+        if not 0 < times * layers <= MAX_LAYERS:
+            raise InexpressibleError(f"{key}: {times}, and {layers} layers")
+        again = ({"shares_weights": True},) * (layers * (times - 1))
+        return {"num_hidden_layers": layers * times, "layer_sizes": ({},) * layers + again if again else None}
+
+    return derive
 
 
 def lfm3_layers(config: Config) -> Derived:

@@ -9,6 +9,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
+from itertools import count, islice
 from pathlib import Path
 from typing import Any
 
@@ -77,11 +78,49 @@ def ling_layers(config: Config) -> Derived:
 
 def glm5_next(config: Config) -> Derived:
     """GLM-5 Next: Kimi delta attention but on every fourth layer, whose indexer scores pooled keys."""
-    mixer = lists.mixers("kimi_delta", lists.every("full_attention_interval", 4), indexed_attention="indexed")(config)
+    mixer = lists.mixers("kimi_delta", lists.every("full_attention_interval", 4))(config)
     kinds = ["indexed" if kind == "full" else kind for kind in mixer["layer_types"]]
     pooled = whole(config, "index_head_dim") * (whole(config, "index_kpool") + whole(config, "hidden_size"))
     sizes = [{"vector_parameters": pooled} if kind == "indexed" else {} for kind in kinds]
     return {"layer_types": tuple(kinds), "layer_sizes": tuple(sizes)}
+
+
+def qwen4(config: Config) -> Derived:
+    """Qwen4: full attention is to chosen keys; listed layers, from 1 on, add embeddings of n-grams."""
+    found = lists.mixers("gated_delta", lists.every("full_attention_interval", 4))(config)
+    fields: Derived = {}
+    if config.get("indexer_n_heads") is not None:
+        names = {
+            "index_n_heads": "n_heads",
+            "index_head_dim": "head_dim",
+            "index_topk": "budget",
+            "tokens_per_key": "compress_ratio",
+        }
+        fields["indexer"] = {name: whole(config, f"indexer_{key}") for name, key in names.items()} | {
+            "weighs_heads": False
+        }
+        fields["layer_types"] = tuple("indexed" if kind == "full" else kind for kind in found["layer_types"])
+    stated = config.get("ple_layer_ids")
+    layers = sorted({each for each in stated if isinstance(each, int)}) if isinstance(stated, list) else []
+    if not layers:
+        return fields
+    hidden, heads = whole(config, "hidden_size"), (whole(config, "ngram_size") - 1) * whole(config, "heads_per_ngram")
+    size, streams = whole(config, "ple_embed_dim", hidden), whole(config, "hc_count") * hidden
+    first, multiple = whole(config, "ngram_vocab_size_base"), whole(config, "make_ngram_vocab_size_divisible_by")
+    if not (0 < heads * len(layers) <= 1000 and 0 < first <= 10**9 and size % heads == 0 and multiple > 0):
+        raise InexpressibleError(
+            f"ple_layer_ids, heads_per_ngram, ngram_vocab_size_base: {len(layers)}, {heads}, {first}"
+        )
+    primes = (number for number in count(first) if all(number % each for each in range(2, math.isqrt(number) + 1)))
+    own = {}
+    for layer in layers:
+        rows = -(-sum(islice(primes, heads)) // multiple) * multiple
+        own[layer] = {
+            "ngram_size": size,
+            "ngram_parameters": rows * (size // heads),
+            "vector_parameters": streams * (3 + whole(config, "ple_conv_kernel_size")),
+        }
+    return fields | {"layer_sizes": tuple(own.get(layer + 1, {}) for layer in range(num_layers(config)))}
 
 
 def dots3(config: Config) -> Derived:
@@ -440,7 +479,8 @@ def vision_of(config: Config, text_hidden: int) -> Derived | None:
         "num_extra_patches": row.get("extra", 0),
         "projector": [[*map(sizes.sum_of, each), 1][:3] for each in projector * (1 + again)],
         "other_parameters": sizes.sum_of(row["other"]) + sizes.sum_of(behind.get("other", 0)),
-        "image_tokens": image_tokens,
+        "image_tokens": image_tokens * behind.get("tiles", row.get("tiles", 1)),
+        "tile_tokens": image_tokens if {"tiles"} & {*behind, *row} else None,
         "in_sequence": row.get("in_sequence", True),
     }
 

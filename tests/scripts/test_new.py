@@ -41,7 +41,7 @@ from planner.trainers.rules.recipe import rules_for
 from planner.trainers.rules.rule_rows import rule_table, rules_of
 from planner.trainers.switches import SWITCHES
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "CONTRIBUTING.md").read_text()
 FILES = dict(re.findall(r"```yaml\n# \S+/(\S+)\n(.*?)```", TEXT, re.DOTALL))
 TRAINING = TrainingSpec(seq_length=4096, global_batch_size=64)

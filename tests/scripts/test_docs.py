@@ -25,7 +25,7 @@ from planner.cli.app import COMMANDS, _root
 from planner.cli.inputs import read_job, read_limits
 from planner.cli.options import SearchOptions
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
 GUIDE = README + "".join((ROOT / "docs" / f"{name}.md").read_text() for name in ("COMMANDS", "ACCURACY"))
 """The README and the pages that go on where it ends."""
@@ -36,7 +36,7 @@ LINES = list(dict.fromkeys(line for line in SHELL.splitlines() if line.startswit
 ENDLESS = ("plan serve", "plan mcp --folder runs")
 """Commands that end when they are interrupted; tests/cli/test_help.py does so."""
 SHOWN = set(re.findall(r"<!-- \$ (plan .*?)(?: \| .*?)?(?: # long)? -->", GUIDE))
-"""The commands whose outputs are shown; tests/test_docs.py runs them."""
+"""The commands whose outputs are shown; tests/scripts/test_docs.py runs them."""
 
 
 @pytest.mark.thorough(3)
@@ -279,7 +279,7 @@ def test_notebooks_are_small_and_have_no_outputs(notebook: Path) -> None:
 
 
 SKILL = (ROOT / "skills/planner/SKILL.md").read_text()
-QUESTIONS: list[dict[str, Any]] = yaml.safe_load((Path(__file__).parent / "skill_questions.yaml").read_text())
+QUESTIONS: list[dict[str, Any]] = yaml.safe_load((ROOT / "tests" / "skill_questions.yaml").read_text())
 SCRIPT = """torchrun --nproc_per_node 8 pretrain_gpt.py --num-layers 16 --hidden-size 2048 --num-attention-heads 32 \\
   --ffn-hidden-size 8192 --seq-length 2048 --max-position-embeddings 2048 --micro-batch-size 1 --global-batch-size 32 \\
   --swiglu --bf16 --vocab-size 32000 --disable-bias-linear --setting-of-tomorrow 1

@@ -20,9 +20,8 @@ from planner.answer import layout
 from planner.cli import app, main
 from planner.specs.reading import load_yaml
 
-TABLES = yaml.safe_load((Path(__file__).parent / "tables.yaml").read_text())
-
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
+TABLES = yaml.safe_load((ROOT / "tests" / "tables.yaml").read_text())
 DOCS = ROOT / "docs"
 PAGES = sorted(page for page in DOCS.rglob("*.md"))
 NEW = [page for page in PAGES if page.parent.name in ("guide", "physics", "reference") or page.name == "index.md"]
