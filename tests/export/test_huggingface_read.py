@@ -222,7 +222,9 @@ def test_further_tokens_are_predicted_only_where_it_is_asked_for(command: str, b
     assert (load_model(model) if isinstance(model, str) else ModelSpec(**model)).num_nextn_predict_layers == blocks
 
 
-@pytest.mark.parametrize(("model", "more", "is_fused"), TABLES["caps_and_sinks_are_no_kernel_s_where_none_is_asked_for"])
+@pytest.mark.parametrize(
+    ("model", "more", "is_fused"), TABLES["caps_and_sinks_are_no_kernel_s_where_none_is_asked_for"]
+)
 def test_caps_and_sinks_are_no_kernel_s_where_none_is_asked_for(model: str, more: str, is_fused: bool) -> None:
     command = f"torchrun --nproc_per_node 8 sft.py --model_name_or_path {model} --bf16 --max_length 4096{more}"
     run = read_configuration(command).run
