@@ -12,7 +12,7 @@ from planner.physics.pricing import Pricing
 from planner.schedule.orders import SCHEDULES, placement, violation
 from planner.shape import RANK_ORDERS, Shape, divisors
 from planner.specs.model import ModelSpec
-from planner.specs.problems import nearest
+from planner.specs.problems import among
 from planner.specs.training import Parallelism
 from planner.trainers.rules.recipe import rules_for
 from planner.trainers.rules.rule_rows import first_broken, rules_of
@@ -69,7 +69,7 @@ def given_layout(pricing: Pricing, wanted: Parallelism) -> GivenLayout:
         trains_none = f"{schedule} trains no single copy of the model with a flush after each step"
         raise SpecError(
             f"parallelism.schedule: {trains_none if schedule in SCHEDULES else f'unknown {schedule!r:.60}'}",
-            f"one of {', '.join(_TRAINABLE)}{nearest(schedule, _TRAINABLE)}",
+            among(_TRAINABLE, schedule),
         )
     _check_size(shape)
     error = violation(schedule, int(shape.pp), int(shape.vpp), int(shape.num_microbatches))

@@ -384,7 +384,8 @@ def model_totals(
     total = num_parameters(seeing) + sum(num_parameters(items) * times for items, times in parts)
     idle = sum(num_parameters(items, expert=True) * times for items, times in parts)
     if model.moe is not None:
-        idle *= 1 - model.moe.num_experts_per_tok / (model.moe.num_experts + model.moe.num_zero_experts)
+        visited = model.moe.num_experts_per_tok / (model.moe.num_experts + model.moe.num_zero_experts)
+        idle *= 1 - visited / (1 + model.moe.image_ratio)
     trained = float(total - num_parameters(seeing, trained=False))
     if adapters is not None:
         trained = sum(

@@ -212,30 +212,22 @@ def _in_one(settings: Settings) -> Settings:
     if "model_class" in settings:
         adapters, sharding = found.pop("peft_config", None), found.pop("dist_config", None)
         found |= adapters if isinstance(adapters, dict) else {}
-        kind = found.pop("name", None)
-        found["finetuning_type"] = "full" if kind is None else kind
-        if isinstance(sharding, dict):
-            is_deepspeed = sharding.get("name") == "deepspeed"
-            found |= {"deepspeed": sharding.get("config_file")} if is_deepspeed else {"fsdp_version": 2}
-        return found
+        arguments: Settings = readings("llamafactory-arguments", found, sharding=sharding)["arguments"]
+        found.pop("name", None)
+        return found | arguments
     for section, start in (("fsdp_config", "fsdp_"), ("parallelism_config", "parallelism_config_")):
         inner = settings.get(section)
         names = {name for name in map(str, settings) if name.startswith(start)} - {"fsdp_config", "fsdp_version"}
         if names and not isinstance(inner, str):
             found[section] = {**(inner or {}), **{name: found.pop(name) for name in settings if name in names}}
-    if is_on(found.pop("pure_bf16", False)):
-        found |= {"bf16": True, "torch_dtype": "bfloat16"}
-    if is_on(found.pop("use_fsdp", False)):
-        found.setdefault("fsdp_version", 1)
-    if (name := found.pop("deepspeed_config_file", None)) is not None:
-        found["deepspeed"] = name
-    if is_on(found.pop("use_deepspeed", False)) and "deepspeed" not in found:
-        found.setdefault("zero_stage", 2)
-    if (device := found.pop("offload_optimizer_device", "none")) != "none":
-        found |= {"offload": True} if device == "cpu" else {"offload_optimizer_device": device}
-    if found.get("offload_param_device") == "none":
-        del found["offload_param_device"]
-    return found
+    said: Settings = readings("launched-arguments", found)["arguments"]
+    return {name: value for name, value in found.items() if name not in _OF_LAUNCH} | said
+
+
+_OF_LAUNCH = (
+    "pure_bf16", "use_fsdp", "deepspeed_config_file", "use_deepspeed", "offload_optimizer_device", "offload_param_device",
+)  # fmt: skip
+"""Settings that are called otherwise."""
 
 
 def _read_sharding(imported: ImportedRun, settings: Fields, config: ConfigFile) -> None:
@@ -257,11 +249,7 @@ def _read_sharding(imported: ImportedRun, settings: Fields, config: ConfigFile) 
         if (found := deepspeed_beside(config, name)) is not None:
             apply_deepspeed(imported, found)
         elif (named := re.search(r"(?:zero|stage|z)[-_]?(?:stage)?[-_]?([0-3])", str(name), re.IGNORECASE)) is not None:
-            layout["zero_stage"] = int(named[1])
-            imported.notes.append(f"{name} is not beside the file: ZeRO {named[1]} by its name")
-            if "offload" in str(name):
-                run["features"]["optimizer_offload"] = 1.0
-                run["features"] |= {"parameter_offload": True} if named[1] == "3" else {}
+            imported.put(readings("zero-by-name", settings, name=str(name), stage=int(named[1])))
         else:
             imported.unknown["deepspeed"] = f"{name} is not beside the file: ZeRO 0 is assumed"
     elif settings.get("fsdp") or settings.get("fsdp_config") or settings.get("fsdp_version"):

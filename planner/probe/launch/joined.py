@@ -32,7 +32,6 @@ from planner.probe.rank.groups import (
     BEAT_S,
     MEET_S,
     Progress,
-    SharedProgress,
     hanging_rank,
     read_results,
     read_status,
@@ -190,6 +189,7 @@ def ring(address: str) -> str:
         return "cannot be reached"
 
 
+_KEY, _VERDICT = "progress {}", "stands still"
 EXPLAINED = {
     "is gone": "its process was killed or has ended: its own output, or the kernel's log (dmesg), says why",
     "has stopped": "a signal (SIGSTOP) or a debugger stops its process",
@@ -211,6 +211,10 @@ class RankWatch:
         self.heard_s = time.monotonic()
         """The time when rank 0 was last heard."""
         self.progress: dict[int, Progress] = {}
+        """The last heard of each rank (rank 0 hears all, the others rank 0), in seconds of this machine's clock: those
+        of others differ, and what counts is when their words changed."""
+        self.words: dict[int, list[str]] = {}
+        """The words by which each rank last told its progress."""
 
     def start(self) -> None:
         for loop in (self._talk, self._look):
@@ -220,17 +224,30 @@ class RankWatch:
         self.done.set()
 
     def _talk(self) -> None:
-        shared: SharedProgress | None = None
-        while not self.done.wait(self.poll_s if shared else BEAT_S):
+        store: Any = None
+        while not self.done.wait(self.poll_s if store else BEAT_S):
             with suppress(RuntimeError):  # rank 0 or torchrun, which hosts the store, is gone
-                if shared is None:
-                    store = _store(self.run.world_size, RING_S, is_master=False)
-                    shared = SharedProgress(store, self.rank, self.run.world_size)
-                shared.tell(read_status(self.folder, self.rank, time.monotonic()))
-                self.progress = shared.all()
-                said = self._judge() if self.rank == 0 else None
-                self.verdict = shared.verdict(said) or self.verdict
+                store = store or _store(self.run.world_size, RING_S, is_master=False)
+                own = read_status(self.folder, self.rank, time.monotonic())
+                store.set(_KEY.format(self.rank), f"{own.phase}|{own.detail}|{own.since_s:.3f}|{own.beat_s:.3f}")
+                for rank in range(self.run.world_size if self.rank == 0 else 1):
+                    self._hear(store, rank)
+                if self.rank == 0 and (said := self._judge()) is not None:
+                    store.set(_VERDICT, "|".join(said))
+                if store.check([_VERDICT]):
+                    sentence, _, hint = store.get(_VERDICT).decode().partition("|")
+                    self.verdict = sentence, hint
                 self.heard_s = max(self.heard_s, self.progress[0].beat_s)
+
+    def _hear(self, store: Any, rank: int) -> None:
+        now_s = time.monotonic()
+        last = self.progress.setdefault(rank, Progress("start", "", now_s, now_s))
+        if rank not in self.words and not store.check([_KEY.format(rank)]):
+            return
+        told, before = store.get(_KEY.format(rank)).decode().split("|"), self.words.get(rank, [])
+        since_s = last.since_s if before[:3] == told[:3] else now_s
+        self.progress[rank] = Progress(told[0], told[1], since_s, last.beat_s if before == told else now_s)
+        self.words[rank] = told
 
     def _judge(self) -> tuple[str, str] | None:
         """The rank that keeps the others from moving; one whose process is gone is named at once."""

@@ -2,7 +2,7 @@
 
 In the handshake they exchange versions, devices and what they are to run, and a mismatch is named. The groups are the
 ranks with which a rank shares layers, gradients, parameters, and messages. Progress is a line in a small memory-mapped
-file that the launcher reads, or, where no launcher watches, words in the ranks' store, by which rank 0 judges.
+file, which whoever watches the rank reads.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ from planner.probe.model.peers import ExpertGroup, ExpertPeers, GroupPeers, Surr
 from planner.probe.rank.gradients import Sharding
 from planner.probe.result import RankResult
 from planner.probe.run import Place, ProbeRun, Purpose, group_keys, groups_of
-from planner.specs.base import Texts
 
 RUN_FILE = "run.json"
 RESULT_FILE, STATUS_FILE, FAILURE_FILE = "rank{}.json", "rank{}.status", "rank{}.failure.json"
@@ -165,51 +164,6 @@ def read_results(folder: Path, ranks: Iterable[int]) -> tuple[RankResult, ...]:
     """The measurements that ranks have left in a folder."""
     paths = (folder / RESULT_FILE.format(rank) for rank in ranks)
     return tuple(RankResult.model_validate_json(path.read_text()) for path in paths)
-
-
-_KEY, _VERDICT = "progress {}", "stands still"
-
-
-class SharedProgress:
-    """The words of all ranks in a store. The clocks of their machines differ: what counts is when the words changed."""
-
-    def __init__(self, store: Any, rank: int, world_size: int) -> None:
-        self.store = store
-        self.rank = rank
-        self.world_size = world_size
-        self.heard: dict[int, tuple[Texts, Progress]] = {}
-        """The last that each rank told, and when that and its sign of life last changed, by this machine's clock."""
-        self.start_s = time.monotonic()
-
-    def tell(self, progress: Progress) -> None:
-        """Publish this rank's progress."""
-        line = (progress.phase, progress.detail, f"{progress.since_s:.3f}", f"{progress.beat_s:.3f}")
-        self.store.set(_KEY.format(self.rank), "|".join(line))
-
-    def all(self) -> dict[int, Progress]:
-        """The progress of the ranks, in seconds of this machine's clock: rank 0 hears all, the others rank 0."""
-        return {rank: self._hear(rank) for rank in range(self.world_size if self.rank == 0 else 1)}
-
-    def _hear(self, rank: int) -> Progress:
-        now_s = time.monotonic()
-        key = _KEY.format(rank)
-        if rank not in self.heard and not self.store.check([key]):
-            return Progress("start", "", self.start_s, self.start_s)
-        told = tuple(self.store.get(key).decode().split("|"))
-        before, last = self.heard.get(rank, ((), Progress("", "", now_s, now_s)))
-        since_s = last.since_s if before[:3] == told[:3] else now_s
-        heard = Progress(told[0], told[1], since_s, last.beat_s if before == told else now_s)
-        self.heard[rank] = told, heard
-        return heard
-
-    def verdict(self, said: tuple[str, str] | None = None) -> tuple[str, str] | None:
-        """The words of rank 0 about a rank that stands still, and a hint: `said` on rank 0, which tells the others."""
-        if said is not None:
-            self.store.set(_VERDICT, "|".join(said))
-        if not self.store.check([_VERDICT]):
-            return None
-        sentence, _, hint = self.store.get(_VERDICT).decode().partition("|")
-        return sentence, hint
 
 
 class Identity(NamedTuple):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
@@ -25,7 +25,7 @@ from planner.probe.model.attention import AttentionTables, KernelsSeen
 from planner.probe.model.chunk import Chunk, initialise, shard_of
 from planner.probe.model.peers import Surroundings
 from planner.probe.rank.after_steps import barrier, measure_exchanges, with_quiet_seconds
-from planner.probe.rank.gradients import ADAM, FlatParameters, ShardedParameters, clip_scale
+from planner.probe.rank.gradients import ADAM, clip_scale
 from planner.probe.rank.groups import (
     MEET_S,
     POLL_S,
@@ -41,7 +41,7 @@ from planner.probe.rank.groups import (
     what_runs,
 )
 from planner.probe.rank.pipeline import ActionTimes, GroupWires, RankClock, StepRecord, start_together
-from planner.probe.rank.training import Parameters, RankTrainer, batch_seed, dtypes, empty_message, synthetic_batch
+from planner.probe.rank.training import RankTrainer, batch_seed, dtypes, empty_message, synthetic_batch
 from planner.probe.result import ChunkSeconds, ProbeCheck, ProbedMemory, RankResult, StepSeconds, TimedAction, shown
 from planner.probe.run import ChunkSpec, ProbeRun, Repeats, spread_fraction
 from planner.probe.torch_build import Monitor, watched
@@ -95,25 +95,19 @@ def compute_reference(run: ProbeRun, num_steps: int, on_batch: Callable[[str], N
     return reference
 
 
-def check_gradients(
-    reference: OneProcess,
-    parameters: Parameters,
-    flats: Sequence[FlatParameters | ShardedParameters],
-    around: Surroundings,
-    dtype: torch.dtype,
-) -> ProbeCheck:
+def check_gradients(reference: OneProcess, trainer: RankTrainer) -> ProbeCheck:
     """Compare this rank's shard of the summed gradients with the gradients of one process."""
-    names = {id(parameter): name for name, _, parameter in parameters.named}
+    names = {id(parameter): name for name, _, parameter in trainer.parameters.named}
     largest = max(float(grad.abs().max()) for grad in reference.grads.values())
     worst = 0.0
     worst_name = ""
-    for parameter, elements, gradient in (part for flat in flats for part in flat.gradient_shards()):
-        expected = shard_of(reference.grads[names[id(parameter)]], parameter, around).flatten()[elements]
+    for parameter, elements, gradient in (part for flat in trainer.flat for part in flat.gradient_shards()):
+        expected = shard_of(reference.grads[names[id(parameter)]], parameter, trainer.around).flatten()[elements]
         error = float((gradient - expected).abs().max()) / largest if gradient.numel() else 0.0
         if not error <= worst:  # also when it is no number
             worst = error
             worst_name = names[id(parameter)]
-    passed = worst <= TOLERANCES[dtype]
+    passed = worst <= TOLERANCES[trainer.dtype]
     detail = f"largest error {worst:.1e} of the largest gradient, at {worst_name}" if worst else "equal to the last bit"
     return ProbeCheck(name="gradients", passed=passed, detail=detail)
 
@@ -257,7 +251,10 @@ class Worker:
         loop = StepLoop(run, self.agree)
 
         def one_step(step: int) -> tuple[StepRecord, StepSeconds]:
-            on_gradients = partial(self.check, trainer, reference, checks) if step == 0 else None
+            def on_gradients() -> None:
+                if reference is not None and step == 0:
+                    checks.append(check_gradients(reference, trainer))
+
             return trainer.step(step, self.status.at, on_gradients, partial(self.start, trainer.clock))
 
         result = self.measure(trainer, loop, static_bytes, one_step)
@@ -267,7 +264,7 @@ class Worker:
         exchanges = measure_exchanges(trainer, self.status.at)
         self.status.enter("report")
         if reference is not None:
-            checks += check_steps(reference, loop.all_steps, dtypes(run)[0])
+            checks += check_steps(reference, loop.all_steps, trainer.dtype)
         result = result.model_copy(update={"checks": tuple(checks), "exchanges": exchanges, "chunks": chunks})
         self.write(result)
         self.gather(result)
@@ -396,11 +393,6 @@ class Worker:
             return chunks
         self.barrier()
         return with_quiet_seconds(trainer, chunks, self.status.at)
-
-    def check(self, trainer: RankTrainer, reference: OneProcess | None, checks: list[ProbeCheck]) -> None:
-        if reference is not None:
-            dtype = dtypes(self.run)[0]
-            checks.append(check_gradients(reference, trainer.parameters, trainer.flat, trainer.around, dtype))
 
     def static_memory(self) -> int:
         return torch.cuda.memory_allocated() if self.run.device == "cuda" else 0
