@@ -82,6 +82,9 @@ class Kernels(Group):
     copies_norm_input: bool = False
     """An unfused RMSNorm casts its input to fp32 and keeps the copy, and the normalized rows for its weight's gradient
     (modules of transformers; torch's own before 2.9)."""
+    autocasts: bool = False
+    """torch.autocast around whole fp32 weights: the residual stream and the rows of norms are fp32, and every product
+    keeps its own 16-bit copies of its input and of its weight."""
     fused_rotary: bool = True
     """Without: chunk, negate, multiply, add, concatenate; and the QKV buffer stays alive through the view of v."""
     fused_activation: bool = True
@@ -90,10 +93,14 @@ class Kernels(Group):
     """Query, key and value are one product, and gate and up another; without: three and two."""
     groups_products: bool = True
     """One kernel computes the products of all experts of a rank; without: those of a few experts at a time."""
+    narrow_attention: bool = False
+    """Attention in 8 bits, forward and backward (`--fp8-dot-product-attention`)."""
     narrow_head: bool = False
     """Under an 8- or 4-bit recipe the head is of its dtype too."""
     fused_permute: bool = True
     """Without: routing keeps its int64 indices, and weighting the expert rows is a product that keeps both factors."""
+    wide_attention_factor: Rate = 1.0
+    """Seconds of attention whose keys are wider than 128 over those of its kernel: no blocks are tuned for them."""
     permute_factor: Rate = 1.0
     """Seconds of the permutations of tokens to rows of experts and back over those of fused kernels: above 1 where
     gathers and atomic additions of torch move the rows."""

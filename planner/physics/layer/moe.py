@@ -88,7 +88,7 @@ def _in_fp32(model: ModelSpec, moe: MoESpec, runtime: RuntimeSpec) -> bool:
 
 
 def _wide_rows(pair_bytes: Number, token_bytes: Number) -> Operator:
-    """What weighting rows, sorting them back and summing them up moves in fp32 beyond 16 bits, as torch's trace counts.
+    """The bytes that weighted rows, their way back and their sums move in fp32 beyond 16 bits, as torch's trace has it.
 
     Forward, rows are written, read and written, and read once more at twice the width, and sums are cast. Backward, two
     products and a sum of fp32 take the place of those of 16 bits, and rows' gradients are copied, put back and cast.
@@ -162,7 +162,8 @@ def _latent(name: str, inputs: int, outputs: int, shape: Shape) -> Operator:
 def _experts(model: ModelSpec, moe: MoESpec, shape: Shape, runtime: RuntimeSpec, rows: Number) -> Iterator[Item]:
     """Grouped GEMMs of the num_experts / ep experts that a rank holds, for `rows` token-expert pairs in all."""
     local = moe.num_experts / shape.ep
-    width, hidden = moe.moe_intermediate_size / shape.etp, moe.latent_size or model.hidden_size
+    hidden = moe.latent_size or model.hidden_size
+    width: Number = moe.moe_intermediate_size / shape.etp
     both: Number = 1.0
     if moe.image_expert_intermediate_size:
         # experts for images stand beside those for text: rows meet the mean width of what a sequence has of both

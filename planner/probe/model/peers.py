@@ -26,7 +26,7 @@ Sections = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True, slots=True)
 class Marks:
-    """What a parameter is in the whole model."""
+    """The part of the whole model's weight that a parameter is."""
 
     shard: tuple[int, Sections] | None = None
     """The dimension along which it is cut out of the whole one, and its sections."""
