@@ -29,7 +29,7 @@ from planner.trainers.rules.facts import TORCH_CLASSES
 
 RECOMPUTED = "activation_checkpoint.layers"
 """A setting of our own: the layers that the recipe's policy recomputes, where it names them."""
-_NEVER_FOLLOWED = frozenset({"model_registry", "default_adamw"})
+_NEVER_FOLLOWED = frozenset({"model_registry", "default_adamw", "to_graph_trainer_config"})
 _SECTIONS = ("parallelism", "training", "compile")
 _COUNTS_TOKENS = {"training.max_context_length", "training.num_tokens_per_microbatch_per_dp_rank"}
 _MAX_SHOWN_CHARACTERS = 80
@@ -62,7 +62,8 @@ def read_recipe(config: ConfigFile) -> tuple[Fields, Named]:
     if isinstance(debug := record.get("debug"), CallRecord) and debug.get("deterministic") is True:
         settings["debug.deterministic"] = True
     if isinstance(optimizer := record.get("optimizer"), CallRecord):
-        groups = optimizer.get("param_groups") or []
+        groups = optimizer.get("param_groups")
+        groups = groups if isinstance(groups, list) else [groups]
         names = {group.get("optimizer_name", "") for group in groups if isinstance(group, CallRecord)}
         settings["optimizer.name"] = " ".join(sorted(names)) or optimizer.kind
     if record.kind and "." not in record.kind and record.kind[0].islower():
