@@ -264,9 +264,9 @@ def _help(topic: str) -> Any:
     """The help of one topic, or of all options."""
     words = (ALL, LISTED, *TOPICS)
     if topic not in words:
-        from planner.specs.problems import nearest
+        from planner.specs.problems import among
 
-        raise SpecError(f"-h: {topic[:60]!r} is no topic", f"one of {', '.join(words)}{nearest(topic, words)}")
+        raise SpecError(f"-h: {topic[:60]!r} is no topic", among(words, topic))
     root = _root()
     root.topic = topic
     return root.main(args=["-h"], prog_name="plan", standalone_mode=False)

@@ -216,11 +216,11 @@ def check_command(
       plan check launch.sh --set SEQ_LEN=4096 --gpus 64
     """
     from planner.decide.check import ORDER, check, priced
-    from planner.specs.problems import nearest
+    from planner.specs.problems import among
 
     chosen = "json" if json else format
     if chosen not in FORMATS:
-        raise SpecError(f"--format: {format!r} is unknown", f"one of {', '.join(FORMATS)}{nearest(format, FORMATS)}")
+        raise SpecError(f"--format: {format!r} is unknown", among(FORMATS, format))
     how = {"source": asked.from_, "recipe": asked.recipe, "variables": asked.variables(), **asked.given()}
     searches = not asked.no_search
     with waiting("checking"):

@@ -26,7 +26,7 @@ from planner.specs.cluster import ClusterSpec, parse_tiers
 from planner.specs.hardware import Efficiency, HardwareSpec, LinkTier
 from planner.specs.machines import with_host, with_network
 from planner.specs.model import ModelSpec
-from planner.specs.problems import checked, nearest
+from planner.specs.problems import among, checked
 from planner.specs.registry import load_hardware, load_model
 from planner.specs.training import (
     OBJECTIVES,
@@ -254,7 +254,7 @@ def _assumed(text: str, runtime: RuntimeSpec) -> tuple[dict[str, float | bool], 
             continue
         if field not in fields:
             known = [*fields, *has]
-            raise SpecError(f"--assume: {field[:60]!r} is unknown", f"one of {', '.join(known)}{nearest(field, known)}")
+            raise SpecError(f"--assume: {field[:60]!r} is unknown", among(known, field))
         try:
             assumed[field] = _TRUTH[value] if value in _TRUTH else float(parse_number(value, unit_of(field)))
         except (ValueError, OverflowError):

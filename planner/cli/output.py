@@ -43,11 +43,9 @@ class Printing:
         names = () if self.show is None else tuple(name.strip() for name in self.show.split(","))
         for name in names:
             if name not in SECTIONS:
-                from planner.specs.problems import nearest
+                from planner.specs.problems import among
 
-                raise SpecError(
-                    f"--show: {name[:60]!r} is no section", f"one of {', '.join(SECTIONS)}{nearest(name, SECTIONS)}"
-                )
+                raise SpecError(f"--show: {name[:60]!r} is no section", among(SECTIONS, name))
         return names
 
 

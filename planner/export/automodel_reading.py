@@ -141,6 +141,8 @@ def _merged(config: ConfigFile, depth: int = 0) -> Settings:
     text = config.beside(str(parent)) if parent and depth < _PARENTS else None
     where = None if config.path is None else config.path.parent / str(parent)
     before = _merged(ConfigFile(text, where), depth + 1) if text is not None else {}
+    if text is not None:
+        overrides.pop("defaults", None)
     return {**before, **overrides}
 
 

@@ -130,6 +130,9 @@ _TRAINERS = (
         mark=r"actor_rollout_ref\.|verl\.trainer|^actor_rollout_ref:",
     ),
     TrainerTarget(
+        "roll", None, "verl_reading:read_roll", mark=r"^(actor_train|sft_train):|^    strategy_name: *\w+_train\b",
+    ),
+    TrainerTarget(
         "ms-swift", None, "megatron.keyed_reading:read_swift",
         mark=r"(^|\s)megatron\s+(sft|pt|rlhf)\b|Megatron\w*Arguments\(|megatron_\w+_main"
         r"|\A(?s:(?=.*^(tuner_type|max_length|recompute_granularity):)(?=.*^(micro|global)_batch_size:)(?=.*^model:))",

@@ -37,6 +37,7 @@ from planner.specs.base import Fields, Texts
 from planner.specs.model import ModelSpec
 from planner.trainers.rules.facts import TORCH_CLASSES, rotary_method
 from planner.trainers.rules.rule_rows import rules_of, torchtitan_rules
+from planner.trainers.switches import SWITCHES
 
 
 def rotary_numbers(model: ModelSpec) -> Fields:
@@ -129,6 +130,7 @@ def recipe_source(plan: Plan, stages: Stages) -> str:
         "policies": _CHECKPOINT,
         "recomputes_some": _recomputes_some(plan),
         "has_order": has_order_of_its_own(plan),
+        "family": _family_of(stated(plan.model.spec)),
     }
     imports = [*imports_of("torchtitan", names_of(plan) | names), *model_imports]
     torchtitan = sorted((line for line in imports if "torchtitan" in line), key=lambda line: line.split()[1])
@@ -152,6 +154,7 @@ def recipe_source(plan: Plan, stages: Stages) -> str:
         mtp_scale=spec.mtp_loss_scaling_factor if spec.num_nextn_predict_layers else None,
         policy="PlannedAC" if _recomputes_some(plan) else _CHECKPOINT.get(layout.recompute),
         compiled=_compiled(plan),
+        graph_policy=SWITCHES["memory_policy"].value_of(plan.runtime_spec) if plan.runtime_spec.saves_products else "",
         deterministic=plan.runtime_spec.deterministic,
     )
     return "\n".join([*_standard_first(others), "", *torchtitan, "", "", body])
@@ -184,7 +187,7 @@ def _schedule_class(plan: Plan) -> str:
 def _compiled(plan: Plan) -> str:
     """Arguments of CompileConfig: layers and loss, the loss alone, or nothing."""
     runtime = plan.runtime_spec
-    if runtime.fused_cross_entropy and (not runtime.compiled or splits_backward(plan)):
+    if not runtime.saves_products and runtime.fused_cross_entropy and (not runtime.compiled or splits_backward(plan)):
         return 'enable=True, components=["loss"]'
     overlaps = runtime.compiled and runtime.tp_overlap_fraction > 0
     return f"enable={runtime.compiled}{', enable_async_tensor_parallel=True' if overlaps else ''}"

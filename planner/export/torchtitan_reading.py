@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -34,6 +35,7 @@ _POLICIES = {"FullAC": "full", "PlannedAC": "full", "SelectiveAC": "selective", 
 """Mode of each class of activation checkpointing; PlannedAC is the one that an exported recipe defines."""
 _CONVERTERS = {"Float8": "fp8", "MXFP8": "mxfp8", "NVFP4": "nvfp4"}
 """Beginnings of the names of converters of linear layers, and the dtype that they compute in."""
+_COUNTS_TOKENS = {"training.max_context_length", "training.num_tokens_per_microbatch_per_dp_rank"}
 _MAX_SHOWN_CHARACTERS = 80
 _ROW = dialect("torchtitan")
 
@@ -47,6 +49,10 @@ def read_recipe(config: ConfigFile) -> tuple[Fields, Named]:
     record = chosen_recipe(evaluator, config.recipe, _SECTIONS) or _at_top(evaluator)
     settings: Fields = {}
     unreadable: Named = {}
+    if record.kind == "to_graph_trainer_config":  # the recipe of the plain trainer, with what is set afterwards
+        plain = record.arguments[0] if record.arguments and isinstance(record.arguments[0], CallRecord) else record
+        record = replace(plain, fields={**plain.fields, **record.fields})
+        settings["compile.memory_policy"] = "default"
     for section in _SECTIONS:
         value = record.get(section)
         for path, setting in value.flat(f"{section}.") if isinstance(value, CallRecord) else ():

@@ -1,4 +1,4 @@
-"""verl's overrides as a run: the actor's update, or a fine-tuning, under Megatron core or under FSDP."""
+"""verl's overrides and ROLL's YAML as runs: an actor's update, or a fine-tuning, on Megatron core, FSDP, DeepSpeed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from planner.export.keyed_settings import (
     resolved,
     value_of,
 )
-from planner.export.megatron.keyed_reading import add_lora, read_keys
+from planner.export.megatron.keyed_reading import add_adapters, add_lora, read_keys
 from planner.export.named_models import model_called
 from planner.specs.base import Named
 
@@ -132,3 +132,47 @@ def _list_unread(imported: ImportedRun, settings: Settings, read: Collection[str
         known,
         lambda path, value: value in (None, False) or "." not in path or path.rpartition(".")[2] in _OFFLOADS,
     )
+
+
+_TRAINED = ("actor_train", "sft_train", "student_train", "student")
+"""Workers of ROLL that train."""
+_STRATEGY = "strategy_args.strategy_config."
+_OF_ROLL = dialect("roll")
+
+
+def read_roll(config: ConfigFile) -> ImportedRun:
+    """The run of ROLL's YAML: what its worker that trains does. Raises SpecError where none does."""
+    data = yaml_of(config.text, "give the configuration's file")
+    given = resolved(flat(data) if isinstance(data, dict) else {})
+    worker = next((name for name in _TRAINED if any(path.startswith(f"{name}.") for path in given)), None)
+    if worker is None:
+        raise SpecError("no worker of ROLL's trains", f"one of {', '.join(_TRAINED)}")
+    own = {path.removeprefix(f"{worker}."): value for path, value in given.items() if path.startswith(worker)}
+    said = readings("roll-arguments", given | own, gpus=_gpus_of(str(own.get("device_mapping", ""))))
+    arguments, gpus = said["arguments"], said["num_gpus"]
+    model = str(arguments["model_name_or_path"] or "")
+    if said["is_megatron"]:
+        keys: Settings = {
+            path.removeprefix(_STRATEGY).removeprefix("additional_configs."): value
+            for path, value in own.items()
+            if path.startswith(_STRATEGY)
+        } | said["keys"]
+        imported = read_keys("roll", keys, gpus, named=model_called(model) if model else None)
+        imported.rename({"micro_batch_size": f"{worker}.training_args.per_device_train_batch_size"})
+        imported.assumed.pop("--global-batch-size", None)
+        add_adapters(imported, arguments)
+    else:
+        imported = run_of_arguments(KeyedSettings(arguments, Script(), gpus), ConfigFile(""), _OF_ROLL)
+    imported.source, imported.predicts_further = "roll", False
+    imported.model_name = "" if imported.run["model"] else model
+    imported.put(readings("roll", given | own, layout=imported.run["parallelism"], **said))
+    if not said["is_packed"]:
+        imported.note_unpacked()
+    return imported
+
+
+def _gpus_of(mapping: str) -> int:
+    """GPUs of `list(range(0,16)) + [16, 17]`."""
+    ranges = re.findall(r"range\((?:(\d{1,6}), *)?(\d{1,6})\)", mapping)
+    rest = re.sub(r"range\([\d, ]*\)", "", mapping)
+    return sum(int(last) - int(first or 0) for first, last in ranges) + len(re.findall(r"\d{1,6}", rest))

@@ -34,7 +34,7 @@ from planner.specs.units import gib
 from planner.trainers.generations import described
 from planner.trainers.load import has_dtype, load_runtime, since_of
 from planner.trainers.rules.recipe import export_rules_for
-from planner.trainers.spec import RuntimeSpec
+from planner.trainers.spec import BEFORE_FLASH, RuntimeSpec
 from planner.trainers.stated import as_consented
 
 
@@ -271,13 +271,8 @@ def pricing_of(
     for name in modules:
         if name not in MODULES:
             raise SpecError(f"recompute_modules: unknown {name!r}", f"of {', '.join(MODULES)}{nearest(name, MODULES)}")
-    pricing = Pricing(
-        model=model,
-        training=training,
-        cluster=cluster,
-        runtime=runtime,
-        selective_modules=modules or selective_modules(model, runtime),
-    )
+    pricing = Pricing(model=model, training=training, cluster=cluster, runtime=runtime)
+    pricing = pricing.recomputing(modules or selective_modules(model, pricing.runtime))
     return pricing if limits is None else replace(pricing, headroom_bytes=headroom_bytes(pricing, limits))
 
 
@@ -288,6 +283,8 @@ def export_warnings(pricing: Pricing) -> tuple[str, ...]:
     warnings: tuple[str, ...] = ()
     if training.dtype == "bf16" and "bf16" not in hardware.peak_tflops:
         warnings = (f"{hardware.name} has no bf16: priced at the rate of fp16, which --dtype fp16 asks for",)
+    if hardware.architecture in BEFORE_FLASH and not runtime.flash_attention:
+        warnings += (f"{hardware.name}: attention keeps its scores, since fused kernels need Ampere or newer",)
     is_packed = training.document_lengths is not None and training.batching == "packed"
     if is_packed and not (runtime.masks_documents or runtime.dynamic_cp):
         warnings += (f"{runtime.name} attends across packed documents: priced as whole sequences ({_across(runtime)})",)

@@ -12,7 +12,7 @@ from planner.physics.pricing import Pricing
 from planner.schedule.orders import SCHEDULES, placement, violation
 from planner.shape import RANK_ORDERS, Shape, divisors
 from planner.specs.model import ModelSpec
-from planner.specs.problems import nearest
+from planner.specs.problems import among
 from planner.specs.training import Parallelism
 from planner.trainers.rules.recipe import rules_for
 from planner.trainers.rules.rule_rows import first_broken, rules_of
@@ -69,13 +69,14 @@ def given_layout(pricing: Pricing, wanted: Parallelism) -> GivenLayout:
         trains_none = f"{schedule} trains no single copy of the model with a flush after each step"
         raise SpecError(
             f"parallelism.schedule: {trains_none if schedule in SCHEDULES else f'unknown {schedule!r:.60}'}",
-            f"one of {', '.join(_TRAINABLE)}{nearest(schedule, _TRAINABLE)}",
+            among(_TRAINABLE, schedule),
         )
     _check_size(shape)
     error = violation(schedule, int(shape.pp), int(shape.vpp), int(shape.num_microbatches))
     if error is not None:
         raise LayoutError(error.message, _enough_sequences(shape, schedule) or error.hint)
-    split = _split(pricing.model, wanted, shape, placement(schedule, int(shape.pp), int(shape.vpp)))
+    ranks, is_unasked = placement(schedule, int(shape.pp), int(shape.vpp)), pricing.runtime.recomputes_unasked
+    split = _split(pricing.model, wanted, shape, ranks, is_unasked)
     refused = _refused_by_trainer(pricing, shape, split, schedule)
     warnings = tuple(f"{pricing.runtime.name} refuses this layout: {reason}" for reason in refused)
     return GivenLayout(shape, split, schedule, warnings)
@@ -221,7 +222,7 @@ def _check_arithmetic(pricing: Pricing, shape: Shape) -> None:
         )
 
 
-def _split(model: ModelSpec, wanted: Parallelism, shape: Shape, ranks: Sequence[int]) -> Split:
+def _split(model: ModelSpec, wanted: Parallelism, shape: Shape, ranks: Sequence[int], is_unasked: bool) -> Split:
     num_stages = int(shape.pp * shape.vpp)
     if wanted.layout is not None:
         split = parse_layout(wanted.layout, model, num_stages)
@@ -229,7 +230,7 @@ def _split(model: ModelSpec, wanted: Parallelism, shape: Shape, ranks: Sequence[
         split = Split(splits_from_counts(wanted.layers_per_stage, model, ranks))
     else:
         split = Split(default_counts(model, num_stages))
-    if wanted.recompute == "selective" or (wanted.recompute == "none" and wanted.recompute_modules):
+    if wanted.recompute == "selective" or (wanted.recompute == "none" and (wanted.recompute_modules or is_unasked)):
         return replace(split, base="selective")
     if wanted.recompute == "none":
         return split

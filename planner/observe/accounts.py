@@ -31,7 +31,7 @@ from planner.observe.traces.events import (
 from planner.observe.traces.events import OTHER as OTHER_FAMILY
 from planner.observe.trainer_lines import TABLE
 from planner.physics.passes import COMM_GROUPS
-from planner.specs.base import Fields, Named, Texts
+from planner.specs.base import Fields, Named
 from planner.specs.expressions import text_of, value_of
 from planner.specs.reading import shipped_table
 
@@ -222,24 +222,9 @@ class Traced:
     steps: tuple[TraceStep, ...]
 
     @property
-    def groups(self) -> Texts:
-        """The groups that it exchanges with."""
-        return tuple(dict.fromkeys(group.group for step in self.steps for group in step.groups))
-
-    def shown_s(self, group: str) -> float:
-        """Mean seconds of a step in which the rank does nothing but a group's exchanges."""
-        return self.mean(lambda step: sum(one.exposed_s for one in step.groups if one.group == group))
-
-    def busy_s(self, group: str) -> float:
-        """Mean seconds of a step in which one of a group's exchanges runs."""
-        return self.mean(lambda step: sum(one.busy_s for one in step.groups if one.group == group))
-
-    @property
     def passes_s(self) -> float:
         """Mean seconds of a step that the rank itself takes: waits for its pipeline and for gradients are others'."""
-        inside = [group for group in self.groups if PLANNED.get(group) in COMM_GROUPS]
-        own_s = self.mean(lambda step: step.compute_s + step.copies_s + step.host_gaps_s)
-        return own_s + sum(map(self.shown_s, inside))
+        return self.mean(_own_s)
 
     def middle(self, seconds_of: Callable[[TraceStep], float]) -> float:
         """The median of a number over the steps."""
@@ -248,6 +233,11 @@ class Traced:
     def mean(self, seconds_of: Callable[[TraceStep], float]) -> float:
         """Mean of a number over the steps."""
         return sum(map(seconds_of, self.steps)) / len(self.steps)
+
+
+def _own_s(step: TraceStep) -> float:
+    inside_s = sum(one.exposed_s for one in step.groups if PLANNED.get(one.group) in COMM_GROUPS)
+    return step.compute_s + step.copies_s + step.host_gaps_s + inside_s
 
 
 def compute_s(step: TraceStep) -> float:
@@ -322,14 +312,15 @@ def account_of(rank: Traced, has_pipeline: bool) -> Account:
     for row in rank.report.collectives:
         if row.wait_s is not None:
             late[_axis_of(row.group, has_pipeline)] += row.wait_s * row.count / max(len(rank.report.steps), 1)
-    exchanges: dict[str, GroupExchanges] = {}
-    for label in rank.groups:
-        axis = _axis_of(label, has_pipeline)
-        busy_s = rank.busy_s(label)
-        shown_s = rank.shown_s(label)
-        had = exchanges.get(axis, _NONE)
-        late_s = min(late[axis], had.busy_s + busy_s) if axis in late else None
-        exchanges[axis] = GroupExchanges(had.busy_s + busy_s, had.hidden_s + busy_s - shown_s, late_s)
+    busy, shown = defaultdict[str, float](float), defaultdict[str, float](float)
+    for group in (group for step in rank.steps for group in step.groups):
+        axis = _axis_of(group.group, has_pipeline)
+        busy[axis] += group.busy_s / len(rank.steps)
+        shown[axis] += group.exposed_s / len(rank.steps)
+    exchanges = {
+        axis: GroupExchanges(busy_s, busy_s - shown[axis], min(late[axis], busy_s) if axis in late else None)
+        for axis, busy_s in busy.items()
+    }
     for name, part in (("pp", PIPELINE), ("", EXCHANGES)):
         one = exchanges.pop(name, _NONE)
         parts[part] = one.busy_s - one.hidden_s

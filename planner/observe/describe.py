@@ -201,11 +201,7 @@ def described(record: RunRecord, trainer: str, sources: tuple[SourceFile, ...]) 
     refused = _refusal(record, facts, found.step_s)
     if refused:
         return Observation(**common, num_steps=sum(record.covers), series=_series(record), notes=(refused, *notes))
-    before = record.numbers[0] - record.covers[0]
-    if before > 1 and not record.backs:
-        notes.append(f"the log begins at step {before + 1:,}: what was before is not known")
-    if max(record.covers) > 1:
-        notes.append(f"a line is the mean of up to {max(record.covers):,} steps: single slow ones do not show")
+    notes += [says for (says,) in told(shipped_table("observe/gap.yaml")["notes"], {"record": record})]
     return Observation(
         **common,
         step_s=found.step_s,

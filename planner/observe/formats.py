@@ -121,6 +121,15 @@ def deepspeed(record: RunRecord, line: FoundLine) -> None:
         record.anchor = (at_step, at_s)
 
 
+def finish_breakdown(record: RunRecord) -> None:
+    """Take steps from the timers of wall_clock_breakdown where no other line has their seconds."""
+    for parts in (("fwd", "bwd", "step"), ("forward", "backward", "step")):
+        if not record.numbers and record.timers.keys() >= {*parts}:
+            record.note("seconds of steps are its timers' of passes and optimizer: what is between them is not counted")
+            for row, each in enumerate(zip(*(record.timers[name][0] for name in parts), strict=False), 1):
+                record.step(row, sum(each))
+
+
 def configured(record: RunRecord, line: FoundLine) -> None:
     record.argument(line.match[1], line.match[2].strip())
     name = {"train_batch_size": "global_batch_size", "world_size": "num_gpus"}.get(line.match[1])
@@ -237,7 +246,11 @@ def bar(record: RunRecord, line: FoundLine) -> None:
     """` 45%|████▌     | 450/1000 [12:34<15:21,  1.68s/it]`; bars of one number of steps are of one bar."""
     before = line.before.rpartition("\x1b[A")[2]
     trains = _TRAINS.match(before)
-    if trains is None and _NAMED.search(before):
+    if (
+        "consumed_samples=" in line.match.string
+    ):  # NeMo's, of a model of Megatron's: Lightning's own counts micro-batches
+        record.facts["trainer"] = "nemo"
+    elif trains is None and _NAMED.search(before):
         return
     if trains is not None and trains[1]:
         record.facts["trainer"] = "torchtune"

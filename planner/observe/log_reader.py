@@ -98,7 +98,9 @@ def _ranked(records: list[RunRecord]) -> list[RunRecord]:
     def size(record: RunRecord) -> float:
         return len(record.numbers) if record.grammar != _BAR else 0.5 * bool(record.numbers)
 
-    return sorted(records, key=lambda record: (-size(record), _RANKS[record.grammar], -record.num_words))
+    return sorted(
+        records, key=lambda record: (-size(record), not record.timers, _RANKS[record.grammar], -record.num_words)
+    )
 
 
 def _chosen(records: list[RunRecord], where: str) -> RunRecord:

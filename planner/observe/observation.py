@@ -173,6 +173,8 @@ class FailedAllocation(SavedPart):
     """Bytes that torch had allocated."""
     unused_bytes: int | None = None
     """Bytes that torch had reserved and not allocated."""
+    free_bytes: int | None = None
+    """Bytes of the GPU that nobody had."""
     total_bytes: int | None = None
     """Bytes of the GPU."""
 

@@ -382,6 +382,9 @@ class Exchanges:
                 continue
             each = places.every(shard) if isinstance(places, Blocks) else places * shard
             replicas = seconds_of("all_reduce", payload / shard, size / shard, each)
+            if self.runtime.shards_states_over_groups:
+                # the second half of the all-reduce is a gather of updated weights, once a step
+                replicas = replicas * where(shape.zero_stage == 3, (num_bytes + BF16) / (2 * num_bytes), 1)
             among_all = seconds_of("all_reduce", payload, size, places)
             scatters = (shape.zero_stage >= 1) & (not self.runtime.all_reduces_gradients)
             seconds = seconds + where(scatters, scatter + replicas, among_all)

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from planner.physics.cost import content, remembered
 from planner.physics.kernels import (
     ATTENTION_BACKWARD_KERNELS,
+    WIDE_KEYS,
     PassSeconds,
     attention_s,
     cast_s,
@@ -34,6 +35,9 @@ DETERMINISTIC_PERMUTE = 3.0
 (Megatron-LM, docs/developer/determinism). Its share of a mixture's step, 15 to 17%, is where this guess is from."""
 
 
+NARROW_ATTENTION, MX_ATTENTION = 1.5, 1.2
+"""Rate of attention in 8 bits over that in 16: of Llama 2 70B with adapters on H100 (MLPerf v4.1), by hand; and where
+blocks of 32 have scales, which other kernels write: DeepSeek-V3 and Qwen3 on GB300 (Megatron-Bridge), by hand."""
 FP32_PRODUCT = 10.0
 """Seconds of a product of fp32 operands over those of a large one in bf16: 67 TFLOP/s beside about 650 on H100."""
 SIZES_OF_KIND = {
@@ -59,7 +63,7 @@ RUNTIME_OF_KIND = {
         "rocm_product_factor", "narrow_factor", "block_factor", "casts_weights", "narrow_exchanges",
         "transposes_frozen", "fp8_copies",
     ),
-    "attention": ("attention_kernel", "deterministic"),
+    "attention": ("attention_kernel", "deterministic", "narrow_attention", "wide_attention_factor"),
     "elementwise": ("deterministic",),
     "scan": ("deterministic",),
 }  # fmt: skip
@@ -104,7 +108,12 @@ def _operator_seconds(op: Operator, hardware: HardwareSpec, dtype: str, runtime:
         return PassSeconds(forward * forward_s + cast.forward_s, backward * dgrad_s + cast.dgrad_s, backward * wgrad_s)
     if op.kind == "attention":
         forward_s, backward_s = attention_s(op, hardware, runtime.attention_kernel)
-        forward, backward = forward * efficiency.attention_factor, backward * efficiency.attention_factor
+        slow = efficiency.attention_factor
+        if runtime.narrow_attention:
+            slow /= MX_ATTENTION if dtype == "mxfp8" else NARROW_ATTENTION
+        if op.qk_dim > WIDE_KEYS:
+            slow *= runtime.wide_attention_factor
+        forward, backward = slow * forward, slow * backward
         if runtime.deterministic:
             is_blackwell = hardware.architecture == "blackwell"
             backward *= DETERMINISTIC_BLACKWELL if is_blackwell else DETERMINISTIC_BACKWARD

@@ -182,9 +182,11 @@ def optimizer_bytes(
 
 def sharded(dense: Number, expert: Number, shape: Shape, runtime: RuntimeSpec, from_stage: int = 1) -> Number:
     """Parameters per rank, sharded over shard_size ranks (experts: over others) where zero_stage ≥ from_stage."""
-    is_sharded = shape.zero_stage >= from_stage
-    expert_ranks = expert_shards(shape, runtime)
-    return dense / where(is_sharded, shape.shard_size, 1) + expert / where(is_sharded, expert_ranks, 1)
+    is_sharded, ranks, expert_ranks = shape.zero_stage >= from_stage, shape.shard_size, expert_shards(shape, runtime)
+    if runtime.shards_states_over_groups and from_stage == 1:
+        ranks = where(shape.zero_stage == 3, shape.dp * shape.cp, ranks)
+        expert_ranks = where(shape.zero_stage == 3, maximum(shape.expert_dp, 1), expert_ranks)
+    return dense / where(is_sharded, ranks, 1) + expert / where(is_sharded, expert_ranks, 1)
 
 
 def expert_shards(shape: Shape, runtime: RuntimeSpec) -> Number:

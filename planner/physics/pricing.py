@@ -338,7 +338,8 @@ class Pricing:
     @property
     def offloaded_share(self) -> float:
         """Share of the layers that keep on the host all that they keep: their inputs, where they are recomputed."""
-        return min(self.runtime.offloaded_layers / self.model.num_hidden_layers, 1.0)
+        layers = self.model.num_hidden_layers
+        return min(self.runtime.offloaded_layers, layers - self.runtime.saves_products) / layers
 
     def selective_table(self, table: CostTable) -> CostTable:
         """`table` with its selective mode priced for the modules that this pricing recomputes; other prices stay."""

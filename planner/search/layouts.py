@@ -239,6 +239,8 @@ def _stricter(runtime: RuntimeSpec) -> frozenset[str]:
 def recompute_choices(model: ModelSpec, runtime: RuntimeSpec, limits: SearchLimits) -> tuple[RecomputeChoice, ...]:
     """The ways to recompute that the trainer can be told with its recipe and the user allows."""
     allowed = limits.recompute or ("none", *(("selective",) if runtime.has_sequence_parallel else ()), "full")
+    if runtime.recomputes_unasked:
+        allowed = tuple(mode for mode in allowed if mode != "none")
     if not runtime.recomputes_layers:
         allowed = tuple(mode for mode in allowed if mode != "full")
     choices = []

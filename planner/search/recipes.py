@@ -53,6 +53,8 @@ BUNDLES: tuple[Recipe, ...] = (
     {"sharding": "deepspeed", "liger": True},
     {"sharding": "deepspeed", "liger": True, "optimizer_offload": 1.0},
     {"token_drop": True, "dispatcher": "alltoall"},
+    {"memory_policy": "default"},
+    {"memory_policy": "sac_and_offload"},
     {"cuda_graph": "full_iteration", "nan_checks": False},
     {"cuda_graph": "full_iteration", "nan_checks": False, "dispatcher": "hybridep", "fused_experts": True},
     {
@@ -109,8 +111,7 @@ class Recipes:
         own = [{n: v for n, v in bundle.items() if n not in pinned and v in tried.get(n, ())} for bundle in known]
         bundles = [bundle for bundle in own if all(v in self.free.get(name, ()) for name, v in bundle.items())]
         runtimes = [switched(self.base, consented | dict(bundle)) for bundle in bundles]
-        legal = [runtime for runtime in runtimes if not any(broken_recipe_rules(self._setting(runtime)))]
-        return list(dict.fromkeys(legal)) or [self.base]
+        return list(dict.fromkeys(self._legal(runtimes))) or [self.base]
 
     def dividing(self) -> list[RuntimeSpec]:
         """Those of the starts that divide the states in another way than the trainer's own, or hold less of them."""
@@ -123,7 +124,7 @@ class Recipes:
         """The runtimes with activations on the host, where that is free to choose."""
         values = self.free.get("activation_offload", ())[1:]
         others = [switched(runtime, {"activation_offload": value}) for runtime in runtimes for value in values]
-        return [runtime for runtime in others if not any(broken_recipe_rules(self._setting(runtime)))]
+        return self._legal(others)
 
     @property
     def offers_offloading(self) -> bool:
@@ -209,8 +210,10 @@ class Recipes:
                     candidate = plain
         return candidate
 
-    def _setting(self, runtime: RuntimeSpec) -> Setting:
-        return Setting(self.case.model, self.case.cluster, self.case.training, runtime)
+    def _legal(self, runtimes: Sequence[RuntimeSpec]) -> list[RuntimeSpec]:
+        """The runtimes whose recipes no rule refuses for the job."""
+        job = self.case.model, self.case.cluster, self.case.training
+        return [runtime for runtime in runtimes if not any(broken_recipe_rules(Setting(*job, runtime)))]
 
 
 def pinned(case: Case) -> Case:
@@ -323,7 +326,7 @@ def _offers(best: Candidate, recipes: Recipes) -> Iterator[Offer]:
         yield from sorted(found, key=lambda offer: offer.step_s)[: 1 if SWITCHES[name].only_saves_memory else None]
     for bundle in BUNDLES:
         needed = [name for name, value in bundle.items() if consent_of(name, value, hardware)]
-        if needed and not held & set(bundle) and any(name not in limits.allow for name in needed):
+        if needed and len(bundle) > 1 and not held & set(bundle) and any(name not in limits.allow for name in needed):
             name, value = next(iter(bundle.items()))
             yield from _offer(best, recipes, name, value, bundle)
     for dtype in NARROW_DTYPES:

@@ -104,7 +104,7 @@ _TIER = re.compile(
 )
 
 
-def parse_tiers(text: str, hardware: HardwareSpec, option: str = "--tier") -> tuple[LinkTier, ...]:
+def parse_tiers(text: str, hardware: HardwareSpec) -> tuple[LinkTier, ...]:
     """The tiers in NAME:GPUS:GB_PER_S[:OVERSUBSCRIPTIONx],…; latency and efficiency are those of the profile's network.
 
     Raises SpecError naming the part that is no tier, or is out of place.
@@ -117,26 +117,26 @@ def parse_tiers(text: str, hardware: HardwareSpec, option: str = "--tier") -> tu
         rate = 0.0 if match is None else _gb_per_s(match["rate"])
         if match is None or rate == 0:
             raise SpecError(
-                f"{option}: {part[:60]!r} is no NAME:GPUS:GB_PER_S[:OVERSUBSCRIPTIONx]", f"write {option} {EXAMPLE}"
+                f"--tier: {part[:60]!r} is no NAME:GPUS:GB_PER_S[:OVERSUBSCRIPTIONx]", f"write --tier {EXAMPLE}"
             )
         if (match["gpus"] == _ALL) != (place == len(parts)):
             says = "joins all GPUs and comes last" if match["gpus"] == _ALL else "is the last and must join all GPUs"
             inner = [other for other in parts if _num_gpus(other) > (hardware.tiers[0].num_gpus or 0)]
             mended = [*sorted(inner, key=_num_gpus), f"spine:{_ALL}:{match['rate']}"]
-            raise SpecError(f"{option}: {part[:60]!r} {says}", f"write {option} {','.join(mended)[:200]}")
+            raise SpecError(f"--tier: {part[:60]!r} {says}", f"write --tier {','.join(mended)[:200]}")
         shared = float(match["shared"] or 1)
         if not 1 <= shared <= 1000:
-            raise SpecError(f"{option}: {part[:60]!r}: {shared:g}x is no oversubscription", "from 1x to 1000x")
+            raise SpecError(f"--tier: {part[:60]!r}: {shared:g}x is no oversubscription", "from 1x to 1000x")
         update = {
             "name": match["name"],
             "num_gpus": None if match["gpus"] == _ALL else parse_whole(match["gpus"], "size"),
             "gb_per_s": rate,
             "oversubscription": shared,
             "link_gb_per_s": None,
-            "source": f"{option} {part}",
+            "source": f"--tier {part}",
         }
         tiers.append(network.model_copy(update=update))
-    _check_order(tiers, parts, option)
+    _check_order(tiers, parts)
     return tuple(tiers)
 
 
@@ -154,19 +154,19 @@ def _gb_per_s(text: str) -> float:
         return 0.0
 
 
-def _check_order(tiers: list[LinkTier], parts: list[str], option: str) -> None:
+def _check_order(tiers: list[LinkTier], parts: list[str]) -> None:
     """Raise SpecError for two tiers of one name, and for one that joins no more GPUs than the one before it."""
     names = [tier.name for tier in tiers]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
-        raise SpecError(f"{option}: {twice}: given twice", "give each tier a name of its own")
+        raise SpecError(f"--tier: {twice}: given twice", "give each tier a name of its own")
     sized = [(tier.num_gpus, part) for tier, part in zip(tiers, parts, strict=True) if tier.num_gpus is not None]
     for (fewer, _), (more, part) in pairwise(sized):
         if more <= fewer:
             ordered = [inner for _, inner in sorted(sized)]
             raise SpecError(
-                f"{option}: {part!r} joins no more GPUs than the tier before it, {fewer}",
-                f"write them from the inside to the outside, as in {option} {','.join([*ordered, parts[-1]])}",
+                f"--tier: {part!r} joins no more GPUs than the tier before it, {fewer}",
+                f"write them from the inside to the outside, as in --tier {','.join([*ordered, parts[-1]])}",
             )
 
 

@@ -14,7 +14,7 @@ from pydantic import Field
 from planner.errors import SpecError
 from planner.specs.base import NonNegativeFloat, Overhead, Rate, Spec
 from planner.specs.hardware import HardwareSpec, LinkTier
-from planner.specs.problems import checked, nearest
+from planner.specs.problems import among, checked, nearest
 from planner.specs.reading import load_yaml
 
 _FILE = Path(__file__).with_name("machines.yaml")
@@ -130,7 +130,7 @@ def with_network(hardware: HardwareSpec, kind: str, where: str = "network", keep
     row = machines().networks.get(kind)
     if row is None:
         known = list(machines().networks)
-        raise SpecError(f"{where}: unknown {kind[:60]!r}", f"one of {', '.join(known)}{nearest(kind, known)}")
+        raise SpecError(f"{where}: unknown {kind[:60]!r}", among(known, kind))
 
     named = {"name": "infiniband" if kind == "ib" else kind}
     hardware = _on_tiers(hardware, row.tier, keeps)

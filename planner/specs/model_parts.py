@@ -227,6 +227,8 @@ class MoESpec(Spec):
     """Routed experts that each token visits (top-k)."""
     moe_intermediate_size: PositiveInt
     """Width of one routed expert."""
+    image_expert_intermediate_size: NonNegativeInt = 0
+    """Width of as many experts again, to which tokens of images go (ERNIE-4.5-VL); 0 for none."""
     shared_expert_intermediate_size: NonNegativeInt = 0
     """Total width of the shared experts, which every token visits; 0 for none."""
     shared_expert_gate: bool = False
@@ -272,6 +274,11 @@ class MoESpec(Spec):
     """A norm over what experts give in that width, before it is projected back (Kimi-K3)."""
     router_z_loss_coef: NonNegativeFloat = 0.0
     """Weight of the loss on the square of the logits' log-sum-exp (ST-MoE)."""
+
+    @property
+    def image_ratio(self) -> float:
+        """Parameters of the experts for images over those of the others."""
+        return self.image_expert_intermediate_size / self.moe_intermediate_size
 
     @model_validator(mode="after")
     def _top_k_exists(self) -> Self:

@@ -35,6 +35,11 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return f"; did you mean {' or '.join(close)}?" if close else ""
 
 
+def among(known: Collection[str], name: str) -> str:
+    """`one of a, b, c; did you mean …?`, in the order that is given."""
+    return f"one of {', '.join(known)}{nearest(name, known)}"
+
+
 MOST_NAMES = 40
 """The most known names that a hint lists."""
 

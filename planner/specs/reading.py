@@ -403,11 +403,11 @@ def parse_mapping(text: str, where: str, limits: InputLimits = JSON) -> dict[str
     return data
 
 
-def parse_rows(text: str, problem: str, hint: str, limits: InputLimits = CSV) -> Iterator[list[str]]:
-    """Rows of cells. Raises SpecError, which begins with `problem`, for what is no CSV and beyond the limits."""
+def parse_rows(text: str, problem: str, hint: str) -> Iterator[list[str]]:
+    """Rows of cells. Raises SpecError, which begins with `problem`, for what is no CSV and beyond the CSV."""
     refused = refusing(problem, hint)
-    refuse_longer(text, limits.num_bytes, refused)
-    refuse_signs(text, ",\n", limits.num_items, refused)
+    refuse_longer(text, CSV.num_bytes, refused)
+    refuse_signs(text, ",\n", CSV.num_items, refused)
     try:
         yield from csv.reader(io.StringIO(text))
     except csv.Error as error:
@@ -427,20 +427,20 @@ _DOTTED = re.compile(rf"(?<![\w\"'-])(?:[\w\"'-]++[ \t]*+\.[ \t]*+){{{_MAX_DOTS}
 """A key of so many parts: tomllib keeps every beginning of it, and thousands of parts fill gigabytes."""
 
 
-def parse_toml(text: str, where: str, hint: str, limits: InputLimits = TOML) -> dict[str, Any]:
-    """The tables of a text. Raises SpecError, which names `where`, for anything else and beyond the limits."""
+def parse_toml(text: str, where: str, hint: str) -> dict[str, Any]:
+    """The tables of a text. Raises SpecError, which names `where`, for anything else and beyond the TOML."""
     refused = refusing(f"{where}: not TOML", hint)
-    refuse_longer(text, limits.num_bytes, refused)
-    refuse_signs(text, ",=[{.", limits.num_items, refused)
+    refuse_longer(text, TOML.num_bytes, refused)
+    refuse_signs(text, ",=[{.", TOML.num_items, refused)
     if _DOTTED.search(text):
         raise refused(f"a key of more than {_MAX_DOTS} parts")
     try:
         data = tomllib.loads(text)
     except RecursionError:
-        raise refused(f"nested more than {limits.depth:,} deep") from None
+        raise refused(f"nested more than {TOML.depth:,} deep") from None
     except ValueError as error:  # a TOMLDecodeError is one, and an integer of thousands of digits is another
         raise refused(printable(str(error))) from None
-    refuse_depth(data, limits.depth, refused)
+    refuse_depth(data, TOML.depth, refused)
     return data
 
 
@@ -454,12 +454,12 @@ def num_signs(text: str) -> int:
     return sum(1 for _ in _SIGN.finditer(text))
 
 
-def parse_python(text: str, where: str, hint: str, limits: InputLimits = PYTHON) -> ast.Module:
-    """The tree of a file. Raises SpecError, which names `where`, for anything else and beyond the limits."""
+def parse_python(text: str, where: str, hint: str) -> ast.Module:
+    """The tree of a file. Raises SpecError, which names `where`, for anything else and beyond the PYTHON."""
     refused = refusing(f"{where}: not Python", hint)
-    refuse_longer(text, limits.num_bytes, refused)
-    if num_signs(text) > limits.num_items:
-        raise refused(f"more than {limits.num_items:,} words and signs")
+    refuse_longer(text, PYTHON.num_bytes, refused)
+    if num_signs(text) > PYTHON.num_items:
+        raise refused(f"more than {PYTHON.num_items:,} words and signs")
     try:
         tree: ast.Module = _quiet(text, "exec")
         return tree

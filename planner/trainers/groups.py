@@ -82,6 +82,9 @@ class Kernels(Group):
     copies_norm_input: bool = False
     """An unfused RMSNorm casts its input to fp32 and keeps the copy, and the normalized rows for its weight's gradient
     (modules of transformers; torch's own before 2.9)."""
+    autocasts: bool = False
+    """torch.autocast around whole fp32 weights: the residual stream and the rows of norms are fp32, and every product
+    keeps its own 16-bit copies of its input and of its weight."""
     fused_rotary: bool = True
     """Without: chunk, negate, multiply, add, concatenate; and the QKV buffer stays alive through the view of v."""
     fused_activation: bool = True
@@ -90,10 +93,14 @@ class Kernels(Group):
     """Query, key and value are one product, and gate and up another; without: three and two."""
     groups_products: bool = True
     """One kernel computes the products of all experts of a rank; without: those of a few experts at a time."""
+    narrow_attention: bool = False
+    """Attention in 8 bits, forward and backward (`--fp8-dot-product-attention`)."""
     narrow_head: bool = False
     """Under an 8- or 4-bit recipe the head is of its dtype too."""
     fused_permute: bool = True
     """Without: routing keeps its int64 indices, and weighting the expert rows is a product that keeps both factors."""
+    wide_attention_factor: Rate = 1.0
+    """Seconds of attention whose keys are wider than 128 over those of its kernel: no blocks are tuned for them."""
     permute_factor: Rate = 1.0
     """Seconds of the permutations of tokens to rows of experts and back over those of fused kernels: above 1 where
     gathers and atomic additions of torch move the rows."""
@@ -219,6 +226,8 @@ class Memory(Group):
     """Modules whose saved inputs go to host memory after the forward and come back before the backward."""
     offloaded_layers: NonNegativeInt = 0
     """Layers of which all that they keep for the backward waits in host memory."""
+    shards_states_over_groups: bool = False
+    """States of the optimizer are sharded over all ranks under ZeRO-3, weights and gradients over those of a group."""
     weight_shards: PositiveInt = 1
     """Ranks of unlike data that share the weights and gradients of a tensor-parallel rank, beside what ZeRO shards."""
     widens_gradients: bool = False
@@ -474,7 +483,10 @@ class Limits(Group):
     selective_recompute_modules: Texts = ("core_attn",)
     """Modules that it can recompute by themselves."""
     saves_products: bool = False
-    """Products are no part of what `op` recomputes; without: every other one is (torchtitan)."""
+    """Products are no part of what `op` recomputes, the one way to recompute; without: every other one is (torchtitan).
+    Of layers that wait on the host, the last does not."""
+    recomputes_unasked: bool = False
+    """Its compiler recomputes what `selective` does, and no option keeps it from that."""
     selective_default: Texts = ("core_attn",)
     """The modules that `selective` recomputes where none are named."""
     head_only_stage: bool = False

@@ -18,6 +18,9 @@ PACKED_BYTES = {4: 1 / 2 + 1 / 64 + 4 / (64 * 256), 8: 1.0, 16: 2.0}
 """Bytes of a frozen weight by its bits. In 4 bits 64 weights share a scale of 8 bits, and 256 scales one of fp32
 (Dettmers et al. 2023, double quantization); in 8 bits a row shares one (LLM.int8)."""
 
+BEFORE_FLASH = ("volta", "turing")
+"""NVIDIA's GPUs before Ampere, for which cuDNN and FlashAttention-2 have no fused attention with a backward."""
+
 _RETIRED = ("interleaved_microbatch_multiple", "min_microbatches_is_pp", "tuned_products", "stands_for")
 
 
@@ -99,8 +102,9 @@ class RuntimeSpec(Host, Limits, Overlaps, FineTuning, Memory, Kernels, Generatio
 
     @property
     def recomputes_layers(self) -> bool:
-        """True where whole layers can be recomputed; neither overlapped exchanges nor graphs of modules allow it."""
-        return not (self.overlaps_experts or self.graphed_modules)
+        """True where whole layers can be recomputed; neither overlapped exchanges, graphs of modules nor policies of
+        operators allow it."""
+        return not (self.overlaps_experts or self.graphed_modules or self.saves_products)
 
     @property
     def recomputable_modules(self) -> Texts:
@@ -120,6 +124,9 @@ class RuntimeSpec(Host, Limits, Overlaps, FineTuning, Memory, Kernels, Generatio
             update |= {"gradient_bytes": gradient_bytes, "kept_gradient_bytes": 0}
         if architecture == "blackwell":
             update["fp8_copies"] = 1
+        if architecture in BEFORE_FLASH and self.attention_kernel == "fastest" and not self.runs_transformers:
+            # Transformer Engine falls back to scores in memory
+            update["flash_attention"] = False
         if dtype not in ("bf16", "fp16") and self.narrow_parameters:
             update["master_remainders"] = False
         return self.model_copy(update=update) if update else self

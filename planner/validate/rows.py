@@ -52,6 +52,10 @@ HELD_OUT = (
     "mcore-releases",
     "aws-mbridge-2",
     "google-recipes",
+    "bridge-cards-4",
+    "torchtitan-latent",
+    "fsdp-readmes",
+    "xtuner-zero3",
 )
 """Families whose rows no coefficient is fitted to, neither together with other families nor alone."""
 PRODUCTION = "production"

@@ -15,11 +15,12 @@ from planner.export.export import bundle_of
 from planner.export.huggingface.deepspeed_files import CONFIG_FILE, PIPELINE_FILE, TRAINING_FILE, export_deepspeed
 from planner.export.import_run import read_configuration
 from planner.export.refusal import Inexpressible
+from planner.layout.given import given_layout
 from planner.physics.pricing import Pricing
 from planner.shape import Shape
 from planner.specs.cluster import ClusterSpec
 from planner.specs.registry import load_hardware, load_model
-from planner.specs.training import TrainingSpec
+from planner.specs.training import Parallelism, TrainingSpec
 from planner.trainers.load import load_runtime
 from planner.trainers.rules.recipe import rules_for
 
@@ -179,6 +180,10 @@ def test_sequences_are_split_by_the_engine_or_by_its_compiler(
     assert tuple(broken) == refused
     pricing = Pricing(
         model=model, training=training, cluster=ClusterSpec(hardware=load_hardware("h100"), num_gpus=8), runtime=runtime
+    )
+    wanted = Parallelism(cp=4, dp=2, zero_stage=stage, micro_batch_size=4)
+    assert given_layout(pricing, wanted).split.base == ("selective" if compiles else "none"), (
+        "its compiler repeats unasked"
     )
     layer = pricing.recomputing(runtime.selective_default).table(shape).layers
     plain, again = layer[model.kinds[0], "none"], layer[model.kinds[0], "selective"]

@@ -137,8 +137,13 @@ def test_a_value_that_a_version_lacks_is_refused_by_name(planned: Planned) -> No
     assert "--cuda-graph-scope moe_router moe_preprocess" in text_of(newer, "megatron", "launch.sh")
 
 
-@pytest.mark.parametrize("features", [{}, {"compile": False}, {"async_tp": True}, {"async_tp": False}])
-@pytest.mark.parametrize("layout", [{"tp": 2}, {"tp": 2, "zero_stage": 2}])
+@pytest.mark.parametrize(
+    "features",
+    [{}, {"compile": False}, {"async_tp": True}, {"memory_policy": "default"}, {"memory_policy": "sac_and_offload"}],
+)
+@pytest.mark.parametrize(
+    "layout", [{"tp": 2, "recompute": "selective"}, {"tp": 2, "zero_stage": 2, "recompute": "selective"}]
+)
 def test_torchtitan_s_switches_come_back(planned: Planned, features: dict[str, Any], layout: dict[str, Any]) -> None:
     plan = planned("llama-3.1-8b", 16, runtime="torchtitan", features=features, **layout)
     text = text_of(plan, "torchtitan", "planned_recipe.py")
@@ -147,6 +152,7 @@ def test_torchtitan_s_switches_come_back(planned: Planned, features: dict[str, A
     expected = {name: SWITCHES[name].value_of(plan.runtime_spec) for name in switches}
     assert {name: imported.run["features"][name] for name in switches} == expected
     assert imported.run["parallelism"]["zero_stage"] == plan.parallelism.zero_stage
+    assert read_back(plan, "torchtitan").best.step.step_s == plan.best.step.step_s
 
 
 @pytest.mark.parametrize("share", [0.0, 1.0])

@@ -59,6 +59,8 @@ def test_accelerate_with_deepspeed(tmp_path: Path) -> None:
     assert layout_of(read(tmp_path / "a.yaml"))["zero_stage"] == 3
     with pytest.raises(SpecError, match="is not beside the file"):
         read_configuration("distributed_type: DEEPSPEED\ndeepspeed_config: {deepspeed_config_file: zero3.json}\n")
+    with pytest.raises(SpecError, match=r"grpo-8K\.yaml is not beside the file"):
+        read_configuration("defaults: grpo-8K.yaml\npolicy:\n  max_total_sequence_length: 16384\n", "nemo-rl")
 
 
 def test_accelerate_with_megatron() -> None:
@@ -314,6 +316,7 @@ _GRPO = (
         (_GRPO % "", {"rollout_stays": True, "rollout_fraction": 0.3}),
         (_GRPO % ", beta=0.04, vllm_enable_sleep_mode=True", {"rollout_fraction": 0.3, "frozen_copies": 1}),
         (_GRPO % ", beta=0.04, vllm_mode='server'", {"frozen_copies": 1}),
+        (_GRPO % ", beta=0.04, vllm_device='auto'", {"frozen_copies": 1}),
         ("swift rlhf --rlhf_type grpo --model Qwen/Qwen3-8B --tuner_type full --use_vllm true --sleep_level 1",
          {"rollout_fraction": 0.9, "frozen_copies": 1}),
     ],
@@ -379,3 +382,59 @@ def test_a_program_that_a_launcher_starts_keeps_its_loss_where_sequences_are_spl
     # 36 layers' inputs of 131,072 tokens, which 8 GPUs of 80 GB have no room for
     peak = judged(parse_run({"run": imported.complete(hardware="h100")}, "run"))[0].best.worst_stage.memory
     assert peak.activations_bytes < 5e9 < 36 * 131072 * 4096 * 2
+
+
+_ROLL = (
+    "pretrain: Qwen/Qwen3-8B\nprompt_length: 2048\nresponse_length: 4096\nactor_train:\n  model_args:\n"
+    "    disable_gradient_checkpointing: false\n  training_args:\n    per_device_train_batch_size: 2\n"
+    "    gradient_accumulation_steps: 4\n  device_mapping: list(range(0,8)) + [8, 9, 10, 11, 12, 13, 14, 15]\n"
+    "  infer_batch_size: 4\n  strategy_args:\n    strategy_name: %s_train\n    strategy_config: %s\n"
+    "actor_infer: {x: 1}\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "said", "runtime", "batch", "layout"),
+    [
+        ("megatron", "{tensor_model_parallel_size: 2, sequence_parallel: true, moe_layer_recompute: true}",
+         "megatron", 64, {"tp": 2, "recompute": "selective", "recompute_modules": ["moe"]}),
+        ("megatron", "{pipeline_model_parallel_size: 2, recompute_granularity: full, additional_configs: {x: null}}",
+         "megatron", 64, {"pp": 2, "recompute": "full"}),
+        ("deepspeed", "${deepspeed_zero3_cpuoffload}", "hf", 128, {"zero_stage": 3, "recompute": "full"}),
+        ("fsdp2", "{fsdp_size: 8, param_dtype: bf16}", "torch-fsdp", 128, {"fsdp": 8, "zero_stage": 3}),
+    ],
+)  # fmt: skip
+def test_a_worker_of_roll_is_a_run(strategy: str, said: str, runtime: str, batch: int, layout: dict[str, Any]) -> None:
+    imported = read_configuration(_ROLL % (strategy, said))
+    run = imported.complete(hardware="h100")
+    assert (imported.source, run["runtime"], run["num_gpus"], run["seq_length"]) == ("roll", runtime, 16, 6144)
+    assert (run["global_batch_size"], run["objective"]["scored_tokens"]) == (batch, 4 * 6144)
+    assert {name: run["parallelism"].get(name) for name in layout} == layout
+    assert imported.unknown == {}
+
+
+_TRAINED_WHOLE = "TrainingArguments(per_device_train_batch_size=1, bf16=True)\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "field", "value"),
+    [
+        ("from transformers import AutoModelForCausalLM, TrainingArguments\nm = AutoModelForCausalLM.from_pretrained("
+         f"'Qwen/Qwen3-8B', torch_dtype=torch.bfloat16)\na = {_TRAINED_WHOLE}", "runtime", "hf"),
+        ("from transformers import TrainingArguments\nmodel_name = 'Qwen/Qwen3-8B'\n"
+         f"a = {_TRAINED_WHOLE}", "features", {"autocast": True}),
+        ("from unsloth import FastModel\nm, t = FastModel.from_pretrained(model_name='Qwen/Qwen3-8B')\n"
+         f"a = {_TRAINED_WHOLE}", "num_gpus", 1),
+        ("swift sft --model Qwen/Qwen3-8B --tuner_type lora --max_length 2048", "adapters",
+         {"base_bits": 16, "rank": 8, "dropout": 0.05, "targets": ["all-linear"]}),
+        ("llamafactory-cli train --model_name_or_path Qwen/Qwen3-8B --finetuning_type full --deepspeed zero2 "
+         "--torch_compile", "features", {}),
+        (_OPENRLHF + "--lora_rank 16", "adapters", {"base_bits": 16, "rank": 16, "targets": ["all-linear"]}),
+        ("swift rlhf --rlhf_type rm --model Qwen/Qwen3-8B --per_device_train_batch_size 2 --max_length 2048",
+         "parallelism", {"zero_stage": 0, "recompute": "full", "micro_batch_size": 4}),
+        ("if [ $NODE_RANK == 0 ]; then\nswift sft --model Qwen/Qwen3-8B --max_length 2048\nelse\nsleep 1\nfi",
+         "seq_length", 2048),
+    ],
+)  # fmt: skip
+def test_defaults_of_trainers_are_theirs(text: str, field: str, value: Any) -> None:
+    assert read_configuration(text).run[field] == value

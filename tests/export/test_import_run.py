@@ -49,7 +49,7 @@ TABLES = yaml.safe_load((Path(__file__).parent / "tables.yaml").read_text())
         ('{"zero_optimization": {}, "train_batch_size": "many"}', "'many' is no positive number"),
         (f"p.py {BASE} --tensor-model-parallel-size ${{TP:?need}}", "$TP is not set"),
         (f"p.py {BASE} --prompt-file x", "this is an inference server"),
-        ("actor_train:\n  per_device_train_batch_size: 1\n", "a configuration of ROLL"),
+        ("actor_infer:\n  x: 1\nactor_train: 1\n", "no worker of ROLL's trains"),
     ],
 )
 def test_what_cannot_be_read(text: str, message: str) -> None:
@@ -155,7 +155,7 @@ def test_examples_that_are_padded_take_a_shorter_step(tmp_path: Path, capsys: py
     answer = json.loads(capsys.readouterr().out)
     mean_ms = float(re.findall(r"takes ([\d.]+) ms in the mean", " ".join(answer["notes"]))[0])
     assert (answer["run"]["batching"], answer["run"]["seq_length"]) == ("padded", 2048), "no batch is as long as 4096"
-    assert mean_ms < 700 * answer["evaluated"]["best"]["step"]["step_s"]
+    assert mean_ms < 750 * answer["evaluated"]["best"]["step"]["step_s"]
 
 
 def test_files_that_are_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

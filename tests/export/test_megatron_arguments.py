@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 from collections.abc import Callable
 from pathlib import Path
@@ -24,7 +25,7 @@ from planner.search.search import plan as search
 from planner.specs.cluster import ClusterSpec
 from planner.specs.model import ModelSpec
 from planner.specs.registry import load_hardware, load_model
-from planner.specs.training import Parallelism, TrainingSpec
+from planner.specs.training import DocumentLength, Parallelism, TrainingSpec
 
 TABLES = yaml.safe_load((Path(__file__).parent / "tables.yaml").read_text())
 
@@ -175,6 +176,14 @@ def test_a_rank_holds_as_many_tokens_of_a_text_as_it_was_planned_to(
     run = read_configuration(" ".join(argv(arguments | changed)), "megatron").run
     assert (run["parallelism"]["cp"], run["features"]["dynamic_cp"]) == (cp, "packs")
     assert export_megatron(plan).command.trainer.at_least == "0.21", "no release before it packs"
+    texts = (DocumentLength(length=512, share=3), DocumentLength(length=2560, share=1))
+    command = export_megatron(
+        plan.model_copy(update={"training": plan.training.model_copy(update={"document_lengths": texts})})
+    ).command
+    drawn = json.loads(command.first_run.arguments["--varlen-mock-dataset-config-json"])
+    assert (drawn["mean_seq_len"], drawn["lognormal_sigma"]) == (1024, 0.748)
+    single = planned("llama-3.1-8b", 16, cp=2, seq_length=4096, features={"dynamic_cp": "texts"})
+    assert export_megatron(single).command.training_run.arguments["--tokenizer-type"] == "SFTTokenizer"
 
 
 def test_the_dispatcher_that_was_priced(planned: Planned) -> None:

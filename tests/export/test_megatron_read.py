@@ -7,6 +7,7 @@ Recipes in Python, of Megatron-Bridge, NeMo and torchtitan, are followed and nev
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -193,13 +194,14 @@ def test_its_own_words_for_the_model() -> None:
 
 
 def test_a_configuration_beside_the_script(tmp_path: Path) -> None:
-    (tmp_path / "ds.json").write_text('{"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}')
+    offloads = {"stage": 3, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
+    (tmp_path / "ds.json").write_text(json.dumps({"zero_optimization": offloads}))
     (tmp_path / "run.sh").write_text(
         f"deepspeed pretrain_gpt.py {BASE} --fp16 --deepspeed --deepspeed_config $DIR/ds.json"
     )
     imported = read(tmp_path / "run.sh")
-    assert layout_of(imported)["zero_stage"] == 2
-    assert imported.run["features"]["optimizer_offload"] == 1.0
+    assert (layout_of(imported)["zero_stage"], imported.unknown) == (3, {})
+    assert (imported.run["features"]["optimizer_offload"], imported.run["features"]["parameter_offload"]) == (1.0, True)
 
 
 @pytest.mark.parametrize(

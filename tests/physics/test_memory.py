@@ -357,6 +357,16 @@ def test_saved_bytes_of_a_dense_layer(dtype: str) -> None:
     assert saved_bytes(layer) == 4096 * (kept + 2 * (2 * hidden + intermediate))
 
 
+def test_autocast_keeps_rows_in_fp32_and_a_copy_of_each_input() -> None:
+    """66 bytes a token and feature, and weights in 16 bits, as transformers 5 saves of a layer on this CPU."""
+    model = load_model("smollm2-1.7b")
+    layer = decoder_layer(
+        model, model.layers[0], SHAPE, load_runtime("torch-fsdp").with_features({"autocast": True})[0]
+    )
+    weights = 4 * 2048**2 + 3 * 2048 * 8192
+    assert saved_bytes(layer) == pytest.approx(66 * 4096 * 2048 + 2 * weights, rel=1e-3)
+
+
 def test_a_recomputed_module_keeps_no_cast_copy_either() -> None:
     op = Operator(name="x", kind="gemm", saved=(Saved("input", (32,), ("mlp",), cast_copy=True),))
     assert op.saved_bytes(dtype="fp8") == 32

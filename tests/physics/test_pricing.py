@@ -16,6 +16,7 @@ from planner.physics.compute import gpu_seconds, issue_seconds, operator_seconds
 from planner.physics.cost import CostTable, PartCost
 from planner.physics.kernels import attention_s
 from planner.physics.layers import decoder_layer
+from planner.physics.memory import GRAPH_POOL
 from planner.physics.operators import Operator, collectives_of, operators_of, up_to_last_saved
 from planner.physics.passes import LATE_NODE_FRACTION, late_nodes_fraction
 from planner.physics.pricing import Pricing
@@ -149,16 +150,16 @@ def test_texts_over_as_few_ranks_as_hold_them_take_their_mean(way: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("policy", "recompute", "products", "kept"),
-    [("eager", "selective", 3, 0), ("default", "selective", 0, 0), ("sac_and_offload", "selective", 0, 1)],
+    ("policy", "products", "layers_left"), [("eager", 3, 32), ("default", 0, 32), ("sac_and_offload", 0, 1)]
 )
-def test_a_policy_by_operators_saves_recomputes_or_offloads(
-    policy: str, recompute: str, products: int, kept: int
-) -> None:
-    """Of an eager layer of Llama, whose seven products are apart, `op` repeats k, the output's and up."""
+def test_a_policy_by_operators_saves_recomputes_or_offloads(policy: str, products: int, layers_left: int) -> None:
+    """Of an eager layer of Llama, whose seven products are apart, `op` repeats k, the output's and up.
+
+    On the host waits what all layers but the last keep, and its pages are moved once each way.
+    """
     command = "torchrun -m torchtitan.train --module graph_trainer.llama3 --training.seq_len 8192 --model.name llama3 "
     run = read_configuration(command + f"--model.flavor 8B --compile.memory_policy {policy}", "torchtitan").run
-    assert run["parallelism"]["recompute"] == recompute
+    assert (run["parallelism"]["recompute"], run["features"]["cuda_graph"]) == ("selective", "full_iteration")
     runtime = load_runtime("torchtitan").with_features(run["features"])[0]
     pricing = replace(pricing_of("llama-3.1-8b", "torchtitan"), runtime=runtime, selective_modules=("op",))
     shape, kind = Shape.of(dp=8, zero_stage=3, seq_length=8192), pricing.model.kinds[0]
@@ -166,11 +167,27 @@ def test_a_policy_by_operators_saves_recomputes_or_offloads(
     assert sum(one.kind == "gemm" for one in replayed) == products
     table = pricing.table(shape)
     saved = 8192 * 2 * (1024 + 4096 + 14336)
-    all_bytes = pricing.table(shape).layers[kind, "none"].live_bytes
-    assert (table.layers[kind, "selective"].live_bytes == 0) == kept == (all_bytes == 0)
-    eager = replace(pricing, runtime=load_runtime("torchtitan")).table(shape).layers[kind, "selective"].live_bytes
-    if not kept:
-        assert table.layers[kind, "selective"].live_bytes - eager == saved * (products == 0)
+    graphs = {"cuda_graphs": True, "checks_nan": False}
+    plain = replace(pricing, runtime=load_runtime("torchtitan").model_copy(update=graphs))
+    eager = plain.table(shape).layers[kind, "selective"].live_bytes / GRAPH_POOL
+    kept = (eager + saved * (products == 0)) * layers_left / 32
+    assert table.layers[kind, "selective"].live_bytes / GRAPH_POOL == pytest.approx(kept)
+
+
+@pytest.mark.parametrize("model", ["llama-3.1-8b", "qwen3-30b-a3b"])
+def test_states_alone_are_sharded_over_groups_too(model: str) -> None:
+    plain = pricing_of(model)
+    outer = replace(plain, runtime=plain.runtime.with_features({"outer_dp_sharding": True})[0])
+    kind = plain.model.kinds[0]
+    for zero_stage, share, gradients in ((3, 1 / 4, 0.75), (1, 1, 1)):
+        shape = Shape.of(dp=32, zero_stage=zero_stage, shard_size=8, seq_length=4096)
+        before, after = (pricing.table(shape).layers[kind, "none"] for pricing in (plain, outer))
+        assert after.optimizer_bytes == pytest.approx(before.optimizer_bytes * share)
+        assert (after.weights_bytes, after.gradients_bytes) == (before.weights_bytes, before.gradients_bytes)
+        # gradients of four bytes are scattered, weights of two gathered, where gradients were all-reduced
+        scatter_s = plain.exchanges.part_s(before, replace(shape, dp=8))[0]
+        among_s = plain.exchanges.part_s(before, shape)[0] - scatter_s
+        assert outer.exchanges.part_s(before, shape)[0] == pytest.approx(scatter_s + gradients * among_s)
 
 
 @pytest.mark.parametrize(("shards", "tp"), [(4, 1), (8, 2)])

@@ -113,17 +113,6 @@ def test_functions_that_the_module_points_to_exist() -> None:
         assert inspect.isfunction(getattr(import_module(f"planner.search.ilp.{module}"), function))
 
 
-def test_long_groups_are_shortened_only_where_asked() -> None:
-    node = random_node(5, pp=3, placement=(0, 1, 2), in_flight=[3.0, 2.0, 1.0], num_microbatches=8)
-    whole, short = describe(node), describe(node, max_rows=3)
-    assert "… and" not in whole
-    full, first = sections(whole), sections(short)
-    for title, lines in full.items():
-        if title[0].isdigit() or title == "variables":
-            expected = lines if len(lines) <= 3 else [*lines[:3], f"… and {len(lines) - 3} more"]
-            assert first[title] == expected
-
-
 def test_numbers_are_those_of_the_node() -> None:
     """The memory row of one rank: GiB of a layer on the left, what the other parts leave on the right."""
     node = random_node(1, pp=1, placement=(0,), in_flight=[1.0], num_microbatches=4, whole="none")

@@ -55,6 +55,7 @@ def size(kind: str, vision: dict[str, Any], text_hidden: int) -> int:
         # towers that transformers 5.24 builds on the meta device
         ("aria", {"model_type": "idefics3_vision", "hidden_size": 1152}, 4096, "", 184_816_000),
         ("idefics2", {"model_type": "idefics2_vision"}, 4096, "", 819_662_848),
+        ("ernie4_5_vl_moe", {"model_type": "ernie4_5_vl_moe_vision"}, 2560, "", 774_658_560),
         ("inkling2", {"model_type": "inkling2_vision"}, 4608, "", 327_693_312),
         ("mllama", {"model_type": "mllama_vision_model", "image_size": 560}, 4096, "", 895_028_755),
         ("vipllava", {**CLIP}, 4096, "", 341_274_624),
@@ -231,3 +232,19 @@ def test_a_tower_sees_each_tile_by_itself(name: str, tokens: int, tiles: int) ->
         for each in (model, model.model_copy(update={"vision": one}))
     ]
     assert flops[0] == pytest.approx(tiles * flops[1])
+
+
+def test_experts_for_images_have_the_rows_of_images() -> None:
+    """ERNIE-4.5-VL-28B-A3B: 0.5 of a sequence meets experts a third as wide."""
+    model = load_model("ernie-4.5-vl-28b-a3b")
+    assert model.vision is not None
+    moe, text = model.moe, model.model_copy(update={"vision": None})
+    assert moe is not None
+    sizes = [model_totals(each, RUNTIME, 2048) for each in (model, text)]
+    assert sizes[0].num_parameters - sizes[1].num_parameters == 774_658_560
+    assert sizes[1].num_active_parameters == 3_356_575_616
+    shape, kind = Shape(seq_length=2048), model.layers[-1]
+    flops = [sum(float(op.forward_flops) for op in operators_of(decoder_layer(each, kind, shape, RUNTIME)))
+             for each in (model, text)]  # fmt: skip
+    widths = moe.moe_intermediate_size - moe.image_expert_intermediate_size
+    assert flops[1] - flops[0] == 2048 * 0.5 * 6 * 3 * 2 * model.hidden_size * widths

@@ -247,6 +247,10 @@ def test_fp16_and_bf16_gradients_of_megatron_deepspeed() -> None:
     assert (half.gradient_bytes, half.kept_gradient_bytes) == (2, 0)
     assert half.in_dtype("fp16", "ampere") == half
     assert runtime.in_dtype("bf16", "ampere") is runtime
+    kernels = {
+        name: load_runtime(name).in_dtype("fp16", "volta").flash_attention for name in ("megatron", "hf", "torchtitan")
+    }
+    assert kernels == {"megatron": False, "hf": True, "torchtitan": True}
 
 
 @pytest.mark.parametrize(

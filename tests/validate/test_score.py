@@ -81,7 +81,7 @@ def test_sequences_of_4_thousand_to_a_million_tokens_take_what_was_measured() ->
 
 @pytest.mark.parametrize(
     ("family", "gpu", "num_rows", "worst"),
-    [("torchtitan-docs", "a100", 8, 0.04), ("nemo-gb200", "gb200", 10, 0.11), ("internevo", "a100", 46, 0.22)],
+    [("torchtitan-docs", "a100", 8, 0.05), ("nemo-gb200", "gb200", 10, 0.11), ("internevo", "a100", 46, 0.22)],
 )
 def test_runs_that_nobody_fitted_to_take_what_was_measured(family: str, gpu: str, num_rows: int, worst: float) -> None:
     rows = [row for row in load_rows() if row.family == family and row.run["hardware"].startswith(gpu)]

@@ -17,7 +17,6 @@ from planner.export.followed.python_values import (
     PythonClass,
     PythonFunction,
     PythonImport,
-    PythonModule,
     Scope,
     Unknown,
     as_key,
@@ -66,7 +65,7 @@ class Evaluator:
         self.steps, self.depth, self.never_followed, self.known = 0, 0, never_followed, known
         self.num_signs = 0
         self._calls: list[CallRecord] = []
-        self.modules: dict[str, PythonModule] = {}
+        self.modules: dict[str, Scope] = {}
         self.module = self._load(config)
 
     def unfollowed(self) -> list[CallRecord]:
@@ -87,19 +86,18 @@ class Evaluator:
         function = self.resolved(self.module.names[name])
         return self._call(function, [], {}) if isinstance(function, PythonFunction) else None
 
-    def _load(self, config: ConfigFile) -> PythonModule:
+    def _load(self, config: ConfigFile) -> Scope:
         tree = parse_python(config.text, "", "give the recipe's file")
         self.num_signs += num_signs(config.text)
-        module = PythonModule(config)
+        module = Scope(config, {})
         self.modules[str(config.path)] = module
-        scope = Scope(module, module.names)
         with suppress(_StopError, _ReturnError):  # a `raise` or `break` of the file itself: nothing behind it is read
-            self._run(tree.body, scope)
+            self._run(tree.body, module)
         return module
 
     def _import(self, node: ast.ImportFrom, scope: Scope) -> None:
         name = node.module or ""
-        found = scope.module.config.module(name, node.level)
+        found = scope.config.module(name, node.level)
         for alias in node.names:
             bound = alias.asname or alias.name
             is_closed = found is None or alias.name in self.never_followed
@@ -254,7 +252,7 @@ class Evaluator:
 
     def class_names(self, cls: PythonClass) -> Fields:
         """The names that the body of a class defines."""
-        scope = Scope(cls.module, {}, Scope(cls.module, cls.module.names))
+        scope = cls.module.inside({})
         body = [node for node in cls.node.body if not isinstance(node, (ast.Expr, ast.FunctionDef))]
         self._run(body, scope)
         return scope.names
@@ -264,7 +262,7 @@ class Evaluator:
         defaults: Fields = {}
         if depth < MAX_DEPTH // 4:
             for base in reversed(cls.node.bases):
-                inherited = self.value(base, Scope(cls.module, cls.module.names))
+                inherited = self.value(base, cls.module)
                 defaults |= self._defaults(inherited, depth + 1) if isinstance(inherited, PythonClass) else {}
             defaults |= self.class_names(cls)
         return {
@@ -274,14 +272,12 @@ class Evaluator:
         }
 
     def _call(self, function: PythonFunction, arguments: list[Any], keywords: Fields) -> Any:
-        parameters, outer = function.node.args, Scope(function.module, function.module.names)
+        parameters, outer = function.node.args, function.module
         names = [argument.arg for argument in (*parameters.posonlyargs, *parameters.args)]
         named_alone = [argument.arg for argument in parameters.kwonlyargs]
         unsaid = zip(names[len(names) - len(parameters.defaults) :], parameters.defaults, strict=True)
         defaults = (*unsaid, *zip(named_alone, parameters.kw_defaults, strict=True))
-        scope = Scope(
-            function.module, {name: self.value(default, outer) for name, default in defaults if default is not None}
-        )
+        scope = outer.inside({name: self.value(default, outer) for name, default in defaults if default is not None})
         scope.names |= dict(zip(names, arguments, strict=False)) | keywords
         if parameters.kwarg is not None:
             rest = {name: value for name, value in keywords.items() if name not in (*names, *named_alone)}
@@ -381,7 +377,7 @@ class Evaluator:
 
     def _comprehension(self, node: ast.ListComp | ast.GeneratorExp | ast.SetComp, scope: Scope) -> Any:
         result: list[Any] = []
-        return result if self._generated(node, 0, Scope(scope.module, {}, scope), result) else Unknown(node)
+        return result if self._generated(node, 0, scope.inside({}), result) else Unknown(node)
 
     def _generated(self, node: Any, depth: int, scope: Scope, result: list[Any]) -> bool:
         """Add the items of a comprehension from its `depth`-th loop on; False where one is not known."""

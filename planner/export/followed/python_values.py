@@ -86,7 +86,7 @@ class CallRecord:
 @dataclass(slots=True, eq=False)
 class PythonFunction:
     node: ast.FunctionDef
-    module: PythonModule
+    module: Scope
 
     @property
     def kind(self) -> str:
@@ -106,7 +106,7 @@ class PythonFunction:
 @dataclass(slots=True, eq=False)
 class PythonClass:
     node: ast.ClassDef
-    module: PythonModule
+    module: Scope
 
     @property
     def kind(self) -> str:
@@ -121,26 +121,21 @@ class PythonImport:
     name: str
 
 
-@dataclass(slots=True, eq=False)
-class PythonModule:
-    """A file's names and their values."""
-
-    config: ConfigFile
-    names: Fields = field(default_factory=dict)
-
-
 class Scope:
-    """The names that an expression sees."""
+    """The names that an expression sees: those of a file, and of a function or a class inside it."""
 
-    def __init__(self, module: PythonModule, names: Fields, outer: Scope | None = None) -> None:
-        self.module, self.names, self.outer = module, names, outer
+    def __init__(self, config: ConfigFile, names: Fields, outer: Scope | None = None) -> None:
+        self.config, self.names, self.outer = config, names, outer
+        self.module: Scope = self if outer is None else outer.module
 
     def get(self, name: str) -> Any:
         if name in self.names:
             return self.names[name]
-        if self.outer is not None:
-            return self.outer.get(name)
-        return self.module.names.get(name, Unknown(name))
+        return Unknown(name) if self.outer is None else self.outer.get(name)
+
+    def inside(self, names: Fields) -> Scope:
+        """The scope of a function, a class or a comprehension, with its own names."""
+        return Scope(self.config, names, self)
 
 
 def _flat(path: str, value: Any) -> Iterator[tuple[str, Any]]:

@@ -239,6 +239,8 @@ def _integer(node: ast.expr) -> int:
 _COMPARISONS = {"-eq": "==", "-ne": "!=", "-gt": ">", "-ge": ">=", "-lt": "<", "-le": "<="}
 _REPEATS, _REPEATED_GROUP = re.compile(r"[*+?{]"), re.compile(r"\)[*+?{]")
 _MOST_WORDS = 200
+_RANK = re.compile(r"\$\{?(\w*RANK|SLURM_(NODEID|PROCID)|\w*(TASK|COMPLETION)_INDEX)\b")
+"""A variable that says which node, or which process, a script runs on."""
 _UNKNOWN = ("-f", "-d", "-e", "-x", "-r", "-w", "-s", "-L", "-t", "-nt", "-ot")
 """Tests of files and terminals."""
 
@@ -269,7 +271,10 @@ def holds(raw: list[str], words: Words) -> bool | None:
         return bool(words.text(inner[0]))
     if len(inner) < 3:
         return None if inner else False
-    return _compared(words.text(inner[0]), inner[1], words.text(" ".join(inner[2:])), words)
+    left, right = inner[0], " ".join(inner[2:])
+    # what the first node does is what is followed
+    first = "0" if _RANK.search(left) else ""
+    return _compared(words.text(left) or first, inner[1], words.text(right), words)
 
 
 def _compared(left: str, comparison: str, right: str, words: Words) -> bool | None:

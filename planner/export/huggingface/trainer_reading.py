@@ -136,6 +136,8 @@ def run_of_arguments(keyed: KeyedSettings, config: ConfigFile, tool: Dialect | N
     if is_asked or ("disable_gradient_checkpointing" in settings and "gradient_checkpointing" in tool.unasked):
         layout["recompute"] = "none" if is_on(settings.get("disable_gradient_checkpointing")) else "full"
     run["num_gpus"] = keyed.num_gpus or number(settings, "num_processes") or exported_gpus(config.text)
+    if run["num_gpus"] is None and re.search(r"\bFast(Language|Vision)?Model\.from_pretrained", config.text):
+        run["num_gpus"], imported.assumed["num_gpus"] = 1, "1, as Unsloth trains without a launcher"
     _read_launch(imported, settings, config, tool, not keyed.script.words and tool.name in _BY_ACCELERATE)
     set_model(imported, next((settings[name] for name in _MODEL if settings.get(name)), None))
     run["model"] = run["model"] or exported_model(config.text)
@@ -148,6 +150,7 @@ def run_of_arguments(keyed: KeyedSettings, config: ConfigFile, tool: Dialect | N
     stage = {} if is_off(settings.get("deepspeed")) else {"zero_stage": layout.get("zero_stage")}
     known = {**settings, **stage, "said": said, "num_gpus": run["num_gpus"]}
     imported.refused = refused_settings(known, "huggingface", "accelerate", tool.name)
+    imported.refused += _other_batches(imported, said, deepspeed_beside(config, settings.get("deepspeed")) or {})
     read_fine_tuning(imported, settings, number(said, *_SEQUENCE))
     _list_unread(imported, settings)
     if is_on(settings.get("use_asft_loss")):
@@ -156,6 +159,20 @@ def run_of_arguments(keyed: KeyedSettings, config: ConfigFile, tool: Dialect | N
     imported.unknown |= {name: value for name, value in unread.items() if not _ROW.is_harmless(name)}
     layout.setdefault("micro_batch_size", 1)
     return imported
+
+
+def _other_batches(imported: ImportedRun, said: Settings, found: Fields) -> list[str]:
+    """Sizes of a batch of which DeepSpeed's file says another than the arguments, so that transformers ends."""
+    micro, steps = number(said, *_BATCH), number(said, "gradient_accumulation_steps")
+    sizes = {"train_micro_batch_size_per_gpu": micro, "gradient_accumulation_steps": steps}
+    run = imported.run
+    if micro and run["num_gpus"] and all(run["parallelism"].get(name, 1) == 1 for name in ("tp", "cp")):
+        sizes["train_batch_size"] = micro * (steps or 1) * run["num_gpus"]
+    return [
+        f"{name} of DeepSpeed's file is {found[name]}, by the arguments {size}"
+        for name, size in sizes.items()
+        if size and isinstance(found.get(name), int) and found[name] != size
+    ]
 
 
 def _refuse_others(settings: Settings, keyed: KeyedSettings, config: ConfigFile) -> None:
@@ -212,30 +229,23 @@ def _in_one(settings: Settings) -> Settings:
     if "model_class" in settings:
         adapters, sharding = found.pop("peft_config", None), found.pop("dist_config", None)
         found |= adapters if isinstance(adapters, dict) else {}
-        kind = found.pop("name", None)
-        found["finetuning_type"] = "full" if kind is None else kind
-        if isinstance(sharding, dict):
-            is_deepspeed = sharding.get("name") == "deepspeed"
-            found |= {"deepspeed": sharding.get("config_file")} if is_deepspeed else {"fsdp_version": 2}
-        return found
+        arguments: Settings = readings("llamafactory-arguments", found, sharding=sharding)["arguments"]
+        found.pop("name", None)
+        return found | arguments
     for section, start in (("fsdp_config", "fsdp_"), ("parallelism_config", "parallelism_config_")):
         inner = settings.get(section)
         names = {name for name in map(str, settings) if name.startswith(start)} - {"fsdp_config", "fsdp_version"}
         if names and not isinstance(inner, str):
             found[section] = {**(inner or {}), **{name: found.pop(name) for name in settings if name in names}}
-    if is_on(found.pop("pure_bf16", False)):
-        found |= {"bf16": True, "torch_dtype": "bfloat16"}
-    if is_on(found.pop("use_fsdp", False)):
-        found.setdefault("fsdp_version", 1)
-    if (name := found.pop("deepspeed_config_file", None)) is not None:
-        found["deepspeed"] = name
-    if is_on(found.pop("use_deepspeed", False)) and "deepspeed" not in found:
-        found.setdefault("zero_stage", 2)
-    if (device := found.pop("offload_optimizer_device", "none")) != "none":
-        found |= {"offload": True} if device == "cpu" else {"offload_optimizer_device": device}
-    if found.get("offload_param_device") == "none":
-        del found["offload_param_device"]
-    return found
+    said: Settings = readings("launched-arguments", found)["arguments"]
+    return {name: value for name, value in found.items() if name not in _OF_LAUNCH} | said
+
+
+_OF_LAUNCH = (
+    "pure_bf16", "use_fsdp", "deepspeed_config_file", "use_deepspeed", "offload_optimizer_device",
+    "offload_param_device",
+)  # fmt: skip
+"""Settings that are called otherwise."""
 
 
 def _read_sharding(imported: ImportedRun, settings: Fields, config: ConfigFile) -> None:
@@ -257,11 +267,7 @@ def _read_sharding(imported: ImportedRun, settings: Fields, config: ConfigFile) 
         if (found := deepspeed_beside(config, name)) is not None:
             apply_deepspeed(imported, found)
         elif (named := re.search(r"(?:zero|stage|z)[-_]?(?:stage)?[-_]?([0-3])", str(name), re.IGNORECASE)) is not None:
-            layout["zero_stage"] = int(named[1])
-            imported.notes.append(f"{name} is not beside the file: ZeRO {named[1]} by its name")
-            if "offload" in str(name):
-                run["features"]["optimizer_offload"] = 1.0
-                run["features"] |= {"parameter_offload": True} if named[1] == "3" else {}
+            imported.put(readings("zero-by-name", settings, name=str(name), stage=int(named[1])))
         else:
             imported.unknown["deepspeed"] = f"{name} is not beside the file: ZeRO 0 is assumed"
     elif settings.get("fsdp") or settings.get("fsdp_config") or settings.get("fsdp_version"):
@@ -288,7 +294,7 @@ def _model_options(settings: Fields) -> Fields:
     inner = settings.get("model_init_kwargs")
     if not isinstance(inner, dict):
         return {}
-    return {name: inner[name] for name in ("dtype", "attn_implementation") if name in inner}
+    return {name: inner[name] for name in ("dtype", "torch_dtype", "attn_implementation") if name in inner}
 
 
 _TORCHTUNE = table()["torchtune"]

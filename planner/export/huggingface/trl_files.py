@@ -38,7 +38,6 @@ from planner.specs.model import ModelSpec
 from planner.trainers.rules.recipe import rules_for
 from planner.trainers.rules.rule_rows import rules_of
 from planner.trainers.spec import RuntimeSpec
-from planner.trainers.switches import Value
 
 _REPOSITORY = re.compile(r"config(?:\.json)? of ([\w.-]+/[\w.-]*\w)")
 
@@ -71,48 +70,28 @@ def sharding_of(plan: Plan) -> Sharding:
     return "fsdp2" if layout.zero_stage >= 2 else "ddp"
 
 
-def is_in_mixed_precision(plan: Plan) -> bool:
-    """Products are in bf16 beside weights that are not: fp32 ones, those of adapters, or DeepSpeed's masters.
+def _names(plan: Plan) -> Fields:
+    """The names that the settings of these packages and what objects to a plan know.
 
-    Without, weights, gradients and moments are all in bf16, and FSDP2 must not widen them (Accelerate does so wherever
-    mixed precision is on).
+    Products are in bf16 beside weights that are not, in `mixed` precision: fp32 ones, those of adapters, or DeepSpeed's
+    masters. Without, weights, gradients and moments are all in bf16, and FSDP2 must not widen them (Accelerate does so
+    wherever mixed precision is on). `offloads_all`: FSDP2 keeps all three on the host between their uses.
     """
-    runtime = plan.runtime_spec
-    return runtime.weight_bytes == 4 or plan.training.adapters is not None or sharding_of(plan) == "deepspeed"
-
-
-def accelerate_config(plan: Plan) -> Fields:
-    """Accelerate's configuration of the launch."""
-    return settings(
-        "accelerate",
-        plan,
-        nodes=nodes_of(plan)[0],
-        sharding=sharding_of(plan),
-        mixed=is_in_mixed_precision(plan),
-        offloads_all=offloads_all(plan),
-        layer_class=layer_class_of(plan.model.spec),
-    )
-
-
-def offloads_all(plan: Plan) -> bool:
-    """FSDP2 keeps weights, gradients and states on the host between their uses."""
-    return plan.runtime_spec.optimizer_offload_fraction == 1 and sharding_of(plan) == "fsdp2"
-
-
-def deepspeed_config(plan: Plan) -> Fields:
-    """DeepSpeed's configuration; a part of the states stays on the host under ZeRO-3 alone."""
-    return settings("hf-deepspeed", plan)
+    runtime, sharding, (nodes, gpus, last) = plan.runtime_spec, sharding_of(plan), nodes_of(plan)
+    return {
+        "sharding": sharding, "nodes": nodes, "gpus": gpus, "last": last,
+        "mixed": runtime.weight_bytes == 4 or plan.training.adapters is not None or sharding == "deepspeed",
+        "offloads_all": runtime.optimizer_offload_fraction == 1 and sharding == "fsdp2",
+        "optim": OPTIMIZERS.get(str(plan.best.recipe.get("optimizer", "adamw"))),
+        "layer_class": layer_class_of(plan.model.spec),
+        "attention": attention_name(runtime, plan.model.spec),
+    }  # fmt: skip
 
 
 ARGUMENTS_FILE = "training_arguments.yaml"
 FULL_RATE, ADAPTER_RATE = 2e-5, 2e-4
 """Learning rates: SFTConfig's own default, and ten times that for adapters, as TRL's guide to peft has it."""
 _ATTENTION = {"fastest": "flash_attention_3", "flash": "flash_attention_2", "flash1": "flash_attention_2"}
-
-
-def optimizer_name(recipe: dict[str, Value]) -> str | None:
-    """The value of `optim` for a recipe; None for an optimizer that transformers has no name for."""
-    return OPTIMIZERS.get(str(recipe.get("optimizer", "adamw")))
 
 
 def attention_name(runtime: RuntimeSpec, model: ModelSpec) -> str:
@@ -127,16 +106,8 @@ def attention_name(runtime: RuntimeSpec, model: ModelSpec) -> str:
 
 def training_arguments(plan: Plan) -> Fields:
     """Fields of SFTConfig or DPOConfig, and of TrainingArguments."""
-    return settings(
-        "hf-arguments",
-        plan,
-        is_dpo=plan.training.objective.name == "dpo",
-        rate=FULL_RATE if plan.training.adapters is None else ADAPTER_RATE,
-        optim=optimizer_name(plan.best.recipe),
-        mixed=is_in_mixed_precision(plan),
-        attention=attention_name(plan.runtime_spec, plan.model.spec),
-        sharding=sharding_of(plan),
-    )
+    rate = FULL_RATE if plan.training.adapters is None else ADAPTER_RATE
+    return settings("hf-arguments", plan, is_dpo=plan.training.objective.name == "dpo", rate=rate, **_names(plan))
 
 
 TRAINING_FILE = "train.py"
@@ -209,16 +180,7 @@ def _check_expressible(plan: Plan) -> None:
     """Raise Inexpressible, with every reason, where no files of these packages say what the plan says."""
     of_model = rules_of("export hf")
     reasons = broken_rules((*of_model, *rules_of("export bf16"), *rules_for(plan.runtime_spec)), plan)
-    _, gpus, last = nodes_of(plan)
-    reasons += objections_to(
-        plan,
-        "hf",
-        optimizer=optimizer_name(plan.best.recipe),
-        sharding=sharding_of(plan),
-        offloads_all=offloads_all(plan),
-        gpus=gpus,
-        last=last,
-    )
+    reasons += objections_to(plan, "hf", **_names(plan))
     refuse("hf", reasons, hint_for(plan, "hf", of_model))
 
 
@@ -236,10 +198,10 @@ def _launch_files(plan: Plan, comments: str) -> tuple[ExportFile, ...]:
     sharding = sharding_of(plan)
     if sharding == "none":
         return ()
-    accelerate = ExportFile(ACCELERATE_FILE, comments + as_yaml(accelerate_config(plan)))
+    accelerate = ExportFile(ACCELERATE_FILE, comments + as_yaml(settings("accelerate", plan, **_names(plan))))
     return (
         accelerate,
-        *([ExportFile(DEEPSPEED_FILE, as_json(deepspeed_config(plan)))] if sharding == "deepspeed" else []),
+        *([ExportFile(DEEPSPEED_FILE, as_json(settings("hf-deepspeed", plan)))] if sharding == "deepspeed" else []),
     )
 
 

@@ -113,7 +113,7 @@ def read_keys(
     return imported
 
 
-def _add_adapters(imported: ImportedRun, settings: Settings) -> None:
+def add_adapters(imported: ImportedRun, settings: Settings) -> None:
     """Adapters of LoRA; Megatron's all-linear has the experts too, whose products are linear layers there."""
     kind = str(next((settings[key] for key in ("tuner_type", "train_type", "sft_type") if key in settings), "full"))
     if kind == "full" and not settings.get("adapters"):
@@ -182,7 +182,7 @@ def read_swift(config: ConfigFile) -> ImportedRun:
     imported = read_keys("ms-swift-megatron", settings, gpus, keyed.script, named)
     imported.predicts_further = bool(settings.get("mtp_num_layers"))
     imported.unknown |= keyed.unread
-    _add_adapters(imported, settings)
+    add_adapters(imported, settings)
     if not is_on(settings.get("packing")):
         imported.note_unpacked()
     _note_model(imported, name)
@@ -202,6 +202,7 @@ def read_adapter(keyed: KeyedSettings) -> ImportedRun:
     named, name = _named(settings)
     imported = read_keys("llamafactory-megatron", settings, keyed.num_gpus, keyed.script, named)
     imported.microbatches_per_rank = int(settings.get("gradient_accumulation_steps") or 1)
+    imported.assumed.pop("--global-batch-size", None)
     imported.unknown.pop("gradient_accumulation_steps", None)
     if str(settings.get("finetuning_type", "full")) != "full":
         imported.unknown["finetuning_type"] = f"{settings['finetuning_type']}: the Megatron adapter trains all weights"

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import yaml
 
 from planner.answer import Plan
@@ -83,6 +85,27 @@ def training_arguments(plan: Plan) -> Arguments:
 def first_run_arguments(plan: Plan) -> Arguments:
     """The options of a short run on random tokens with balanced experts, as the plan prices them."""
     return _of_run(plan, "first_run", *([] if plan.model.spec.moe is None else ["balanced"]))
+
+
+def _texts_of_a_run(plan: Plan) -> tuple[Arguments, Arguments]:
+    """Options of a first run and of training on packed texts: lengths as planned, and the tokenizer of conversations.
+
+    Its older dataset of texts (`--sft`) has conversations alone.
+    """
+    if plan.runtime_spec.dynamic_cp == "texts":
+        return {}, {"--tokenizer-type": "SFTTokenizer", "--sft-tokenizer-prompt-format": "default"}
+    texts = plan.training.document_lengths if plan.runtime_spec.dynamic_cp else None
+    if not texts:
+        return {}, {}
+    lengths, shares = [text.length for text in texts], [text.share for text in texts]
+    mean, square = (np.average(np.power(lengths, power, dtype=float), weights=shares) for power in (1, 2))
+    spread = {
+        "mode": "distribution",
+        "type": "lognormal",
+        "lognormal_sigma": round(math.log(square / mean**2) ** 0.5, 3),
+    }
+    drawn = {**spread, "min_seq_len": min(lengths), "max_seq_len": max(lengths), "mean_seq_len": round(mean)}
+    return {"--varlen-mock-dataset-config-json": json.dumps(drawn)}, {}
 
 
 NEWEST = "0.20"
@@ -187,11 +210,12 @@ def export_megatron(plan: Plan) -> TrainerFiles:
     notes = (*run_settings(plan).notes, *notes_on_options(plan))
     comments = header(plan, written_for(plan), notes)
     version = plan.runtime_spec.version
-    training = RunPart(training_arguments(plan))
+    of_first_run, of_training = _texts_of_a_run(plan)
+    training = RunPart(training_arguments(plan) | of_training)
     command = LaunchCommand(
         program=f'"$MEGATRON_PATH"/pretrain_{"hybrid" if is_hybrid(plan.model.spec) else "gpt"}.py',
         arguments=arguments,
-        first_run=RunPart(first_run_arguments(plan)),
+        first_run=RunPart(first_run_arguments(plan) | of_first_run),
         training_run=training,
         placeholders=(_CHECKOUT, *PLACEHOLDERS),
         requirements=requirements(arguments, plan.cluster.hardware.is_amd),

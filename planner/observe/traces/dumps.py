@@ -21,6 +21,7 @@ from planner.observe.observation import SavedPart
 from planner.observe.traces.events import TABLES, ranks_of
 from planner.observe.traces.source import Progress, load_plain, trace_file
 from planner.specs.base import Fields, Ints, Said, Texts
+from planner.specs.expressions import told
 from planner.specs.reading import DUMP, label, parse_json, printable
 
 UNATTRIBUTED = "unattributed"
@@ -466,20 +467,12 @@ def _mismatches(number: int, called: list[RecordedCollective]) -> Iterator[Misma
 
 
 def _verdict(groups: Sequence[FlightGroup]) -> str:
-    """One sentence: a mismatch explains a hang, then a rank that never came, then what merely waits."""
-    for group in groups:
-        for mismatch in group.mismatches:
-            told = "; ".join(f"rank {rank}: {value}" for rank, value in list(mismatch.values.items())[:4])
-            return f"{_name(group)}: ranks differ in the {mismatch.field} of collective {mismatch.sequence}: {told}"
-    waiting = [(group, waits) for group in groups for waits in group.outstanding]
-    for group, waits in sorted(waiting, key=lambda pair: not pair[1].missing):
-        what = f"{waits.collective} number {waits.sequence}"
-        missing = ", ".join(map(str, waits.missing[:8]))
-        if not missing:
-            return f"{_name(group)}: all ranks given called {what}; it has not ended"
-        called = ", ".join(map(str, waits.waiting[:8]))
-        return f"{_name(group)}: rank {missing} never called {what}, in which rank {called} waits"
-    return "no collective is outstanding, and all ranks called the same ones"
+    """The likely cause of a hang in one sentence."""
+    differing = [(_name(group), mismatch) for group in groups for mismatch in group.mismatches]
+    waiting = [(_name(group), waits) for group in groups for waits in group.outstanding]
+    differs, waits = next(iter(differing), None), min(waiting, key=lambda pair: not pair[1].missing, default=None)
+    names = {"differs": differs, "waits": waits, "map": map}
+    return next(says for (says,) in told(TABLES["verdicts"], names))
 
 
 def _name(group: FlightGroup) -> str:

@@ -9,7 +9,7 @@ from typing import Literal
 
 from planner.physics.layer.blocks import activation_of, cast_copy, dense_mlp, norm
 from planner.physics.operators import BF16, FP32, Collective, Item, Operator, Saved
-from planner.shape import Number, Shape
+from planner.shape import Number, Shape, minimum
 from planner.specs.model import ModelSpec
 from planner.specs.model_parts import MoESpec
 from planner.trainers.spec import RuntimeSpec
@@ -71,7 +71,7 @@ def _router(model: ModelSpec, moe: MoESpec, tokens: Number, pairs: Number, runti
     copied = (Saved("input in fp32", (tokens, hidden), MODULES, dtype="fp32"),) * _in_fp32(model, moe, runtime)
     yield Operator(
         name="router", kind="gemm", wide=True, modules=MODULES, m=tokens, n=scored, k=hidden,
-        parameters=scored * (hidden + has_bias),
+        parameters=scored * (hidden + has_bias) * (1 + (moe.image_expert_intermediate_size > 0)),
         saved=(Saved("scores", (2 if runtime.fused_permute else 1, tokens, scored), MODULES, dtype="fp32"), *copied),
     )  # fmt: skip
     yield Operator(
@@ -162,7 +162,15 @@ def _latent(name: str, inputs: int, outputs: int, shape: Shape) -> Operator:
 def _experts(model: ModelSpec, moe: MoESpec, shape: Shape, runtime: RuntimeSpec, rows: Number) -> Iterator[Item]:
     """Grouped GEMMs of the num_experts / ep experts that a rank holds, for `rows` token-expert pairs in all."""
     local = moe.num_experts / shape.ep
-    width, hidden = moe.moe_intermediate_size / shape.etp, moe.latent_size or model.hidden_size
+    hidden = moe.latent_size or model.hidden_size
+    width: Number = moe.moe_intermediate_size / shape.etp
+    both: Number = 1.0
+    if moe.image_expert_intermediate_size:
+        # experts for images stand beside those for text: rows meet the mean width of what a sequence has of both
+        tower, ratio = model.vision, moe.image_ratio
+        seen = 0 if tower is None else tower.image_tokens * tower.images_per_sequence
+        mean = 1 - minimum(seen / shape.seq_length, 1.0) * (1 - ratio)
+        width, both = width * mean, (1 + ratio) / mean
     up, bias = (2 if model.gated_mlp else 1) * width, 1 if model.has_mlp_bias else 0
     gathered = BF16 * rows * hidden
     for name, kind, backward in _ETP_EXCHANGES:
@@ -183,7 +191,7 @@ def _experts(model: ModelSpec, moe: MoESpec, shape: Shape, runtime: RuntimeSpec,
         Saved("received rows", (received, hidden), MOE, gemm_input=True), Saved("up", (rows, up), MODULES),
     )  # fmt: skip
     yield product(
-        name="experts up", n=up, k=hidden, parameters=local * up * (hidden + bias), saved=kept,
+        name="experts up", n=up, k=hidden, parameters=local * up * (hidden + bias) * both, saved=kept,
         takes_cast_gradient=runtime.fuses_experts,
     )  # fmt: skip
     activation = activation_of("moe_act", model, rows, width, runtime, ("moe", "moe_act"))
@@ -191,7 +199,7 @@ def _experts(model: ModelSpec, moe: MoESpec, shape: Shape, runtime: RuntimeSpec,
     if not (runtime.fused_permute or runtime.weights_expert_outputs):
         yield _row_weights(rows, width, local, several * (shape.ep > 1), runtime, "weighted rows")
     yield product(
-        name="experts down", n=hidden, k=width, parameters=local * hidden * (width + bias),
+        name="experts down", n=hidden, k=width, parameters=local * hidden * (width * both + bias),
         takes_cast_input=runtime.fuses_experts,
     )  # fmt: skip
     if model.has_mlp_bias:

@@ -35,7 +35,7 @@ from __future__ import annotations
 import math
 import textwrap
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -406,21 +406,20 @@ _BOUNDS: dict[Bound, str] = {
 }
 
 
-def describe(node: Node, max_rows: int | None = None) -> str:
+def describe(node: Node) -> str:
     """The integer program of a node with its numbers, in the groups of the docstring of `program`.
 
-    A row is a line `name: 0.0123·filled_0_0 + … ≤ 76.2`, which is wrapped if it is long; numbers have six digits. With
-    `max_rows` the list of variables and each group of rows end after that number of them.
+    A row is a line `name: 0.0123·filled_0_0 + … ≤ 76.2`, which is wrapped if it is long; numbers have six digits.
     """
     program = build(node).formulation
     sections = [
         ("shape", list(_shape(node))),
-        ("variables", _shortened(_variables(program), max_rows)),
+        ("variables", _variables(program)),
         ("minimise the seconds of a step", [f"  {_sum(program.problem.objective.items())}"]),
     ]
     for group, title in _GROUPS.items():
         rows = [_row(row) for row in program.rows if program.groups[row.name] == group]
-        sections.append((title, _shortened(rows, max_rows) if rows else ["  no rows"]))
+        sections.append((title, rows or ["  no rows"]))
     return "\n\n".join("\n".join((title, *lines)) for title, lines in sections) + "\n"
 
 
@@ -491,10 +490,3 @@ def _sum(terms: Iterable[tuple[Variable, float]], constant: float = 0.0) -> str:
 
 def _number(value: float) -> str:
     return f"{value:.6g}".replace("-", "−") if value else "0"
-
-
-def _shortened(lines: Sequence[str], most: int | None) -> list[str]:
-    """The first `most` lines, and a line with the number of those left out."""
-    if most is None or len(lines) <= most:
-        return list(lines)
-    return [*lines[:most], f"  … and {len(lines) - most} more"]

@@ -292,6 +292,19 @@ def doge(config: Config) -> Derived:
     return fields | ({"moe": None} if config.get("num_experts_per_tok") and config.get("keep_window_size", 1) else {})
 
 
+def ernie_vl(config: Config) -> Derived:
+    """ERNIE-4.5-VL's experts for text and for images, whose widths are a list."""
+    widths = config.get("moe_intermediate_size")
+    if not (isinstance(widths, list) and len(widths) == 2 and all(type(one) is int for one in widths)):
+        raise InexpressibleError(f"moe_intermediate_size: {widths!r:.60}, expected two integers")
+    shared = whole(config, "moe_num_shared_experts") * widths[0]
+    return {
+        **one_for_all(("num_experts", "moe_num_experts"), ("num_experts_per_tok", "moe_k"))(config),
+        "moe_intermediate_size": widths[0], "image_expert_intermediate_size": widths[1],
+        "shared_expert_intermediate_size": shared,
+    }  # fmt: skip
+
+
 def gated_latents(config: Config) -> Derived:
     """A.X-K2's latent attention, whose queries and gates read latents and their norm."""
     names = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")

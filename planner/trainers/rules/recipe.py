@@ -30,7 +30,8 @@ class Setting:
     training: TrainingSpec
     runtime: RuntimeSpec
     shape: Shape | None = None
-    recompute: Recompute = "none"
+    recompute: Recompute | None = None
+    """The mode of its layers; without: the one that the trainer has unasked."""
     modules: Texts = ()
     """Modules that are recomputed by themselves."""
 
@@ -42,6 +43,8 @@ class Setting:
     def names(self) -> Fields:
         """Names that expressions of rules.yaml know beside a shape's sizes."""
         own = {field.name: getattr(self, field.name) for field in fields(self)}
+        unasked = "selective" if self.runtime.recomputes_unasked else "none"
+        own["recompute"] = self.recompute or unasked
         read = {"moe": self.model.moe, "hardware": self.cluster.hardware, "value": self.value}
         return {**own, **read, "switches": switches_of(self.runtime)}
 
