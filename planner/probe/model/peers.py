@@ -26,7 +26,7 @@ Sections = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True, slots=True)
 class Marks:
-    """The part of the whole model's weight that a parameter is."""
+    """The place of a parameter in the whole model, and what its gradient is."""
 
     shard: tuple[int, Sections] | None = None
     """The dimension along which it is cut out of the whole one, and its sections."""
