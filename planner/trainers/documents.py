@@ -236,6 +236,7 @@ def texts_by_ranks(training: TrainingSpec, shape: Shape, packs: bool) -> list[tu
     A text is a micro-batch of its own, or, where a trainer `packs`, as many as fill the ranks of the longest share one.
     """
     octaves: dict[int, tuple[float, float]] = {}
+    uneven = 0.0 if training.document_lengths is None else UNEVEN_RANKS
     for length, share in example_lengths(training):
         octave = min(int(math.log2(training.seq_length / length)), OCTAVES)
         before = octaves.get(octave, (0.0, 0.0))
@@ -246,7 +247,7 @@ def texts_by_ranks(training: TrainingSpec, shape: Shape, packs: bool) -> list[tu
         mean, room = squares / tokens, shape.tokens
         cp = minimum(2 ** ceil(log2(maximum(mean / room, 1.0))), shape.dp * shape.cp)
         batch: Number = maximum(room * cp / mean, 1.0) if packs else 1.0
-        times = (1 + UNEVEN_RANKS) * tokens / all_tokens * room * cp / (mean * batch)
+        times = (1 + uneven) * tokens / all_tokens * room * cp / (mean * batch)
         own = replace(shape, cp=cp, dp=shape.dp * shape.cp / cp, seq_length=mean, micro_batch_size=batch)
         found.append((times, own))
     return found
