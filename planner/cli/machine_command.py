@@ -6,13 +6,12 @@ import datetime
 import logging
 import shlex
 from collections.abc import Mapping
-from os.path import realpath
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from planner.cli import options as o
 from planner.cli.options import Number, Whole, Word
-from planner.cli.output import dumps, progress, save, show_and_save, tell
+from planner.cli.output import dumps, needing, progress, refuse_files, save, show_and_save, tell
 from planner.distribution import install_line
 from planner.errors import PlannerError, ProbeError, ProbeMismatch, SolverError, SpecError
 from planner.files import STDOUT, refuse_to_overwrite, require_working_folder, write_text
@@ -61,7 +60,9 @@ def probe_command(
     from planner.plan_file import read_plan
     from planner.report.machines import render_probe
 
-    _refuse_files(output, trace, stage, force)
+    if trace is not None and stage not in (None, "all"):
+        raise SpecError(f"--trace: of stage {stage} alone there is no pipeline to draw", "--stage all, or no --trace")
+    refuse_files({"-o": output, "--trace": trace}, force)
     read, made = read_plan(plan), _read_order(order)
     if dry_run:
         said = {"--steps": steps, "--budget": budget, "--order": order, "--tolerance": tolerance,
@@ -98,15 +99,6 @@ def _dry_run(
     show_and_save(start.model_dump(mode="json"), render_start(start), json, None, False)
 
 
-def _refuse_files(output: str | None, trace: str | None, stage: str | None, force: bool) -> None:
-    if trace is not None and stage not in (None, "all"):
-        raise SpecError(f"--trace: of stage {stage} alone there is no pipeline to draw", "--stage all, or no --trace")
-    if None not in (output, trace) and realpath(str(output)) == realpath(str(trace)):
-        raise SpecError(f"-o, --trace: both name {output}", "name two files")
-    for path in (output, trace):
-        refuse_to_overwrite(path, force)
-
-
 def _warn(plan: Plan, result: ProbeResult, tolerance: float | None) -> None:
     """Warn of a GPU that is not the plan's, and of a tolerance that judges nothing."""
     from planner.cli.measurements import doubt_device
@@ -131,22 +123,19 @@ def _probe(
     plan: Plan, device: str | None, steps: int | None, budget_s: float | None, tolerance: float | None, **asked: Any
 ) -> ProbeResult | None:
     require_working_folder()
-    if device not in (None, "cpu", "cuda"):
-        raise SpecError(f"--device: {device!r} is unknown", "cpu or cuda")
     counts = (("--steps", steps, 1), ("--scale", asked["hidden_size"], 8), ("--processes", asked["num_processes"], 1))
     for name, value, least in counts:
         if value is not None and value < least:
             raise SpecError(f"{name}: {value} is too small", f"at least {least}")
     if None not in (steps, budget_s):
         raise SpecError("--steps, --budget: one says how many steps, the other how long they take", "leave one out")
-    try:
+    with needing("the probe", "probe", ProbeError):
         from planner.probe.probe import ProbeOptions, probe
-        from planner.probe.torch_build import default_device
-    except ModuleNotFoundError as error:
-        raise ProbeError(f"the probe needs {error.name}", install_line("probe")) from None
+
+        kind = _device(device)
     given = {"num_steps": steps, "budget_s": budget_s, "tolerance_fraction": tolerance}
     asked |= {name: value for name, value in given.items() if value is not None}
-    options = ProbeOptions(device=device or default_device(), **asked)  # type: ignore[arg-type]
+    options = ProbeOptions(device=kind, **asked)
     if budget_s is not None and options.device == "cpu":
         raise SpecError("--budget: seconds are measured on GPUs", "on a CPU, say --steps")
     if options.sleep and (options.device != "cpu" or options.stages is not None):
@@ -256,10 +245,8 @@ def profile_command(
     """
     from planner.plan_file import read_plan
 
-    try:
+    with needing("measuring", "probe", ProbeError):
         from planner.profile.measure import WAIT_S, Ranks, exchange_rows
-    except ModuleNotFoundError as error:
-        raise ProbeError(f"measuring needs {error.name}", install_line("probe")) from None
     from planner.profile.measurements import profile_of, shapes_to_measure
 
     kind, ranks = _device(device), Ranks.of_torchrun()
@@ -284,10 +271,10 @@ def profile_command(
 
 
 def _device(name: str | None) -> Device:
-    from planner.probe.torch_build import default_device
-
     if name not in (None, "cpu", "cuda"):
         raise SpecError(f"--device: {name!r} is unknown", "cpu or cuda")
+    from planner.probe.torch_build import default_device
+
     return name or default_device()  # type: ignore[return-value]
 
 

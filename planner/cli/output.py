@@ -7,16 +7,18 @@ import logging
 import shlex
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from os.path import realpath
 from threading import Timer
 from typing import TYPE_CHECKING, Any
 
 from planner.cli.options import SECTIONS
-from planner.errors import SpecError
-from planner.files import STDOUT, write_text
+from planner.distribution import install_line
+from planner.errors import PlannerError, SpecError
+from planner.files import STDOUT, refuse_to_overwrite, write_text
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -102,6 +104,29 @@ def warn_of_early_stop(plan: Plan) -> None:
         from planner.report.view import longer
 
         _log.warning("the search stopped early, gap %.1f%%: %s goes on", 100 * plan.search.gap, longer(plan))
+
+
+@contextmanager
+def needing(what: str, extra: str, kind: type[PlannerError] = PlannerError) -> Iterator[None]:
+    """Raise for a package of an extra that what is imported meanwhile lacks."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if (error.name or "planner").startswith("planner"):  # a defect
+            raise
+        raise kind(f"{what} needs {error.name}, which is not installed", install_line(extra)) from None
+
+
+def refuse_files(paths: Mapping[str, str | None], force: bool) -> None:
+    """Raise SpecError for a file to write, by its option, that is there already, or that two options name."""
+    named: dict[str, str] = {}
+    for option, path in paths.items():
+        if path is None:
+            continue
+        other = named.setdefault(realpath(path), option)
+        if other != option:
+            raise SpecError(f"{other}, {option}: both name {path}", "name two files")
+        refuse_to_overwrite(path, force)
 
 
 def save(plan: Plan, output: str | None, force: bool) -> bool:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from os.path import realpath
 from typing import TYPE_CHECKING
 
 from planner.cli.options import Number, Numbers, Whole, Word
-from planner.cli.output import MAX_WIDTH, dumps, tell
+from planner.cli.output import MAX_WIDTH, dumps, refuse_files, tell
 from planner.errors import SpecError
-from planner.files import refuse_to_overwrite, write_text
+from planner.files import write_text
 from planner.specs.units import is_count
 
 if TYPE_CHECKING:
@@ -56,7 +55,7 @@ def schedule_command(
       plan schedule auto --pp 4 -m 12 --forward 1,1,1.1,1.3 --in-flight 4
       plan schedule --compare --pp 8 --micro-batches 64
     """
-    _refuse_files({"--svg": svg, "--trace": trace, "--csv": csv}, force)
+    refuse_files({"--svg": svg, "--trace": trace, "--csv": csv}, force)
     read = _read_csv(name) if name is not None and name.endswith(".csv") else None
     pp = pp if read is None else read.pp
     _check_sizes(pp, 1 if vpp is None else vpp, micro_batches)
@@ -80,18 +79,6 @@ def _tell(timeline: Timeline, synthesis: Synthesis | None, seconds: RankSeconds,
 
     cost = straggler_cost(timeline.schedule, seconds) if seconds.slow_ranks else None
     tell((timeline_json if json else _rendered)(timeline, synthesis, cost))
-
-
-def _refuse_files(paths: dict[str, str | None], force: bool) -> None:
-
-    named: dict[str, str] = {}
-    for option, path in paths.items():
-        if path is None:
-            continue
-        other = named.setdefault(realpath(path), option)
-        if other != option:
-            raise SpecError(f"{other}, {option}: both name {path}", "name two files")
-        refuse_to_overwrite(path, force)
 
 
 def _refuse_beside_compare(**options: object) -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from planner.cli import options as o
 from planner.cli.options import Number, SearchOptions, Word
-from planner.cli.output import progress, target_of, tell
+from planner.cli.output import progress, refuse_files, target_of, tell
 from planner.errors import Infeasible, PlannerError, SpecError
 from planner.files import STDOUT, refuse_to_overwrite, write_text
 from planner.specs.units import parse_whole
@@ -67,8 +67,7 @@ def sweep_command(
     """
     from planner.report.decisions import as_csv, render_sweep
 
-    for path in (csv, plot):
-        refuse_to_overwrite(path, force)
+    refuse_files({"--csv": csv, "--plot": plot}, force)
     if plot is not None:
         from planner.report.plots import check_picture
 

@@ -14,9 +14,8 @@ import typer
 
 from planner.cli import options as o
 from planner.cli.options import SearchOptions, Whole, Word, command_line, converted, rows_of
-from planner.cli.output import Printing, show_and_save, tell, waiting
-from planner.distribution import install_line
-from planner.errors import PlannerError, SpecError
+from planner.cli.output import Printing, needing, refuse_files, show_and_save, tell, waiting
+from planner.errors import SpecError
 from planner.files import STDOUT, refuse_to_overwrite, write_bytes, write_text
 
 if TYPE_CHECKING:
@@ -223,8 +222,7 @@ def memory_command(
     from planner.plan_file import read_plan, with_alternative
     from planner.report.terminal import render_memory
 
-    for path in (output, plot, snapshot):
-        refuse_to_overwrite(path, force)
+    refuse_files({"-o": output, "--plot": plot, "--snapshot": snapshot}, force)
     if snapshot == STDOUT:
         raise SpecError("--snapshot: - is no file", "name one, such as --snapshot stage.pickle")
     if plot is not None:
@@ -326,8 +324,6 @@ def _priced(data: dict[str, Any], where: str) -> Any:
     return evaluate(run.model, run.cluster, run.training, run.parallelism, runtime=run.runtime)
 
 
-EXTRA = ("starlette", "uvicorn")
-"""The packages of the extra `serve`."""
 START = {"model": "405b", "gpus": "2048"}
 """The job that the page opens with, unless options say another."""
 
@@ -343,13 +339,9 @@ def serve_command(asked: SearchOptions, port: Whole = None, open: bool = False) 
       plan serve
       plan serve --port 8009 --model ./config.json --gpus 512 --open
     """
-    try:
+    with needing("plan serve", "serve"):
         from planner.serve.app import application
         from planner.serve.server import listen, serve
-    except ModuleNotFoundError as error:
-        if error.name not in EXTRA:
-            raise
-        raise PlannerError(f"plan serve needs {error.name}, which is not installed", install_line("serve")) from None
     start = start_of(asked)
     listener = listen(8008 if port is None else port)
     defaults = {"hardware": o.DEFAULT_HARDWARE}
@@ -413,12 +405,8 @@ def mcp_command(ctx: typer.Context, folder: str = ".", port: Whole = None) -> No
     root = Path(folder)
     if not root.is_dir():
         raise SpecError(f"--folder: {folder!r} is no folder", "name one, such as --folder .")
-    try:
+    with needing("plan mcp", "mcp"):
         from planner.serve.mcp_server import server
-    except ModuleNotFoundError as error:
-        if error.name is None or error.name.partition(".")[0] not in ("mcp", "mcp_types"):
-            raise
-        raise PlannerError("plan mcp needs mcp, which is not installed", install_line("mcp")) from None
     made = server(root)
     if port is None:
         made.run("stdio")

@@ -134,22 +134,14 @@ def with_deadline(point: Point, deadline_days: float | None) -> Point:
 
 def with_efficiency(points: list[Point]) -> list[Point]:
     """The points with their scaling efficiency, among those that differ in their number of GPUs only."""
-    bases: dict[tuple[tuple[str, Value], ...], Point] = {}
-    for point in sorted(points, key=lambda point: point.num_gpus):
+    bases: dict[tuple[tuple[str, Value], ...], float] = {}
+    efficiency: dict[int, float] = {}
+    for place in sorted(range(len(points)), key=lambda place: points[place].num_gpus):
+        point = points[place]
         if point.tokens_per_s is not None:
-            bases.setdefault(_others(point), point)
-    return [_relative(point, bases.get(_others(point))) for point in points]
-
-
-def _others(point: Point) -> tuple[tuple[str, Value], ...]:
-    return tuple((name, value) for name, value in point.options.items() if name != "gpus")
-
-
-def _relative(point: Point, base: Point | None) -> Point:
-    if base is None or base.tokens_per_s is None or point.tokens_per_s is None:
-        return point
-    efficiency = point.tokens_per_s / point.num_gpus / (base.tokens_per_s / base.num_gpus)
-    return point.model_copy(update={"scaling_efficiency": efficiency})
+            others, rate = tuple(item for item in point.options.items() if item[0] != "gpus"), point.tokens_per_s
+            efficiency[place] = rate / point.num_gpus / bases.setdefault(others, rate / point.num_gpus)
+    return [point.model_copy(update={"scaling_efficiency": efficiency.get(n)}) for n, point in enumerate(points)]
 
 
 PlanTrials = Callable[[Sequence[Trial]], list[Point]]

@@ -30,8 +30,6 @@ from planner.export.torchtitan_reading import run_of_settings
 from planner.specs.base import Named
 
 _MODES = {"True": "full", "False": "none", "None": "none"}
-_EVERY = ("*", "*_proj", "all-linear", "[]")
-"""Patterns of modules that name all linear layers."""
 _NO_EXTRA = {
     "parallelism.pipeline_parallel_first_stage_less_layers": 0,
     "parallelism.pipeline_parallel_last_stage_less_layers": 0,
@@ -89,17 +87,9 @@ def _of_automodel(name: str, settings: Settings, num_gpus: int | None) -> Import
 def _add_adapters(imported: ImportedRun, found: Settings) -> None:
     if not found.get("rank") or str(found.get("trains_adapters", True)) == "False":
         return
-    targets = found.get("targets", "*")
-    every = any(pattern in _EVERY for pattern in (targets if isinstance(targets, list) else [str(targets)]))
-    adapters, unknown = read_adapters(
-        {
-            "r": found["rank"],
-            "lora_dropout": found.get("lora_dropout", 0.0),
-            "load_in_4bit": found.get("bits", False),
-            "target_modules": "all-linear" if every or not targets else targets,
-        }
-    )
-    if every and moe_of(imported.run["model"]) is not None:
+    said = readings("automodel-adapters", found)
+    adapters, unknown = read_adapters(said["arguments"])
+    if said["every"] and moe_of(imported.run["model"]) is not None:
         adapters["targets"] = [*adapters["targets"], *EXPERT_TARGETS]
     imported.run["adapters"], imported.unknown = adapters, imported.unknown | unknown
 

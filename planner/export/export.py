@@ -13,7 +13,16 @@ from planner.errors import SpecError
 from planner.export.launchers import LAUNCH, node_check, preflight, promised
 from planner.export.refusal import Inexpressible, Reason, check_fits, priced_for
 from planner.export.targets import LAUNCHERS, TARGETS, TRAINERS, TrainerTarget
-from planner.export.trainer_files import IMAGE, IMAGE_OF_AMD, ExportFile, LaunchCommand, Placeholder, plan_sha256, slug
+from planner.export.trainer_files import (
+    IMAGE,
+    IMAGE_OF_AMD,
+    ExportFile,
+    LaunchCommand,
+    Placeholder,
+    plan_sha256,
+    rendered,
+    slug,
+)
 from planner.files import FolderFile, write_folder
 from planner.specs.base import Fields, Texts
 from planner.specs.problems import nearest
@@ -257,7 +266,7 @@ def write_trials(trials: Sequence[ShortRun], folder: Path, force: bool) -> list[
         *(file for trial in trials for file in trial.bundle.folder_files(trial.folder)),
         FolderFile(LIST, rows.encode()),
         FolderFile(RANK, node_check({}).encode(), executable=True),
-        FolderFile(RUN, _run(trials).encode(), executable=True),
+        FolderFile(RUN, rendered("run_trials.sh", trials=trials, rank=RANK).encode(), executable=True),
     ]
     return write_folder(folder, together, force)
 
@@ -265,21 +274,3 @@ def write_trials(trials: Sequence[ShortRun], folder: Path, force: bool) -> list[
 def _row(trial: ShortRun) -> Fields:
     """The facts about a trial that the ranking script needs."""
     return {"folder": trial.folder, **promised(trial.plan), "first_run": trial.command}
-
-
-def _run(trials: Sequence[ShortRun]) -> str:
-    """A script that starts the trials one after the other on this node's part of the cluster."""
-    lines = [
-        "#!/usr/bin/env bash",
-        "# each trial's first run, one after the other; run this on every node as its launcher asks, or submit each",
-        "# trial's own launcher and put what it prints into its folder",
-        "set -uo pipefail",
-        'cd "$(dirname "${BASH_SOURCE[0]}")"',
-    ]
-    for trial in trials:
-        lines += [
-            f"echo {trial.folder}: predicted {trial.plan.step.step_s:.3f} s a step",
-            f'(cd {trial.folder} && {trial.command} "$@") > {trial.folder}/first_run.log 2>&1'
-            f' || echo "{trial.folder} failed: see {trial.folder}/first_run.log"',
-        ]
-    return "\n".join([*lines, f"python3 {RANK} ."]) + "\n"

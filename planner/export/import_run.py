@@ -24,23 +24,7 @@ from planner.specs.base import Fields, Named, Said
 from planner.specs.reading import STDIN, label, parse_yaml, read_configuration_text, shipped_table, text_beside
 from planner.specs.shipped import Kind, find
 
-_NAMED = (
-    "training_arguments.yaml", "training_arguments.json", "training_args.yaml", "training_args.json", "recipe.yaml",
-    "config.yaml", "accelerate_config.yaml", "ds_config.json", "deepspeed.json", "adapter_config.json",
-)  # fmt: skip
-"""Files that the trainers and our exports have under these names, the most telling first."""
-_OURS = (
-    "megatron.yaml", "bridge.json", "planned_recipe.py", "plan.torch.yaml", "primus.yaml", "torchtune.yaml",
-)  # fmt: skip
-"""The first files of our other exports."""
 _SUFFIXES = (".yaml", ".yml", ".json", ".sh", ".py", ".toml")
-_TELLING = (
-    r"per_device_train_batch_size|^base_model:|^micro_batch_size:|recipes\.|_component_",
-    r"^distributed_type:",
-    r'"zero_optimization"|"train_micro_batch_size_per_gpu"',
-    r'"peft_type"',
-)
-"""Marks of files of other names, the most telling first."""
 
 
 def configuration_in(folder: Path) -> Path:
@@ -48,7 +32,8 @@ def configuration_in(folder: Path) -> Path:
 
     Raises SpecError where there is none.
     """
-    written = [folder / name for name in (*_OURS, *_NAMED) if (folder / name).is_file()]
+    known = table()["files"]
+    written: list[Path] = [folder / name for name in known["named"].split() if (folder / name).is_file()]
     if written:
         return written[0]
     try:
@@ -56,7 +41,7 @@ def configuration_in(folder: Path) -> Path:
         texts = {path: text for path in files if (text := text_beside(path)) is not None}
     except OSError as error:
         raise SpecError(f"{folder}: {error.strerror}", "name a folder that can be read, or a file in it") from None
-    for mark in _TELLING:
+    for mark in known["telling"]:
         for path, text in texts.items():
             if re.search(mark, text, re.MULTILINE):
                 return path
@@ -301,21 +286,29 @@ def _unread(data: Said, row: Said) -> dict[str, str]:
     }
 
 
-def _uncounted(part: Any, harmless: str, depth: int = 0) -> Iterator[tuple[str, str]]:
-    """Keys of Kubernetes whose whole number could be one of replicas, workers or GPUs, and that are not read."""
-    if depth > _MAX_DEPTH or not isinstance(part, (list, Mapping)):
+def _parts(part: Any, replicas: int = 1, depth: int = 0) -> Iterator[tuple[Said, int]]:
+    """Every mapping inside a manifest, and how many there are of it."""
+    if depth > _MAX_DEPTH:
         return
-    for name, inner in part.items() if isinstance(part, Mapping) else enumerate(part):
-        told = str(name)
-        is_read = told in _REPLICAS or _GPU.fullmatch(told) or re.fullmatch(harmless, told)
-        if re.search(r"(?i)replica|node|worker|parallel|gpu", told) and (_count(inner) or 0) > 1 and not is_read:
-            yield told, str(inner)
-        yield from _uncounted(inner, harmless, depth + 1)
+    if isinstance(part, Mapping):
+        for name in _REPLICAS:
+            replicas *= _count(part.get(name)) or 1
+        yield part, replicas
+    for inner in part.values() if isinstance(part, Mapping) else part if isinstance(part, list) else ():
+        yield from _parts(inner, replicas, depth + 1)
+
+
+def _is_uncounted(name: str, value: Any, harmless: str) -> bool:
+    """A key of Kubernetes, whose number could be one of replicas, workers or GPUs, is not read."""
+    is_read = name in _REPLICAS or _GPU.fullmatch(name) or re.fullmatch(harmless, name)
+    return bool(re.search(r"(?i)replica|node|worker|parallel|gpu", name)) and (_count(value) or 0) > 1 and not is_read
 
 
 def _of_kubernetes(documents: list[Said], row: Said) -> StartedScript:
     """The job of the container that has most to say, and of the files it starts from a ConfigMap, on all pods' GPUs."""
-    pods = [pod for document in documents for pod in _pods(document, 1, 0)]
+    parts = [(part, replicas) for part, replicas in _parts(documents) if replicas < _MAX_GPUS]
+    held_in = ((one, each) for part, each in parts for one in (*_listed(part.get("containers")), part.get("trainer")))
+    pods: list[tuple[Said, int]] = [(one, replicas) for one, replicas in held_in if isinstance(one, Mapping)]
     # Ray's jobs have a command of their own
     pods += [({"command": ["sh", "-c", said]}, 1) for one in documents if (said := _at(one, "spec.entrypoint"))]
     starts = [pod for pod in pods if pod[0].get("command") or pod[0].get("args")]
@@ -334,29 +327,11 @@ def _of_kubernetes(documents: list[Said], row: Said) -> StartedScript:
     maps = [document.get("data") for document in documents if document.get("kind") == "ConfigMap"]
     held = {str(name): str(inner) for data in maps if isinstance(data, Mapping) for name, inner in data.items()}
     held_too = "".join(f"\n{inner}" for name, inner in held.items() if re.search(rf"/{re.escape(name)}\b", script))
-    unknown = dict(_uncounted(documents, row["harmless"].replace(" ", "|")))
+    keys = ((str(name), value) for part, _ in parts for name, value in part.items())
+    harmless = row["harmless"].replace(" ", "|")
+    unknown = {name: str(value) for name, value in keys if _is_uncounted(name, value, harmless)}
     num_gpus = sum(replicas * each for replicas, each in asks) or None
     return StartedScript(_with(given, script + held_too), num_gpus, unknown=unknown)
-
-
-def _pods(part: Any, replicas: int, depth: int) -> Iterator[tuple[Said, int]]:
-    """Every container or trainer in a manifest, and how many there are of it."""
-    if depth > _MAX_DEPTH:
-        return
-    if isinstance(part, list):
-        for inner in part:
-            yield from _pods(inner, replicas, depth + 1)
-    elif isinstance(part, Mapping):
-        for name in _REPLICAS:
-            replicas *= _count(part.get(name)) or 1
-        if replicas < _MAX_GPUS:
-            yield from (
-                (one, replicas) for one in [*_listed(part.get("containers")), part.get("trainer")]
-                if isinstance(one, Mapping)
-            )  # fmt: skip
-            for name, inner in part.items():
-                if name not in ("containers", "initContainers"):
-                    yield from _pods(inner, replicas, depth + 1)
 
 
 def _limit(container: Said) -> Any:
@@ -378,12 +353,9 @@ def _asked(said: Any, called: Mapping[str, str]) -> tuple[str | None, int | None
     """
     said = (said[0] if said else None) if isinstance(said, list) else said
     if isinstance(said, Mapping):
-        named, number = next(((k, v) for k, v in said.items() if k not in ("name", "count", "memory")), (None, None))
+        named, number = next(((k, v) for k, v in said.items() if k not in ("name", "count", "memory")), ("", None))
         kind = said.get("name", named)
-        kind = kind[0] if isinstance(kind, list) and kind else kind
-        return _profile(called.get(str(kind), str(kind))), _count(said.get("count", number if named else None)) or 1
-    if isinstance(said, int):
-        return None, said
+        said = f"{kind[0] if isinstance(kind, list) and kind else kind}:{said.get('count', number)}"
     parts = [part for part in re.split(r":", str(said or "")) if part]
     numbers = [count for part in parts if (count := _count(part)) is not None]
     kinds = [part for part in parts if _count(part) is None]

@@ -7,7 +7,6 @@ mean.
 from __future__ import annotations
 
 import ast
-import operator
 import re
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -162,15 +161,6 @@ def mapping_of(text: str) -> Settings:
 
 
 _INNERMOST = re.compile(r"\$\{([^${}]*)\}")
-_RESOLVERS: Mapping[str, Callable[[float, float], float]] = {
-    **dict.fromkeys(("mul", "multiply", "mult"), operator.mul),
-    **dict.fromkeys(("div", "divide", "divide_ceil", "divide_floor"), operator.truediv),
-    **dict.fromkeys(("int_div", "floordiv"), operator.floordiv),
-    **dict.fromkeys(("add", "sum"), operator.add),
-    **dict.fromkeys(("sub", "subtract"), operator.sub),
-    "max": max, "min": min,
-}  # fmt: skip
-"""OmegaConf's resolvers that trainers register, of two numbers."""
 _MAX_DEPTH, _MAX_TEXT = 16, 2_000
 
 
@@ -187,13 +177,12 @@ def resolved(settings: Settings) -> Settings:
             return match[0] if isinstance(found, (dict, list)) or path not in settings else str(found)
         if name in ("oc.select", "oc.env") and len(words) == 2:
             return str(settings.get(words[0], words[1]))
-        if name not in _RESOLVERS or len(words) != 2 or not all(re.fullmatch(r"-?\d{1,12}(\.\d+)?", w) for w in words):
+        if name not in resolvers or len(words) != 2 or not all(re.fullmatch(r"-?\d{1,12}(\.\d+)?", w) for w in words):
             return match[0]
-        numbers = [float(word) for word in words]
-        made = _RESOLVERS[name](*numbers) if numbers[1] or "div" not in name else 0.0
+        made = computed(resolvers[name], dict(zip("ab", map(float, words), strict=True)))
         return str(int(made)) if made == int(made) else str(made)
 
-    found = dict(settings)
+    found, resolvers = dict(settings), table()["resolvers"]
     for key, said in settings.items():
         text = said
         for _ in range(_MAX_DEPTH):

@@ -24,6 +24,7 @@ from planner.export.trainer_files import (
     Value,
     argv,
     comment,
+    placeholders_of,
     rendered,
     settings,
     shell_words,
@@ -94,10 +95,6 @@ def segment_of(plan: Plan) -> int:
 
 
 LAUNCH = "launch.sh"
-CONTAINER = (
-    Placeholder("CONTAINER_IMAGE", "image for srun --container-image (pyxis)", is_optional=True, in_first_run=True),
-    Placeholder("CONTAINER_MOUNTS", "further mounts for it, FROM:TO,…", is_optional=True, in_first_run=True),
-)
 _MINUTES_TO_SAVE = 15
 """Minutes before the job's end at which a run saves and ends."""
 
@@ -110,7 +107,7 @@ def torchrun_script(plan: Plan, command: LaunchCommand) -> ExportFile:
 
 def slurm_script(plan: Plan, command: LaunchCommand) -> ExportFile:
     """launch.sbatch: one task per node; the first node of the allocation is where all ranks meet."""
-    places, name = (*command.placeholders, *CONTAINER), "launch.sbatch"
+    places, name = (*command.placeholders, *placeholders_of("slurm")), "launch.sbatch"
     text = _script(name, plan, command, places, f"sbatch {name}", '"${SLURM_NODEID:-0}"')
     return ExportFile(name, text, executable=True, placeholders=places)
 
@@ -213,14 +210,12 @@ def _object_name(plan: Plan) -> str:
 
 def _network_cards(plan: Plan) -> list[Placeholder]:
     """The resource of the network between nodes, by its kind; none on networks that pods have anyway."""
-    kind = plan.cluster.hardware.network
-    resource = network_of(plan).get("resource") if kind else _RDMA
-    if nodes_of(plan)[0] == 1 or resource is None:
+    row = network_of(plan) if plan.cluster.hardware.network else {"resource": _RDMA}
+    if nodes_of(plan)[0] == 1 or (resource := row.get("resource")) is None:
         return []
-    says = "the cluster's RDMA resource"
-    if kind == "efa":
-        says = "EFA interfaces of a node: 32 on p5, 16 on p5e and p5en, 8 on p6-b200, 4 on p4d"
-    return [Placeholder(resource, says, resource)]
+    says = "EFA interfaces of a node: 32 on p5, 16 on p5e and p5en, 8 on p6-b200, 4 on p4d"
+    is_efa = plan.cluster.hardware.network == "efa"
+    return [Placeholder(resource, says if is_efa else "the cluster's RDMA resource", resource)]
 
 
 def _manifest(filename: str, plan: Plan, command: LaunchCommand, addresses: str) -> ExportFile:

@@ -26,6 +26,7 @@ from planner.export.trainer_files import (
     Value,
     as_yaml,
     header,
+    placeholders_of,
     promise,
     settings,
     slug,
@@ -124,20 +125,7 @@ def _published() -> str:
 
 WRITTEN_FOR = "Primus 26.5"
 _EXPERIMENT = "primus.yaml"
-_CHECKOUT = Placeholder(
-    "PRIMUS_PATH", "checkout of Primus, with its submodules", default="/workspace/Primus", kind="folder",
-    in_first_run=True,
-)  # fmt: skip
-_DATA = Placeholder("TOKENIZED_DATA_PATH", "prefix of the tokenized data (PREFIX.bin and .idx)", kind="prefix")
-_VALIDATION = Placeholder("VALIDATION_DATA_PATH", "prefix of the tokenized data for evaluation", kind="prefix")
-_TOKENIZER = Placeholder("TOKENIZER", "folder of the model's tokenizer, or its name at Hugging Face")
-_ASSETS = Placeholder(
-    "HF_ASSETS_PATH", "folder with the model's tokenizer.json, or its name at Hugging Face, with HF_TOKEN",
-    in_first_run=True,
-)  # fmt: skip
-_DATASET = Placeholder("DATASET_PATH", "data set at Hugging Face, or a folder in its format, with a column `text`")
-_WORKSPACE = Placeholder("CHECKPOINTS", "folder for checkpoints, which all nodes share", kind="new folder")
-_OUTPUT = f"${{{_WORKSPACE.name}:./output}}/planner/plan"
+_OUTPUT = "${CHECKPOINTS:./output}/planner/plan"
 """The workspace of an experiment's group and user (settings.yaml)."""
 
 
@@ -162,7 +150,7 @@ def export_primus(plan: Plan) -> TrainerFiles:
         starts_ranks=True,
         arguments={"--config": ShellText(f'"$PLAN_DIR"/{_EXPERIMENT}')},
         first_run=RunPart(backend.first_run),
-        placeholders=(_CHECKOUT, *backend.placeholders, _WORKSPACE),
+        placeholders=backend.placeholders,
         trainer=backend.version,
         promise=promise(plan, backend.log),
         environment=primus_environment(plan),
@@ -196,13 +184,13 @@ def _megatron(plan: Plan) -> _Backend:
         model="language_model.yaml",
         overrides=megatron_keys(plan) | settings("primus-megatron", folder=folder),
         first_run=settings("primus-megatron-first-run", plan, steps=FIRST_RUN_STEPS),
-        placeholders=(_DATA, _VALIDATION, _TOKENIZER),
+        placeholders=placeholders_of("primus-megatron"),
         log=LOG,
         notes=notes_on_megatron(plan),
         version=TrainerVersion(
             "Megatron core",
             is_exactly=PRIMUS_CORE,
-            folder=_CHECKOUT.name,
+            folder="PRIMUS_PATH",
             file="third_party/Megatron-LM/megatron/core/package_info.py",
         ),
         exit_minutes="--exit_duration_in_mins {}",
@@ -215,7 +203,7 @@ def _torchtitan(plan: Plan) -> _Backend:
         model=model_preset(plan),
         overrides=torchtitan_keys(plan),
         first_run=settings("primus-torchtitan-first-run", plan, steps=FIRST_RUN_STEPS),
-        placeholders=(_ASSETS, _DATASET),
+        placeholders=placeholders_of("primus-torchtitan"),
         log="in the log: tps (tokens/s/GPU) and memory (GiB, max_memory_reserved) of each rank",
         notes=notes_on_torchtitan(plan),
     )

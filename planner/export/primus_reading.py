@@ -281,12 +281,8 @@ def _place(imported: ImportedRun, config: ConfigFile) -> None:
     if not found:
         said = f"{_DEFAULT_HARDWARE} (no folder names a GPU; --hardware mi355x, say)"
         imported.assumed = {"hardware": said, **imported.assumed}
-    least, batch = least_gpus(run["parallelism"]), run["global_batch_size"]
-    if run.get("num_gpus") is None and _GPUS_OF_A_NODE % least == 0:
-        run["num_gpus"] = _GPUS_OF_A_NODE
-        imported.notes.append("one node of 8 GPUs, as Primus starts it unless NNODES says otherwise; else add --gpus N")
-    if batch is None and run["runtime"] == "primus-megatron":
-        imported.notes.append("no global_batch_size is given: one micro-batch a rank")
+    known = {"gpus": run.get("num_gpus"), "batch": run["global_batch_size"], "runtime": run["runtime"]}
+    imported.put(readings("primus-place", {}, least=least_gpus(run["parallelism"]), **known))
 
 
 _ALGORITHMS = {"1f1b": "1f1b", "1f1b-interleaved": "interleaved-1f1b"} | {

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from planner.answer import Plan
 from planner.errors import Infeasible, SpecError
-from planner.export.trainer_files import TrainerFiles, comment
+from planner.export.trainer_files import TrainerFiles, comment, notes_of
 from planner.layout.price import shape_of, under_trainer
 from planner.specs.base import Texts
 from planner.specs.units import gib
@@ -131,17 +131,9 @@ def notes_on_price(plan: Plan) -> list[str]:
         for name, value in made.best.recipe.items()
         if plan.best.recipe.get(name) != value and value != next(iter(SWITCHES[name].values))
     )
-    notes = [
-        f"priced for {plan.runtime}: {plan.step.step_s:.4g} s a step, {_memory(plan)}; planned for {made.runtime}: "
-        f"{made.step.step_s:.4g} s, {_memory(made)}" + (f", with {lost}" if lost else "")
-    ]
     risk, planned = plan.best.oom_probability or 0.0, made.best.oom_probability or 0.0
-    if risk > max(LARGEST_RISK, planned):
-        again = f"plan again with --runtime {plan.runtime} for a safer layout"
-        notes.append(
-            f"it runs out of memory there with a probability of {risk:.0%}, planned with {planned:.0%}: {again}"
-        )
-    return notes
+    is_risky = risk > max(LARGEST_RISK, planned)
+    return notes_of("price", plan, made=made, lost=lost, memory=_memory, risk=risk, planned=planned, is_risky=is_risky)
 
 
 def check_fits(plan: Plan, target: str) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 from planner.answer import Plan
 from planner.errors import SpecError
 from planner.export.refusal import Reason
+from planner.export.trainer_files import settings
 from planner.layout.price import shape_of
 from planner.specs.base import Fields, Said
 from planner.trainers.rules.facts import release
@@ -169,29 +170,16 @@ def runtime_of(plan: Plan) -> RuntimeSpec:
 def recipe_of(plan: Plan, rows: Iterable[Spelling]) -> dict[str, Value]:
     """The values of the switches that `rows` spell and that have an effect on the plan's layout."""
     setting = setting_of(plan)
-    names = dict.fromkeys(row.switch for row in rows)
-    recipe = {name: _value(name, setting) for name in names if has_effect(name, setting)}
+    names, wider = dict.fromkeys(row.switch for row in rows), settings("recipe", plan, runtime=setting.runtime)
+    recipe: dict[str, Value] = {
+        name: wider[name] if name in wider else SWITCHES[name].value_of(setting.runtime)
+        for name in names
+        if has_effect(name, setting)
+    }
     if recipe.get("overlap_grad_reduce") is False:
         # gathers of weights hide only where reductions of gradients do
         recipe.pop("overlap_param_gather", None)
     return recipe
-
-
-def _value(name: str, setting: Setting) -> Value:
-    """The value of a switch: lists of modules in full, and the dispatcher that the links of the cluster ask for."""
-    runtime = setting.runtime
-    if name == "cuda_graph" and runtime.graphed_modules:
-        return "+".join(runtime.graphed_modules)
-    if name == "activation_offload" and runtime.offload_modules:
-        return "+".join(runtime.offload_modules)
-    if name == "optimizer_offload":
-        return runtime.optimizer_offload_fraction
-    if name == "cp_comm_type":
-        return runtime.cp_comm_type
-    if name == "dispatcher":
-        flexible = "hybridep" if setting.cluster.is_rack else "deepep"
-        return runtime.dispatcher or (flexible if runtime.sends_tokens_once else "alltoall")
-    return SWITCHES[name].value_of(runtime)
 
 
 def broken_rules_of_recipe(plan: Plan) -> list[Reason]:

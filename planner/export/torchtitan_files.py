@@ -20,12 +20,12 @@ from planner.export.stages import (
 from planner.export.trainer_files import (
     ExportFile,
     LaunchCommand,
-    Placeholder,
     TrainerFiles,
     header,
     imports_of,
     names_of,
     notes_of,
+    placeholders_of,
     promise,
     rendered,
     requirements_of,
@@ -108,16 +108,6 @@ def _has_feed_forward(model: ModelSpec) -> bool:
     return _has_shared(model) or any(kind.mlp == "dense" for kind in model.layers)
 
 
-PLACEHOLDERS = (
-    Placeholder(
-        "HF_ASSETS_PATH",
-        "folder with the model's tokenizer.json",
-        default="./tests/assets/tokenizer",
-        in_first_run=True,
-    ),
-    Placeholder("DATA_PATH", "data set at Hugging Face, or a folder in its format, with a column `text`"),
-    Placeholder("CHECKPOINTS", "folder for checkpoints, which all nodes share", kind="new folder"),
-)
 _CHECKPOINT = {"selective": "SelectiveAC", "full": "FullAC"}
 
 
@@ -220,7 +210,7 @@ def export_torchtitan(plan: Plan) -> TrainerFiles:
         program="-m torchtitan.train",
         arguments={"--module": RECIPE, "--config": "plan"},
         environment={**variables(plan, "environment-torchtitan"), **node_environment(plan)},
-        placeholders=PLACEHOLDERS,
+        placeholders=placeholders_of("torchtitan"),
         requirements=requirements_of("torchtitan", plan),
         promise=promise(plan, "in the log: tps (tokens/s/GPU) and memory (GiB, max_memory_reserved) of each rank"),
         setup=('export MOCK="${MOCK:-0}" PYTHONPATH="$PLAN_DIR${PYTHONPATH:+:$PYTHONPATH}"',),

@@ -29,12 +29,8 @@ from planner.trainers.rules.facts import TORCH_CLASSES
 
 RECOMPUTED = "activation_checkpoint.layers"
 """A setting of our own: the layers that the recipe's policy recomputes, where it names them."""
-_NEVER_FOLLOWED = frozenset({"model_registry", "default_adamw"})
+_NEVER_FOLLOWED = frozenset({"model_registry", "default_adamw", "to_graph_trainer_config"})
 _SECTIONS = ("parallelism", "training", "compile")
-_POLICIES = {"FullAC": "full", "PlannedAC": "full", "SelectiveAC": "selective", "MemoryBudgetAC": "selective"}
-"""Mode of each class of activation checkpointing; PlannedAC is the one that an exported recipe defines."""
-_CONVERTERS = {"Float8": "fp8", "MXFP8": "mxfp8", "NVFP4": "nvfp4"}
-"""Beginnings of the names of converters of linear layers, and the dtype that they compute in."""
 _COUNTS_TOKENS = {"training.max_context_length", "training.num_tokens_per_microbatch_per_dp_rank"}
 _MAX_SHOWN_CHARACTERS = 80
 _ROW = dialect("torchtitan")
@@ -66,7 +62,8 @@ def read_recipe(config: ConfigFile) -> tuple[Fields, Named]:
     if isinstance(debug := record.get("debug"), CallRecord) and debug.get("deterministic") is True:
         settings["debug.deterministic"] = True
     if isinstance(optimizer := record.get("optimizer"), CallRecord):
-        groups = optimizer.get("param_groups") or []
+        groups = optimizer.get("param_groups")
+        groups = groups if isinstance(groups, list) else [groups]
         names = {group.get("optimizer_name", "") for group in groups if isinstance(group, CallRecord)}
         settings["optimizer.name"] = " ".join(sorted(names)) or optimizer.kind
     if record.kind and "." not in record.kind and record.kind[0].islower():
@@ -90,7 +87,7 @@ def _policy(record: CallRecord, evaluator: Evaluator) -> Fields:
     if policy is None:
         return {"activation_checkpoint.mode": "none"}
     name = policy.kind.partition(".")[0] if isinstance(policy, CallRecord) else str(policy)
-    settings: Fields = {"activation_checkpoint.mode": _POLICIES.get(name, "selective")}
+    settings: Fields = {"activation_checkpoint.mode": table()["torchtitan"]["policies"].get(name, "selective")}
     if name == "PlannedAC":
         settings[RECOMPUTED] = evaluator.module.names.get("RECOMPUTED")
     if name == "MemoryBudgetAC":
@@ -115,7 +112,9 @@ def _model(record: CallRecord, config: ConfigFile) -> Fields:
         name = (
             converter.kind.rpartition(".")[0] or converter.kind if isinstance(converter, CallRecord) else str(converter)
         )
-        dtype = next((dtype for start, dtype in _CONVERTERS.items() if name.startswith(start)), None)
+        dtype = next(
+            (dtype for start, dtype in table()["torchtitan"]["converters"].items() if name.startswith(start)), None
+        )
         settings["dtype" if dtype else f"model.converters.{name}"] = dtype or True
         if dtype == "fp8":
             settings["float8.recipe_name"] = converter.get("recipe_name") or "tensorwise"

@@ -297,6 +297,12 @@ def notes_of(name: str, plan: Plan, /, **more: Any) -> list[str]:
     return said_of(shipped_table("export/notes.yaml")["notes"][name], names_of(plan) | more)
 
 
+def placeholders_of(name: str) -> tuple[Placeholder, ...]:
+    """The values that the user of a trainer's files fills in, by rows of notes.yaml."""
+    rows = shipped_table("export/notes.yaml")["placeholders"][name].items()
+    return tuple(Placeholder(variable, **row) for variable, row in rows)
+
+
 def imports_of(name: str, names: Said) -> list[str]:
     """The lines that a file of source begins with, by rows of notes.yaml."""
     return said_of(shipped_table("export/notes.yaml")["imports"][name], names)

@@ -28,6 +28,7 @@ from planner.layout.memory_curve import (
     held,
     loss_tensors,
     memory_curves,
+    parameters,
     parts_of,
 )
 from planner.layout.seconds import STEADY_ROUNDS
@@ -192,7 +193,8 @@ def tensors_at_peak(candidate: Candidate, timeline: Timeline, rank: int) -> list
         what: [
             LivingTensor(row, always, part.name, part.layer)
             for part in parts
-            for row in rows(pricing, shape, part.items)
+            for one in parameters(part.items, pricing.model.hidden_size)
+            for row in rows(pricing, shape, one)
         ]
         for what, rows in STATICS.items()
     }

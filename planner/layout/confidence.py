@@ -127,7 +127,7 @@ ROUTING_WIDTH = 0.30
 SCAN_STEP_WIDTH, SPARSE_STEP_WIDTH = 0.15, 0.35
 """Half-widths that layers which scan, and layers that attend to chosen keys, add to a step: their kernels are priced
 from the data sheet and the algorithm, and 50 published runs of Nemotron 3 lie within 24%."""
-WIDE_KEYS_WIDTH = 0.25
+LATENT_WIDTH = 0.25
 """Half-width where no kernel is tuned for the keys of latent attention: torchtitan's runs ask for 7 to 16 times."""
 TRACED_WIDTH = 0.15
 """Half-width that layers traced in eager torch add under a trainer that runs other kernels than torch's."""
@@ -179,7 +179,7 @@ def width_terms(pricing: Pricing, layout: PricedLayout, host_fraction: float) ->
             SPARSE_STEP_WIDTH if model.indexer is not None else 0.0,
             TRACED_WIDTH if model.traced is not None and runtime.family != "torch-eager" else 0.0,
             VISION_WIDTH if model.vision is not None else 0.0,
-            WIDE_KEYS_WIDTH if model.mla is not None and runtime.wide_attention_factor > 1 else 0.0,
+            LATENT_WIDTH if model.mla is not None and runtime.latent_attention_tflops else 0.0,
         ),
         "dtype": NARROW_WIDTH.get(training.dtype, 0.0),
         "host": (SAID_HOST_WIDTH if hardware.host.kind else HOST_WIDTH) * host_fraction,

@@ -324,7 +324,7 @@ def _parts(candidate: Candidate, stage: int, layers: dict[LayerKind, tuple[Item,
 
 STATES = {12: "master, exp_avg, exp_avg_sq", 8: "exp_avg, exp_avg_sq"}
 """Optimizer states in fp32, by their bytes per parameter."""
-Rows = Callable[[Pricing, Shape, Sequence[Item]], Iterator[Held]]
+Rows = Callable[[Pricing, Shape, "Parameter"], Iterator[Held]]
 _WIDTHS = {BF16: "bf16", FP32: "fp32"}
 
 
@@ -346,33 +346,31 @@ class Parameter(NamedTuple):
         return prod(self.dims) if self.operator.expert else 0.0
 
 
-def weights(pricing: Pricing, shape: Shape, items: Sequence[Item]) -> Iterator[Held]:
-    """The rows that add up to the part's `weights_bytes`."""
+def weights(pricing: Pricing, shape: Shape, one: Parameter) -> Iterator[Held]:
+    """The rows of a parameter that add up to its part of `weights_bytes`."""
     runtime, dtype = pricing.runtime, pricing.training.dtype
-    for one in _parameters(items, pricing.model.hidden_size):
-        if not one.operator.trained:
-            yield _frozen(one, shape, pricing)
-            continue
-        dense, expert = one.dense, one.expert
-        wide = 0.0 if one.operator.is_cast else dense + expert
-        gathered = float(memory.gathered_weights_bytes(dense + expert, shape, runtime))
-        total, plain = (
-            float(memory.weights_bytes(dense, expert, shape, runtime, name, wide)) - gathered
-            for name in (dtype, "bf16")
-        )
-        elements = plain / runtime.weight_bytes
-        copies = 0 if wide else memory.cast_copies(runtime, dtype)
-        cast = copies * elements * NARROW_BYTES.get(dtype, 0.0)
-        if cast:
-            own = one.dims if elements == prod(one.dims) else (elements,)
-            yield Held(f"{one.name} cast", cast, (copies, *own) if copies > 1 else own, dtype)
-        if total > cast:
-            yield _row(one, "", total - cast, runtime.weight_bytes)
-        if gathered:
-            yield _row(one, " gathered", gathered, BF16)
-        if runtime.copies_weights and not one.operator.name.endswith(OF_ADAPTERS):
-            frozen = memory.frozen_bytes(dense, expert, dense if wide else 0.0, shape, runtime, dtype)
-            yield Held(f"{one.name} of the reference", float(frozen), note="a second copy, frozen")
+    if not one.operator.trained:
+        yield _frozen(one, shape, pricing)
+        return
+    dense, expert = one.dense, one.expert
+    wide = 0.0 if one.operator.is_cast else dense + expert
+    gathered = float(memory.gathered_weights_bytes(dense + expert, shape, runtime))
+    total, plain = (
+        float(memory.weights_bytes(dense, expert, shape, runtime, name, wide)) - gathered for name in (dtype, "bf16")
+    )
+    elements = plain / runtime.weight_bytes
+    copies = 0 if wide else memory.cast_copies(runtime, dtype)
+    cast = copies * elements * NARROW_BYTES.get(dtype, 0.0)
+    if cast:
+        own = one.dims if elements == prod(one.dims) else (elements,)
+        yield Held(f"{one.name} cast", cast, (copies, *own) if copies > 1 else own, dtype)
+    if total > cast:
+        yield _row(one, "", total - cast, runtime.weight_bytes)
+    if gathered:
+        yield _row(one, " gathered", gathered, BF16)
+    if runtime.copies_weights and not one.operator.name.endswith(OF_ADAPTERS):
+        frozen = memory.frozen_bytes(dense, expert, dense if wide else 0.0, shape, runtime, dtype)
+        yield Held(f"{one.name} of the reference", float(frozen), note="a second copy, frozen")
 
 
 def _frozen(one: Parameter, shape: Shape, pricing: Pricing) -> Held:
@@ -387,32 +385,27 @@ def _frozen(one: Parameter, shape: Shape, pricing: Pricing) -> Held:
     return Held(f"{one.name} frozen", total, note=f"{width:.3g} bytes a parameter, with the scales of its blocks")
 
 
-def gradients(pricing: Pricing, shape: Shape, items: Sequence[Item]) -> Iterator[Held]:
-    """The rows that add up to the part's `gradients_bytes`."""
-    runtime = pricing.runtime
-    for one in _parameters(items, pricing.model.hidden_size, trained=True):
-        total = float(memory.gradients_bytes(one.dense, one.expert, shape, runtime))
-        yield _row(one, " gradient", total, runtime.gradient_bytes, "with a 16-bit gradient beside the sum")
+def gradients(pricing: Pricing, shape: Shape, one: Parameter) -> Iterator[Held]:
+    """The same of `gradients_bytes`."""
+    if one.operator.trained:
+        total = float(memory.gradients_bytes(one.dense, one.expert, shape, pricing.runtime))
+        yield _row(one, " gradient", total, pricing.runtime.gradient_bytes, "with a 16-bit gradient beside the sum")
 
 
-def optimizer(pricing: Pricing, shape: Shape, items: Sequence[Item]) -> Iterator[Held]:
-    """The rows that add up to the part's `optimizer_bytes`."""
+def optimizer(pricing: Pricing, shape: Shape, one: Parameter) -> Iterator[Held]:
+    """The same of `optimizer_bytes`."""
     runtime = pricing.runtime
     states = STATES.get(runtime.optimizer_bytes)
-    for one in _parameters(items, pricing.model.hidden_size, trained=True):
-        kept = _states_bytes(pricing, one)
-        total = float(memory.optimizer_bytes(one.dense, one.expert, shape, runtime, kept))
-        if (
-            states is None
-            or runtime.master_remainders
-            or runtime.optimizer_offload_fraction
-            or runtime.optimizer != "adamw"
-        ):
-            note = f"{total / prod(one.dims):.3g} bytes on this rank for each parameter"
-            yield Held(f"{one.name} optimizer states", total, note=note)
-            continue
-        dims = (runtime.optimizer_bytes // FP32, total / runtime.optimizer_bytes)
-        yield Held(f"{one.name} {states}", total, dims, "fp32")
+    if not one.operator.trained:
+        return
+    total = float(memory.optimizer_bytes(one.dense, one.expert, shape, runtime, _states_bytes(pricing, one)))
+    is_plain = runtime.optimizer == "adamw" and not (runtime.master_remainders or runtime.optimizer_offload_fraction)
+    if states is None or not is_plain:
+        note = f"{total / prod(one.dims):.3g} bytes on this rank for each parameter"
+        yield Held(f"{one.name} optimizer states", total, note=note)
+        return
+    dims = (runtime.optimizer_bytes // FP32, total / runtime.optimizer_bytes)
+    yield Held(f"{one.name} {states}", total, dims, "fp32")
 
 
 def _states_bytes(pricing: Pricing, one: Parameter) -> tuple[float, float]:
@@ -426,12 +419,12 @@ def _states_bytes(pricing: Pricing, one: Parameter) -> tuple[float, float]:
     return (0.0, kept) if op.expert else (kept, 0.0)
 
 
-def _parameters(items: Sequence[Item], hidden_size: int, trained: bool = False) -> Iterator[Parameter]:
-    """The weights of all operators, or of those that are trained, and their biases."""
+def parameters(items: Sequence[Item], hidden_size: int) -> Iterator[Parameter]:
+    """The weights of all operators, and their biases."""
     for op in operators_of(items):
         number = float(op.parameters)
         dims = tuple(map(float, (op.count, op.n, op.k) if op.expert else (op.n, op.k)))
-        if not number or (trained and not op.trained):
+        if not number:
             continue
         if op.kind == "gemm" and prod(dims) <= number:
             yield Parameter(op, f"{op.name} weight", dims)
@@ -452,7 +445,7 @@ def _row(one: Parameter, what: str, num_bytes: float, width: int, copies: str = 
 
 
 STATICS: dict[str, Rows] = {"weights": weights, "gradients": gradients, "optimizer": optimizer}
-"""The rows of each item that outlives the step; gradients and states are of the operators that are trained."""
+"""The rows of a parameter by each item that outlives the step; gradients and states are of those that are trained."""
 
 
 def loss_tensors(pricing: Pricing, shape: Shape, parts: Sequence[Part]) -> list[Held]:

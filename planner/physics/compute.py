@@ -11,7 +11,6 @@ from collections.abc import Iterable, Sequence
 from planner.physics.cost import content, remembered
 from planner.physics.kernels import (
     ATTENTION_BACKWARD_KERNELS,
-    WIDE_KEYS,
     PassSeconds,
     attention_s,
     cast_s,
@@ -63,7 +62,7 @@ RUNTIME_OF_KIND = {
         "rocm_product_factor", "narrow_factor", "block_factor", "casts_weights", "narrow_exchanges",
         "transposes_frozen", "fp8_copies",
     ),
-    "attention": ("attention_kernel", "deterministic", "narrow_attention", "wide_attention_factor"),
+    "attention": ("attention_kernel", "deterministic", "narrow_attention", "latent_attention_tflops"),
     "elementwise": ("deterministic",),
     "scan": ("deterministic",),
 }  # fmt: skip
@@ -111,8 +110,9 @@ def _operator_seconds(op: Operator, hardware: HardwareSpec, dtype: str, runtime:
         slow = efficiency.attention_factor
         if runtime.narrow_attention:
             slow /= MX_ATTENTION if dtype == "mxfp8" else NARROW_ATTENTION
-        if op.qk_dim > WIDE_KEYS:
-            slow *= runtime.wide_attention_factor
+        if (tflops := runtime.latent_attention_tflops) and op.qk_dim != op.v_dim:
+            peak = hardware.peak_flops("bf16") or 0.0
+            slow *= max(1.0, efficiency.flash.forward_fraction * peak / (1e12 * tflops))
         forward, backward = slow * forward, slow * backward
         if runtime.deterministic:
             is_blackwell = hardware.architecture == "blackwell"

@@ -274,14 +274,10 @@ def _torch_attention_s(op: Operator, hardware: HardwareSpec, taken: str) -> tupl
     return where(op.calls_flash, *forward), where(op.calls_flash, *backward)
 
 
-WIDE_KEYS = 128
-"""Width of a head's keys above which tiles of attention must shrink."""
-
-
 def _head_dim_factor(attention: AttentionEfficiency, qk_dim: Number, v_dim: Number) -> Number:
     """Rate at these head dimensions over the rate at 128: wider heads amortise the softmax, until tiles must shrink."""
     dim, half = (qk_dim + v_dim) / 2, attention.half_head_dim
-    return dim / (dim + half) * (1 + half / 128) * where(qk_dim > WIDE_KEYS, attention.wide_factor, 1.0)
+    return dim / (dim + half) * (1 + half / 128) * where(qk_dim > 128, attention.wide_factor, 1.0)
 
 
 TABLE_BYTES = 8

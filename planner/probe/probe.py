@@ -271,8 +271,8 @@ def probe(plan: Plan, options: ProbeOptions) -> ProbeResult | None:
 
 
 def planned_run(plan: Plan, options: ProbeOptions, num_gpus: int) -> PlannedRun:
-    """What runs here: stages alone, as many tp × cp groups and stages as `num_gpus` hold, or, on the CPU, the plan
-    in small. Raises ProbeError where nothing of it can."""
+    """The run of a plan here: of stages alone, of as many tp × cp groups and stages as `num_gpus` hold, or, on the CPU,
+    of the plan in small. Raises ProbeError where nothing of it can run."""
     require_startable(plan, options)
     alone, of = options.stages is not None, partial(laptop_run, options=options)
     if alone:

@@ -109,7 +109,12 @@ class Branch:
     def best(self) -> Candidate | None:
         return min(self.candidates.values(), key=_rank, default=None)
 
-    def cutoff_s(self, gap_fraction: float) -> float:
+    @property
+    def cutoff_s(self) -> float:
+        """`cutoff_beyond_s` of the gap that was asked for."""
+        return self.cutoff_beyond_s(self.limits.gap_fraction)
+
+    def cutoff_beyond_s(self, gap_fraction: float) -> float:
         """The seconds below which a node's bound must be for it to beat the incumbent by more than the gap."""
         best = self.best
         if best is None:
@@ -132,7 +137,7 @@ class Branch:
         blocks = blocks_of(order, np.asarray(priced[0][0].shape.pp))
         block, frontier = next(blocks, None), Frontier(self.choices)
         while True:
-            cutoff = self.cutoff_s(self.limits.gap_fraction)
+            cutoff = self.cutoff_s
             while block is not None and float(coarse[block[0]]) < min(cutoff, frontier.least_guess_s):
                 if self._late():
                     break
@@ -202,7 +207,7 @@ class Branch:
             if self.deadline.passed:
                 return
             level = start.with_split(level_split(start))
-            if least_step_s(level) < self.cutoff_s(0.0) and level.fits:
+            if least_step_s(level) < self.cutoff_beyond_s(0.0) and level.fits:
                 self.keep(improved(level, best.step_s))
 
     def _level_starts(self, frontier: Frontier) -> Iterator[Candidate]:
@@ -214,7 +219,7 @@ class Branch:
             (float(step_s[row]), number, row)
             for number, step_s in enumerate(ranked)
             for row in np.argsort(step_s, kind="stable")[:SHAPES].tolist()
-            if step_s[row] < self.cutoff_s(self.limits.gap_fraction)
+            if step_s[row] < self.cutoff_s
         ]
         for _, number, row in sorted(promising)[:SHAPES]:
             nodes = blocks[number]
@@ -246,7 +251,7 @@ class Branch:
             if self._late():
                 break
             known = self.candidates.get(key_of(node.shape))
-            if node.bound_s < self.cutoff_s(0.0) and (known is None or node.guess_s < known.step_s * NEARLY):
+            if node.bound_s < self.cutoff_beyond_s(0.0) and (known is None or node.guess_s < known.step_s * NEARLY):
                 self.solve_choice(node, node.choice)
         self.lower_bound_s, self.complete = proof
 
@@ -313,7 +318,7 @@ class Branch:
         without = np.inf
         if node.choice.whole == "one_count":
             without = self.solve_choice(node, RecomputeChoice(node.choice.base, "none"))
-            if node.bound_s >= self.cutoff_s(self.limits.gap_fraction):
+            if node.bound_s >= self.cutoff_s:
                 self._leave(node.bound_s)
                 return
         self._leave(max(node.bound_s, min(without, self.solve_choice(node, node.choice))))
@@ -326,11 +331,11 @@ class Branch:
         layout = Candidate(node.pricing, self._table(node), Split(()), node.schedule)
         splits = few_splits(layout, choice)
         if splits is None:
-            return self._solve_chain(node, choice)
-        cutoff_s = self.cutoff_s(self.limits.gap_fraction)
+            return self._solve_chain(node, choice, layout)
+        cutoff_s = self.cutoff_s
         bound_s, candidates = promising(layout, choice, splits, cutoff_s)
         for least_s, candidate in candidates:
-            if least_s >= self.cutoff_s(self.limits.gap_fraction) or self._late():
+            if least_s >= self.cutoff_s or self._late():
                 bound_s = min(bound_s, least_s)
                 break
             if candidate.fits:
@@ -340,39 +345,38 @@ class Branch:
                     break
         return bound_s
 
-    def _solve_chain(self, node: Open, choice: RecomputeChoice) -> float:
+    def _solve_chain(self, node: Open, choice: RecomputeChoice, layout: Candidate) -> float:
         """`solve_choice` where a rank may hold any number of layers: by a dynamic program, or by an integer one."""
-        layout = Candidate(node.pricing, self._table(node), Split(()), node.schedule)
         tail_s, bound_s, objective_s = float(layout.table.tail_s), 0.0, np.inf
-        cutoff_s = self.cutoff_s(self.limits.gap_fraction) - tail_s
+        cutoff_s = self.cutoff_s - tail_s
         tries = splits_tried(layout, choice, lambda problem: best_split(self._of_gap(problem)), cutoff_s)
         for number, (solution, candidate) in enumerate(tries):
             if solution is None:
-                return max(bound_s, self._solve_program(node, choice))
+                return max(bound_s, self._solve_program(choice, layout))
             bound_s, objective_s = bound_s if number else solution.bound_s + tail_s, solution.objective_s
             if candidate is not None and candidate.fits:
                 self.keep(candidate)
         decided = objective_s + tail_s <= bound_s * (1 + NOISE) or is_deep(node.pricing.model, int(node.shape.pp))
-        if decided or self.slack is not None or bound_s >= self.cutoff_s(self.limits.gap_fraction):
+        if decided or self.slack is not None or bound_s >= self.cutoff_s:
             return bound_s
-        return max(bound_s, self._solve_program(node, choice))
+        return max(bound_s, self._solve_program(choice, layout))
 
-    def _solve_program(self, node: Open, choice: RecomputeChoice) -> float:
+    def _solve_program(self, choice: RecomputeChoice, layout: Candidate) -> float:
         """Solve the integer program, replay its split and keep the fastest candidate of its key; the solver's bound.
 
         The bound is 0 if the solver's is not confirmed, or the replay is below it: then it is none.
         """
-        bound, pricing, table = np.inf, node.pricing, self._table(node)
+        bound, pricing, table = np.inf, layout.pricing, layout.table
         if not self.candidates:
-            self._try_even_split(node, choice)
+            self._try_even_split(choice, layout)
         # the program knows nothing of the seconds that every split of the shape takes
         tail_s = float(table.tail_s)
         short_bytes: list[float] = []
         for _ in range(MAX_TRIES):
             if self._late():
                 return 0.0
-            cutoff = self.cutoff_s(self.limits.gap_fraction)
-            problem = self._of_gap(node_of(pricing, table, choice, node.schedule, short_bytes, cutoff - tail_s))
+            cutoff = self.cutoff_s
+            problem = self._of_gap(node_of(pricing, table, choice, layout.schedule, short_bytes, cutoff - tail_s))
             self.num_ilps += 1
             try:
                 # an alternative proves nothing, and bytes left free raise no bound
@@ -394,11 +398,10 @@ class Branch:
                 break
             if not short_bytes:
                 bound = min(bound, solution.bound_s + tail_s)
-            if bound >= self.cutoff_s(0.0):
+            if bound >= self.cutoff_beyond_s(0.0):
                 break
             variants = (solution, *with_shorter_chunks(problem, solution))
-            splits = [split_of(pricing, problem, variant) for variant in variants]
-            candidates = [Candidate(pricing, table, split, node.schedule) for split in splits]
+            candidates = [layout.with_split(split_of(pricing, problem, variant)) for variant in variants]
             fitting = [candidate for candidate in candidates if candidate.fits]
             for candidate in fitting:
                 self.keep(candidate)
@@ -412,12 +415,12 @@ class Branch:
         """The node as it is solved: for an alternative with a wider gap."""
         return problem if self.slack is None else replace(problem, gap_fraction=ALTERNATIVE_GAP)
 
-    def _try_even_split(self, node: Open, choice: RecomputeChoice) -> None:
+    def _try_even_split(self, choice: RecomputeChoice, layout: Candidate) -> None:
         """Keep the node's even split if it fits, so that no program of a deep model is waited for without a layout."""
-        model, stages = node.pricing.model, int(node.shape.pp) * int(node.shape.vpp)
-        counts = even_counts(model.num_hidden_layers, stages)
+        model = layout.pricing.model
+        counts = even_counts(model.num_hidden_layers, len(layout.placement))
         split = recomputing_first(counts, choice, max(counts) if choice.whole != "none" else 0, model)
-        candidate = Candidate(node.pricing, self._table(node), split, node.schedule)
+        candidate = layout.with_split(split)
         if candidate.fits:
             self.keep(candidate)
 

@@ -99,8 +99,8 @@ class Kernels(Group):
     """Under an 8- or 4-bit recipe the head is of its dtype too."""
     fused_permute: bool = True
     """Without: routing keeps its int64 indices, and weighting the expert rows is a product that keeps both factors."""
-    wide_attention_factor: Rate = 1.0
-    """Seconds of attention whose keys are wider than 128 over those of its kernel: no blocks are tuned for them."""
+    latent_attention_tflops: NonNegativeInt = 0
+    """TFLOP/s of attention whose keys are wider than its values where no kernel is tuned for it; 0 if one is."""
     permute_factor: Rate = 1.0
     """Seconds of the permutations of tokens to rows of experts and back over those of fused kernels: above 1 where
     gathers and atomic additions of torch move the rows."""

@@ -216,30 +216,14 @@ def test_a_model_named_by_the_user_stands_for_a_variable() -> None:
     assert imported.complete(hardware="h100", num_gpus=8, model="qwen3-8b")["model"] == "qwen3-8b"
 
 
-@pytest.mark.parametrize(
-    ("command", "blocks"),
-    [
-        ("swift sft --model Qwen/Qwen3.5-27B --max_length 2048", 0),
-        ("megatron sft --model Qwen/Qwen3.5-27B --max_length 2048 --tensor_model_parallel_size 8", 0),
-        ("megatron sft --model Qwen/Qwen3.5-27B --max_length 2048 --mtp_num_layers 1", 1),
-    ],
-)
+@pytest.mark.parametrize(("command", "blocks"), TABLES["further_tokens_are_predicted_only_where_it_is_asked_for"])
 def test_further_tokens_are_predicted_only_where_it_is_asked_for(command: str, blocks: int) -> None:
     model = read_configuration(command).complete(hardware="h200", num_gpus=8)["model"]
     assert (load_model(model) if isinstance(model, str) else ModelSpec(**model)).num_nextn_predict_layers == blocks
 
 
 @pytest.mark.parametrize(
-    ("model", "more", "is_fused"),
-    [
-        ("google/gemma-2-9b", "", False),
-        ("openai/gpt-oss-20b", " --attn_implementation sdpa", False),
-        ("openai/gpt-oss-20b", " --attn_implementation kernels-community/vllm-flash-attn3", True),
-        ("google/gemma-2-9b", " --attn_implementation flash_attention_2", True),
-        ("google/gemma-2-9b", " --use_unsloth true", True),
-        ("Qwen/Qwen3-8B", "", True),
-        ("Qwen/Qwen3-8B", " --attn_implementation eager", False),
-    ],
+    ("model", "more", "is_fused"), TABLES["caps_and_sinks_are_no_kernel_s_where_none_is_asked_for"]
 )
 def test_caps_and_sinks_are_no_kernel_s_where_none_is_asked_for(model: str, more: str, is_fused: bool) -> None:
     command = f"torchrun --nproc_per_node 8 sft.py --model_name_or_path {model} --bf16 --max_length 4096{more}"
@@ -326,14 +310,7 @@ def test_models_on_the_same_gpus_are_counted(text: str, beside: dict[str, float]
     assert {name: value for name, value in found.items() if not name.startswith("scored")} == beside
 
 
-@pytest.mark.parametrize(
-    ("call", "objective", "length", "micro"),
-    [
-        ("KTO", {"name": "kto", "reference": "model"}, 1024, 4),
-        ("ORPO", {"name": "orpo", "reference": "model"}, 1024, 8),
-        ("GRPO", None, 768, 4),
-    ],
-)
+@pytest.mark.parametrize(("call", "objective", "length", "micro"), TABLES["a_trainer_says_what_is_learned"])
 def test_a_trainer_says_what_is_learned(call: str, objective: Fields | None, length: int, micro: int) -> None:
     imported = read_configuration(
         f"from trl import {call}Config, {call}Trainer\na = {call}Config(per_device_train_batch_size=4)\n"
@@ -393,17 +370,7 @@ _ROLL = (
 )
 
 
-@pytest.mark.parametrize(
-    ("strategy", "said", "runtime", "batch", "layout"),
-    [
-        ("megatron", "{tensor_model_parallel_size: 2, sequence_parallel: true, moe_layer_recompute: true}",
-         "megatron", 64, {"tp": 2, "recompute": "selective", "recompute_modules": ["moe"]}),
-        ("megatron", "{pipeline_model_parallel_size: 2, recompute_granularity: full, additional_configs: {x: null}}",
-         "megatron", 64, {"pp": 2, "recompute": "full"}),
-        ("deepspeed", "${deepspeed_zero3_cpuoffload}", "hf", 128, {"zero_stage": 3, "recompute": "full"}),
-        ("fsdp2", "{fsdp_size: 8, param_dtype: bf16}", "torch-fsdp", 128, {"fsdp": 8, "zero_stage": 3}),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("strategy", "said", "runtime", "batch", "layout"), TABLES["a_worker_of_roll_is_a_run"])
 def test_a_worker_of_roll_is_a_run(strategy: str, said: str, runtime: str, batch: int, layout: dict[str, Any]) -> None:
     imported = read_configuration(_ROLL % (strategy, said))
     run = imported.complete(hardware="h100")

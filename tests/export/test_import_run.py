@@ -389,17 +389,7 @@ def test_a_value_that_no_configuration_has_is_not_known(body: str) -> None:
     assert isinstance(value_of(body), Unknown)
 
 
-@pytest.mark.parametrize(
-    "body",
-    [
-        "for a in range(4096):\n for b in range(4096):\n  for c in range(4096):\n   x = 1",
-        "y = []\nx = [0] * 4096\nfor a in range(4096):\n for b in range(99):\n  y.append(x + x)",
-        "d = {}\nfor a in range(4096):\n d[a] = d | {a: 1}",
-        "x = [a for a in range(4096) for b in range(4096) if a > 9999]\nfor a in range(9):\n y = 1",
-        "recipe()\nrecipe()\nreturn recipe()",
-    ],
-    ids=range(5),
-)
+@pytest.mark.parametrize("body", TABLES["a_recipe_that_goes_on_without_end_is_refused"])
 def test_a_recipe_that_goes_on_without_end_is_refused(body: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(python_recipe, "MAX_STEPS", 20_000)  # a tenth of what is allowed
     with pytest.raises(SpecError, match="more than 20,000 steps"):

@@ -131,14 +131,7 @@ def test_precision(planned: Planned, dtype: str, hardware: str, expected: set[st
     assert not {"--fp8-param-gather", "--fp4-param-gather"} & precision(kept).keys(), "they need a sharded optimizer"
 
 
-@pytest.mark.parametrize(
-    ("zero_stage", "present", "absent"),
-    [
-        (0, {"--overlap-grad-reduce"}, {"--use-distributed-optimizer", "--overlap-param-gather"}),
-        (1, {"--use-distributed-optimizer", "--overlap-param-gather"}, {"--use-megatron-fsdp"}),
-        (3, {"--use-megatron-fsdp", "--ckpt-format", "--data-parallel-sharding-strategy"}, {"--ddp-bucket-size"}),
-    ],
-)
+@pytest.mark.parametrize(("zero_stage", "present", "absent"), TABLES["data_parallel"])
 def test_data_parallel(planned: Planned, zero_stage: int, present: set[str], absent: set[str]) -> None:
     arguments = megatron_arguments(planned("llama-3.1-8b", 16, zero_stage=zero_stage))
     assert present <= arguments.keys()

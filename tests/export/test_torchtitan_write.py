@@ -377,3 +377,29 @@ def test_a_model_of_a_trees_own_registry_is_followed(tmp_path: Path) -> None:
     ) == (2, 96, 2)  # fmt: skip
     (tmp_path / "__init__.py").write_text(REGISTRY.replace("Attention.Config(", "Attention.Config(\n o_gate=1,"))
     assert read(recipe).run["model"] is None
+
+
+GRAPHS = """
+def plain():
+    training = TrainingConfig(max_context_length=8192, num_tokens_per_microbatch_per_dp_rank=8192)
+    return Trainer.Config(training=training, optimizer=Optimizers.Config(param_groups=groups()))
+
+def graphs():
+    config = to_graph_trainer_config(plain(), model_registry)
+    config.compile = GraphTrainerCompileConfig(enable=True{more})
+    return config
+"""
+
+
+@pytest.mark.parametrize(
+    ("recipe", "more", "expected"),
+    [
+        ("graphs", "", ("default", "full_iteration", False)),
+        ("graphs", ', inductor_compilation="full", disable_passes=["cudagraph_pass"]', ("default", None, True)),
+        ("plain", "", ("eager", "full_iteration", None)),
+    ],
+)
+def test_a_step_is_captured_unasked(recipe: str, more: str, expected: tuple[object, ...]) -> None:
+    run = read_configuration(GRAPHS.replace("{more}", more), "torchtitan", recipe=recipe).run
+    assert tuple(run["features"].get(name) for name in ("memory_policy", "cuda_graph", "compile")) == expected
+    assert run["parallelism"]["recompute"] == "selective"

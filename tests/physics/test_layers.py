@@ -19,9 +19,11 @@ import yaml
 from planner import shape
 from planner.physics import pricing
 from planner.physics.cost import PartCost, sum_parts
+from planner.physics.layer.blocks import enter_half, leave_half, ngrams
 from planner.physics.layers import decoder_layer, embedding, head, model_totals, mtp_block, padded_vocab
 from planner.physics.operators import FP32, Item, Operator, num_parameters, operators_of, saved_bytes
 from planner.shape import Shape
+from planner.specs.architectures import from_config
 from planner.specs.model import ModelSpec
 from planner.specs.registry import load_model, model_names
 from planner.trainers.load import RUNTIMES, load_runtime
@@ -445,3 +447,24 @@ def test_examples_are_true(module: ModuleType) -> None:
     outcome = doctest.testmod(module)
     assert outcome.attempted > 0
     assert outcome.failed == 0
+
+
+def test_what_parts_of_new_layers_keep_is_what_transformers_keeps() -> None:
+    """Bytes that transformers 5.24 keeps of 512 tokens in 16 bits on a CPU: A.X-K2's norm, a half of Qwen4 and its
+    n-grams, a layer of Llama 3.2 Vision over 2,048 tokens of images."""
+    hf, shape = load_runtime("hf"), Shape(seq_length=512)
+    gated = from_config({"model_type": "axk2", "hidden_size": 512}, "x")
+    assert saved_bytes(tuple(enter_half("attention", gated, shape, hf))) == 3_704_832
+    ngram = {"ple_layer_ids": [1], "ngram_vocab_size_base": 500, "hc_lowrank": 32, "head_dim": 64}
+    qwen = from_config({"model_type": "qwen4_exp_text", "hidden_size": 256, **ngram}, "x")
+    half = (*enter_half("attention", qwen, shape, hf), *leave_half("attention", qwen, shape, hf))
+    # the mixer keeps what it reads, which stands for itself there
+    assert saved_bytes(half) - 2 * 512 * 256 == pytest.approx(6_639_616, rel=0.005)
+    assert saved_bytes(tuple(ngrams(256, qwen, shape, hf))) == pytest.approx(17_443_072, rel=0.01)
+    sizes = {"num_hidden_layers": 4, "hidden_size": 512, "intermediate_size": 1792, "num_attention_heads": 8}
+    text = {"model_type": "mllama_text_model", "num_key_value_heads": 2, "cross_attention_layers": [3], **sizes}
+    tower = {"model_type": "mllama_vision_model"}
+    llama = from_config({"model_type": "mllama", "text_config": text, "vision_config": tower}, "x")
+    assert llama.vision is not None
+    seeing = llama.model_copy(update={"vision": llama.vision.model_copy(update={"image_tokens": 2048})})
+    assert saved_bytes(decoder_layer(seeing, seeing.layers[3], shape, hf)) == pytest.approx(19_976_196, rel=1e-5)

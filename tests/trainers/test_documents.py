@@ -19,7 +19,9 @@ from planner.physics import compute
 from planner.physics.operators import Operator, operators_of
 from planner.physics.passes import lateness
 from planner.physics.pricing import Pricing
-from planner.shape import Shape
+from planner.schedule.actions import Schedule
+from planner.schedule.builders import interleaved_one_f_one_b
+from planner.shape import FloatArray, Shape
 from planner.specs.cluster import ClusterSpec
 from planner.specs.hardware import LinkTier
 from planner.specs.registry import load_hardware, load_model
@@ -32,6 +34,7 @@ from planner.trainers.documents import (
     example_lengths,
     excess_fraction,
     excess_microbatches,
+    largest_normal,
     longest_of,
     mean_length,
     padding_fraction,
@@ -127,6 +130,38 @@ def test_ranks_that_meet_in_every_micro_batch_wait_longer() -> None:
     sharded = Shape.of(dp=8, num_microbatches=16, zero_stage=3)
     ends, each = (float(excess_microbatches(documents, 2048, 1, shape)) for shape in (alone, sharded))
     assert each == pytest.approx(4 * ends)  # √16: a rank's luck does not even out
+
+
+@pytest.mark.parametrize(("pp", "vpp"), [(4, 1), (8, 1), (4, 2), (8, 2)])
+def test_stages_wait_for_the_fullest_micro_batch_that_they_hold(pp: int, vpp: int) -> None:
+    """Beside the orders of real schedules, replayed with micro-batches of unlike seconds."""
+    documents, schedule = ((400, 0.9), (800, 0.1)), interleaved_one_f_one_b(pp, vpp, 64)
+    deviation = float(excess_fraction(documents, 2048, 1, 64) / largest_normal(64))
+    random = np.random.default_rng(1)
+    drawn = random.standard_normal((8, 64))
+    seconds = 1 + deviation * (drawn - drawn.mean(axis=1, keepdims=True))
+    excess = np.mean([makespan(schedule, each) for each in seconds])
+    expected = excess_microbatches(documents, 2048, 1, Shape.of(pp=pp, vpp=vpp, num_microbatches=64))
+    assert float(expected) == pytest.approx(excess - makespan(schedule, np.ones(64)), rel=0.35)
+
+
+def makespan(schedule: Schedule, seconds: FloatArray) -> float:
+    """Forwards, of which a backward takes two, until the last rank is done."""
+    ends: dict[tuple[str, int, int], float] = {}
+    num_stages, waiting = len(schedule.stage_to_rank), [list(rank) for rank in schedule.ranks]
+    free, share = [0.0] * len(waiting), 3 * num_stages / len(waiting)
+    while any(waiting):
+        for rank, actions in enumerate(waiting):
+            while actions:
+                kind, stage, index = actions[0]
+                before = (kind, stage - 1 if kind == "F" else stage + 1, index)
+                if kind == "B" and stage == num_stages - 1:
+                    before = ("F", stage, index)
+                if 0 <= before[1] < num_stages and before not in ends:
+                    break
+                begin_s = max(free[rank], ends.get(before, 0.0))
+                free[rank] = ends[actions.pop(0)] = begin_s + seconds[index] * (1 + (kind == "B")) / share
+    return max(free)
 
 
 def price(runtime: str, documents: tuple[DocumentLength, ...] | None, seq_length: int = 32768) -> tuple[float, float]:

@@ -12,21 +12,14 @@ from planner.export.followed.shell_syntax import ShellBlock, Simple, Statement, 
 from planner.export.followed.shell_words import EACH, Environment, Words, holds
 from planner.export.imported_run import json_of, yaml_of
 from planner.specs.base import Named
-from planner.specs.reading import SHELL
+from planner.specs.reading import SHELL, shipped_table
 
 Files = Callable[[str], str | None]
 """The text of a file that a script names; None where there is none beside it."""
 
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\[[^\]]*\])?(\+?)=", re.DOTALL)
-_DECLARING = frozenset({"export", "declare", "readonly", "local", "typeset"})
-_PREFIXES = frozenset({"env", "time", "nohup", "exec", "command", "sudo", "then", "do", "!"})
-_SAYS_ONLY = frozenset({
-    "echo", "printf", "mkdir", "cd", "rm", "cp", "mv", "ln", "ls", "module", "pip", "sed", "grep", "awk", "cat", "tee",
-    "wget", "curl", "tar", "sleep", "exit", "return", "shift", "set", "unset", "ulimit", "git", "chmod", "conda",
-    "source", ".", "clear", "rsync", "scancel", "touch", "find", "head", "tail", "shopt", "trap", "wait", "kill",
-    "read", "break", "continue",
-})  # fmt: skip
-"""Commands that launch nothing, whatever their words are."""
+_WORDS = {kind: words.split() for kind, words in shipped_table("export/dialects.yaml")["shell"].items()}
+"""Words of bash that declare, that stand before a command, and that launch nothing, whatever comes behind them."""
 _FILE, _PARSE = 2**12, 8
 """A file that is read, and a character that is parsed, cost as much as so many that a word makes."""
 _MAX_ITERATIONS, _MAX_COUNTED, _MAX_DEPTH, _MAX_COMMANDS = 16, 1_000, 12, 2_000
@@ -203,7 +196,7 @@ class _Reader:
             return True
         if raw[0] in ("[", "[[", "test", "(("):
             return holds(raw, self.words)
-        if raw[0] in _DECLARING:
+        if raw[0] in _WORDS["declaring"]:
             for word in raw[1:]:
                 if match := _ASSIGNMENT.match(word):
                     self._assign(match, word)
@@ -215,7 +208,7 @@ class _Reader:
         return self._command(words, command) if words else True
 
     def _command(self, words: list[str], command: Simple) -> bool | None:
-        while words and words[0] in _PREFIXES:
+        while words and words[0] in _WORDS["before"]:
             words = words[1:]
             while words and _ASSIGNMENT.match(words[0]):
                 words = words[1:]
@@ -238,9 +231,9 @@ class _Reader:
             self.script.files[target] = here
         elif name in ("true", ":", "false"):
             return name != "false"
-        elif name and name not in _SAYS_ONLY and len(self.script.commands) < _MAX_COMMANDS:
+        elif name and name not in _WORDS["says_only"] and len(self.script.commands) < _MAX_COMMANDS:
             self._collect(words)
-        return None if name not in _SAYS_ONLY else True
+        return None if name not in _WORDS["says_only"] else True
 
     def _collect(self, words: list[str]) -> None:
         """Keep a command's words; `bash -c "torchrun …"` also as those of the command inside."""

@@ -19,31 +19,19 @@ from planner.export.stages import Stages, objections_to, virtual_stages
 from planner.export.trainer_files import (
     ExportFile,
     LaunchCommand,
-    Placeholder,
-    Requirement,
     TrainerFiles,
     as_json,
     header,
+    placeholders_of,
     promise,
     rendered,
+    requirements_of,
     settings,
 )
 from planner.specs.base import Fields, Said
 from planner.trainers.rules.rule_rows import rules_of
 
 TRAINING_FILE = "planned_training.py"
-PLACEHOLDERS = (
-    Placeholder("MODEL", "folder with the model's config.json, or its name at Hugging Face", in_first_run=True),
-    Placeholder("DATA_PATH", "file of token ids: one dimension, as numpy.save writes it", kind="file"),
-    Placeholder("CHECKPOINTS", "folder for checkpoints, which all nodes share", kind="new folder"),
-)
-REQUIREMENTS = (
-    Requirement("torch", "everything", "torch", "2.4"),
-    Requirement("deepspeed", "the trainer", "deepspeed", "0.16", "pip install deepspeed"),
-    Requirement("transformers", "the model", "transformers", "4.50", "pip install transformers"),
-    Requirement("accelerate", "transformers beside DeepSpeed", hint="pip install accelerate"),
-    Requirement("numpy", "the data", hint="pip install numpy"),
-)
 LOG = "in the log: seconds of each step, and the first rank's peak in GiB (max_memory_allocated)"
 
 WRITTEN_FOR = "DeepSpeed 0.19"
@@ -82,8 +70,8 @@ def export_deepspeed(plan: Plan) -> TrainerFiles:
     command = LaunchCommand(
         program=f'"$PLAN_DIR"/{TRAINING_FILE}',
         arguments={},
-        placeholders=PLACEHOLDERS,
-        requirements=REQUIREMENTS,
+        placeholders=placeholders_of("deepspeed"),
+        requirements=requirements_of("deepspeed", plan),
         promise=promise(plan, LOG),
         environment={
             "DEEPSPEED_TIMEOUT": str(run.init_timeout_minutes),

@@ -238,14 +238,7 @@ def _in_one(settings: Settings) -> Settings:
         if names and not isinstance(inner, str):
             found[section] = {**(inner or {}), **{name: found.pop(name) for name in settings if name in names}}
     said: Settings = readings("launched-arguments", found)["arguments"]
-    return {name: value for name, value in found.items() if name not in _OF_LAUNCH} | said
-
-
-_OF_LAUNCH = (
-    "pure_bf16", "use_fsdp", "deepspeed_config_file", "use_deepspeed", "offload_optimizer_device",
-    "offload_param_device",
-)  # fmt: skip
-"""Settings that are called otherwise."""
+    return {name: value for name, value in found.items() if name not in _SPELLED["of_launch"]} | said
 
 
 def _read_sharding(imported: ImportedRun, settings: Fields, config: ConfigFile) -> None:

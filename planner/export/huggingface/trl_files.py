@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import Literal
 
 from planner.answer import Plan
@@ -22,12 +23,12 @@ from planner.export.stages import objections_to
 from planner.export.trainer_files import (
     ExportFile,
     LaunchCommand,
-    Placeholder,
     TrainerFiles,
     as_json,
     as_yaml,
     header,
     notes_of,
+    placeholders_of,
     promise,
     rendered,
     requirements_of,
@@ -114,17 +115,6 @@ TRAINING_FILE = "train.py"
 LOG = "in the log: seconds of each step, and the first rank's peak in GiB (max_memory_allocated)"
 
 
-def placeholders_of(plan: Plan) -> tuple[Placeholder, ...]:
-    """The values that the user fills in."""
-    repository = repository_of(plan.model.spec) or ""
-    says = "the model: its repository at Hugging Face, or a folder with its config.json, weights and tokenizer"
-    return (
-        Placeholder("MODEL", says, default=repository, in_first_run=True),
-        Placeholder("DATASET", "the data: its repository at Hugging Face, or a .jsonl or .parquet file"),
-        Placeholder("CHECKPOINTS", "folder for checkpoints, which all nodes share", kind="new folder"),
-    )
-
-
 def training_source(plan: Plan) -> str:
     """The program, which `accelerate launch` starts on every rank, or Python on one."""
     adapters = plan.training.adapters
@@ -157,11 +147,13 @@ def export_hf(plan: Plan) -> TrainerFiles:
         *_adapter_files(plan),
         *_launch_files(plan, comments),
     )
+    model, *others = placeholders_of("hf")
+    model = replace(model, default=repository_of(plan.model.spec) or "")
     command = LaunchCommand(
         program=_program(plan),
         starts_ranks=True,
         arguments={},
-        placeholders=placeholders_of(plan),
+        placeholders=(model, *others),
         requirements=requirements_of("hf", plan),
         promise=promise(plan, LOG),
         environment={

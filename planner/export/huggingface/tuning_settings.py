@@ -176,20 +176,9 @@ def note_sections(imported: ImportedRun, given: Said) -> None:
 
 def apply_accelerate(imported: ImportedRun, settings: Said, config: ConfigFile) -> None:
     """Put what Accelerate's settings say into a run."""
-    run = imported.run
+    imported.put(readings("accelerate", settings, dtype=dtype_of(settings), in_fp32=IN_FP32))
     kind = word(settings, "distributed_type").upper()
-    if kind in ("MULTI_CPU", "MULTI_XPU", "XLA", "TPU", "MULTI_NPU", "MULTI_HPU"):
-        raise SpecError(
-            f"distributed_type: {kind} runs on no GPU that is planned", "MULTI_GPU, FSDP, DEEPSPEED or MEGATRON_LM"
-        )
-    run["num_gpus"] = number(settings, "num_processes") or run["num_gpus"]
-    dtype = dtype_of(settings)
-    if dtype is not None:
-        run["dtype"] = dtype
-    elif str(settings.get("mixed_precision")) == "no":
-        imported.notes.append(IN_FP32)
     if kind == "FSDP":
-        run["runtime"] = FSDP_RUNTIME
         apply_fsdp(imported, "", section(settings, "fsdp_config"))
         apply_parallelism(imported, section(settings, "parallelism_config"))
     elif kind == "DEEPSPEED":

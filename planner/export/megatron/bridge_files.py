@@ -11,7 +11,6 @@ from planner.export.launchers import megatron_environment
 from planner.export.megatron.megatron_files import (
     LOG,
     NEWEST,
-    PLACEHOLDERS,
     first_run_arguments,
     megatron_arguments,
     notes_on_options,
@@ -27,13 +26,13 @@ from planner.export.trainer_files import (
     Arguments,
     ExportFile,
     LaunchCommand,
-    Placeholder,
     Requirement,
     RunPart,
     ShellText,
     TrainerFiles,
     TrainerVersion,
     header,
+    placeholders_of,
     promise,
     settings,
 )
@@ -171,7 +170,6 @@ _RELEASES = {"0.17": "0.4", "0.18": "0.5", "0.19": "0.6", "0.20": "0.7"}
 """Megatron core to the release of Megatron-Bridge whose submodule it is."""
 _NEWEST = "0.7.0"
 _OVERRIDES_FILE = "bridge.json"
-_CHECKOUT = Placeholder("BRIDGE_PATH", "checkout of Megatron-Bridge", default="$PWD", kind="folder", in_first_run=True)
 
 
 def export_bridge(plan: Plan) -> TrainerFiles:
@@ -204,7 +202,7 @@ def export_bridge(plan: Plan) -> TrainerFiles:
         words=tuple(words),
         first_run=first,
         training_run=training,
-        placeholders=(_CHECKOUT, *PLACEHOLDERS),
+        placeholders=placeholders_of("bridge"),
         requirements=(
             *requirements(arguments_for_bridge(plan)),
             Requirement("megatron.bridge", "the trainer", hint="pip install megatron-bridge"),

@@ -263,16 +263,12 @@ def _read_recipe(config: ConfigFile) -> ImportedRun:
 
 BASES: dict[str, Fields] = _ROW["bases"]
 """Fields that functions set which recipes of Megatron-Bridge begin with (recipes/common.py, August 2026)."""
-_SECTIONS = {
-    **dict.fromkeys(("micro_batch_size", "global_batch_size"), "train"),
-    **dict.fromkeys(("seq_length", "sequence_length"), "dataset"),
-}  # fmt: skip
 
 
 def _in_sections(fields: Said) -> Fields:
     """Keywords that a helper's call gives for the whole recipe, under the section that has them."""
     places = {path.rpartition(".")[2]: path for path in sorted(READ_FIELDS) if path.startswith("model.")}
-    places |= {name: f"{section}.{name}" for name, section in _SECTIONS.items()}
+    places |= {name: f"{section}.{name}" for name, section in _ROW["sections"].items()}
     return {places.get(path, path): value for path, value in fields.items()}
 
 

@@ -29,14 +29,6 @@ from planner.export.named_models import Model, model_called
 from planner.specs.base import Fields, Named
 from planner.specs.expressions import value_of
 
-_CONFIG_KEYS = {
-    "virtual_pipeline_model_parallel_size": "--num-virtual-stages-per-pipeline-rank",
-    "num_layers_in_first_pipeline_stage": "--decoder-first-pipeline-num-layers",
-    "num_layers_in_last_pipeline_stage": "--decoder-last-pipeline-num-layers",
-    "fp8_format": "--fp8-format",
-    "fp4_format": "--fp4-format",
-}
-"""Fields of Megatron core's configuration classes whose options have other names."""
 OPTION_OF_KEY: Named = (
     {row.bridge.rpartition(".")[2]: row.name for row in all_rows() if row.bridge}
     | {
@@ -47,7 +39,7 @@ OPTION_OF_KEY: Named = (
     }
     | {name.removeprefix("--").replace("-", "_"): name for name in sorted(READ_OPTIONS, reverse=True)}
     | {row.primus: row.name for row in all_rows() if row.primus and not row.primus.startswith("not ")}
-    | _CONFIG_KEYS
+    | table()["megatron"]["fields"]
 )
 """A key, as the parser of Megatron-LM or its configuration classes name it, to the option that sets it."""
 OFF_KEYS = {row.primus.removeprefix("not "): row.name for row in all_rows() if row.primus.startswith("not ")} | {
@@ -231,7 +223,7 @@ def read_slime(config: ConfigFile) -> ImportedRun:
 
 _ROW = dialect("neox")
 _OTHER_LAYERS = re.compile(r"gmlp|amlp|rwkv|mamba")
-_GATED = {"swiglu": "silu", "geglu": "gelu", "reglu": "relu", "bilinear": "identity", "glu": "sigmoid"}
+_GATED: Named = table()["neox"]["gated"]
 
 
 def read_neox(config: ConfigFile) -> ImportedRun:

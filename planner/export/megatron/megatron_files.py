@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -24,7 +23,7 @@ from planner.export.megatron.plan_options import (
     precision,
     switch_arguments,
 )
-from planner.export.refusal import Reason, broken_rules, hint_for, notes_on_price, refuse
+from planner.export.refusal import broken_rules, hint_for, notes_on_price, refuse
 from planner.export.run_settings import notes_on_model, run_settings
 from planner.export.spelling import broken_rules_of_recipe, recipe_of, unspelled
 from planner.export.stages import Stages, objections_to, virtual_stages
@@ -33,7 +32,6 @@ from planner.export.trainer_files import (
     Arguments,
     ExportFile,
     LaunchCommand,
-    Placeholder,
     Requirement,
     RunPart,
     ShellText,
@@ -42,6 +40,7 @@ from planner.export.trainer_files import (
     argv,
     header,
     notes_of,
+    placeholders_of,
     promise,
     requirements_of,
 )
@@ -50,12 +49,6 @@ from planner.trainers.load import since_of
 from planner.trainers.rules.facts import is_hybrid, norms_queries_twice, release
 from planner.trainers.rules.rule_rows import Rule, rules_of
 
-DATA_PATH = Placeholder(
-    "DATA_PATH", "prefix of the tokenized data (PREFIX.bin and .idx), or weights and prefixes in turn", kind="prefix"
-)
-TOKENIZER = Placeholder("TOKENIZER", "folder of the model's tokenizer, or its name at Hugging Face")
-CHECKPOINTS = Placeholder("CHECKPOINTS", "folder for checkpoints, which all nodes share", kind="new folder")
-PLACEHOLDERS = (DATA_PATH, TOKENIZER, CHECKPOINTS)
 _RUN = sections_of("run", {})
 
 
@@ -159,23 +152,10 @@ def _check_expressible(
     reasons = broken_rules((*of_model, *rules_of("layout megatron", runtime=plan.runtime_spec)), plan)
     schedules = (*_SCHEDULES, *own_schedules)
     names = {"written_for": written_for(plan), "schedules": schedules, "own_schedules": own_schedules}
+    names["recomputable"] = _RECOMPUTABLE
     reasons += objections_to(plan, "megatron", stages, **names)
     reasons += broken_rules_of_recipe(plan) + unspelled(plan, SWITCH_OPTIONS, "Megatron core")
-    reasons += [Reason("recompute_modules", f"{module} {obstacle}") for module, obstacle in _unknown_modules(plan)]
     refuse(target, reasons, hint_for(plan, target, of_model))
-
-
-def _unknown_modules(plan: Plan) -> Iterator[tuple[str, str]]:
-    """Modules of selective recompute that Megatron-LM or this model does not have, and why not."""
-    model = plan.model.spec
-    modules = plan.parallelism.recompute_modules if plan.parallelism.recompute == "selective" else ()
-    for module in modules:
-        if module not in _RECOMPUTABLE:
-            yield module, f"is none of {', '.join(_RECOMPUTABLE)}"
-        elif module == "mla_up_proj" and model.mla is None:
-            yield module, "needs latent attention"
-        elif module == "moe_act" and model.moe is None:
-            yield module, "needs experts"
 
 
 def requirements(arguments: Arguments, is_amd: bool = False) -> tuple[Requirement, ...]:
@@ -194,7 +174,6 @@ def _least_version(plan: Plan) -> str:
 
 
 _OPTIONS_FILE = "megatron.yaml"
-_CHECKOUT = Placeholder("MEGATRON_PATH", "checkout of Megatron-LM", default="$PWD", kind="folder", in_first_run=True)
 LOG = (
     "in the log: elapsed time per iteration (ms), throughput per GPU (TFLOP/s/GPU), and after 2 iterations "
     "max allocated (MB) of the first rank of each stage"
@@ -217,13 +196,13 @@ def export_megatron(plan: Plan) -> TrainerFiles:
         arguments=arguments,
         first_run=RunPart(first_run_arguments(plan) | of_first_run),
         training_run=training,
-        placeholders=(_CHECKOUT, *PLACEHOLDERS),
+        placeholders=placeholders_of("megatron"),
         requirements=requirements(arguments, plan.cluster.hardware.is_amd),
         trainer=TrainerVersion(
             "Megatron core",
             is_exactly=version,
             at_least="" if version else _least_version(plan),
-            folder=_CHECKOUT.name,
+            folder="MEGATRON_PATH",
             file="megatron/core/package_info.py",
         ),
         promise=promise(plan, LOG),

@@ -107,19 +107,13 @@ def read_megatron(config: ConfigFile) -> ImportedRun:
     return imported
 
 
-_KINDS = (
-    (r"verl\.|actor_rollout_ref", "--from verl"),
-    (r"\b(swift|megatron)\b", "--from ms-swift"),
-    (r"llamafactory", "give the YAML that it names"),
-    (r"torchtitan", "--from torchtitan"),
-    (r"trl|accelerate|deepspeed", "--from huggingface"),
-)
-
-
 def _what_it_is(words: Sequence[str]) -> str:
     """A hint by the words of the launch: whose script it looks like."""
     text = " ".join(words)
-    return next((hint for mark, hint in _KINDS if re.search(mark, text)), "give the script that calls pretrain_gpt.py")
+    return next(
+        (hint for mark, hint in _ROW["looks_like"].items() if re.search(mark, text)),
+        "give the script that calls pretrain_gpt.py",
+    )
 
 
 def _words(script: Script) -> list[str]:

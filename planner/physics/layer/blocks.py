@@ -197,13 +197,14 @@ def enter_half(
 def _norm_gate(name: str, rank: int, model: ModelSpec, shape: Shape, runtime: RuntimeSpec) -> Iterator[Operator]:
     """A norm's output times a sigmoid of it, projected to a low rank, activated and projected back."""
     tokens, hidden = shape.shard_tokens, model.hidden_size
-    for part, columns, inputs in (("down", rank, hidden), ("up", hidden, rank)):
+    both = (Saved("activated", (2, tokens, rank)),), (Saved("sigmoid", (tokens, hidden), dtype="fp32"),)
+    for part, columns, inputs, kept in (("down", rank, hidden, both[0]), ("up", hidden, rank, both[1])):
         yield Operator(
             name=f"{name} norm gate {part}", kind="gemm", m=tokens, n=columns, k=inputs, parameters=hidden * rank,
-            saved=(Saved(f"{part} input", (tokens, inputs)), Saved(part, (tokens, columns))),
+            saved=kept,
         )  # fmt: skip
     gate = _passes(f"{name} norm gate", (2 * hidden, hidden), shape, runtime)
-    yield replace(gate, forward_kernels=2, backward_kernels=4)
+    yield replace(gate, forward_kernels=2, backward_kernels=4, saved=(Saved("gated", (tokens, hidden)),))
 
 
 def leave_half(
@@ -389,13 +390,13 @@ def _featurewise(
 ) -> Iterator[Operator]:
     """The mean of the normed streams, each feature weighted by a sigmoid of all of them through a low rank."""
     tokens, width = shape.shard_tokens, model.num_residual_streams * model.hidden_size
-    for part, columns, inputs, norms in (("down", rank, width, parameters), ("up", width, rank, 0)):
+    yield replace(norm(f"{name} streams norm", width, tokens, model, runtime), parameters=parameters)
+    for part, columns, inputs, kept in (("down", rank, width, 2 * rank), ("up", width, rank, width)):
         yield Operator(
-            name=f"{name} maps {part}", kind="gemm", m=tokens, n=columns, k=inputs, parameters=width * rank + norms,
-            saved=(Saved(f"{part} input", (tokens, inputs)), Saved(part, (tokens, columns))),
+            name=f"{name} maps {part}", kind="gemm", m=tokens, n=columns, k=inputs, parameters=width * rank,
+            saved=(Saved(part, (tokens, kept)),),
         )  # fmt: skip
-    streams = _passes(f"{name} streams in", (3 * width, width + model.hidden_size), shape, runtime)
-    yield replace(streams, saved=(Saved("streams", (tokens, width)),))
+    yield _passes(f"{name} streams in", (2 * width, model.hidden_size), shape, runtime)
 
 
 def ngrams(size: int, model: ModelSpec, shape: Shape, runtime: RuntimeSpec) -> Iterator[Operator]:
@@ -409,10 +410,12 @@ def ngrams(size: int, model: ModelSpec, shape: Shape, runtime: RuntimeSpec) -> I
     columns = width + hidden
     yield Operator(
         name="n-gram keys, values", kind="gemm", m=tokens, n=columns, k=size, parameters=columns * size,
-        saved=(Saved("embeddings", (tokens, size)), Saved("keys, values", (tokens, columns))),
+        saved=(Saved("embeddings", (tokens, size)), Saved("values", (tokens, hidden))),
     )  # fmt: skip
-    gates = _passes("n-gram gates", (5 * width, 3 * width), shape, runtime)
-    yield replace(gates, saved=(Saved("streams", (tokens, 3 * width)),))
+    for name in ("key", "query", "value"):
+        yield norm(f"n-gram {name} norm", width, tokens, model, runtime)
+    gates = _passes("n-gram gates", (4 * width, 2 * width), shape, runtime)
+    yield replace(gates, saved=(Saved("convolved", (tokens, width)),))
 
 
 def gather_streams(name: str, model: ModelSpec, shape: Shape, runtime: RuntimeSpec) -> tuple[Operator, ...]:

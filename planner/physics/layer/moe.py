@@ -88,7 +88,7 @@ def _in_fp32(model: ModelSpec, moe: MoESpec, runtime: RuntimeSpec) -> bool:
 
 
 def _wide_rows(pair_bytes: Number, token_bytes: Number) -> Operator:
-    """What weighting rows, sorting them back and summing them up moves in fp32 beyond 16 bits, as torch's trace counts.
+    """The bytes that weighted rows, their way back and their sums move in fp32 beyond 16 bits, as torch's trace has it.
 
     Forward, rows are written, read and written, and read once more at twice the width, and sums are cast. Backward, two
     products and a sum of fp32 take the place of those of 16 bits, and rows' gradients are copied, put back and cast.

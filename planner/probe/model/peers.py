@@ -26,7 +26,7 @@ Sections = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True, slots=True)
 class Marks:
-    """What a parameter is in the whole model."""
+    """The place of a parameter in the whole model, and what its gradient is."""
 
     shard: tuple[int, Sections] | None = None
     """The dimension along which it is cut out of the whole one, and its sections."""

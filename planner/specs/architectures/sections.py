@@ -118,7 +118,7 @@ def qwen4(config: Config) -> Derived:
         own[layer] = {
             "ngram_size": size,
             "ngram_parameters": rows * (size // heads),
-            "vector_parameters": streams * (3 + whole(config, "ple_conv_kernel_size")),
+            "vector_parameters": streams * whole(config, "ple_conv_kernel_size"),
         }
     return fields | {"layer_sizes": tuple(own.get(layer + 1, {}) for layer in range(num_layers(config)))}
 
