@@ -1,7 +1,5 @@
 """The integer program's rows written out once more: every split of a node, whether it fits, and how long it takes."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """A plan that no search made: what the report and the commands are tested with."""
 
-from __future__ import annotations
-
 import gc
 import signal
 from collections import Counter

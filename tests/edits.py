@@ -1,7 +1,5 @@
 """Edits of saved files: every leaf of their JSON changed in the ways in which people change numbers."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from copy import deepcopy
 from typing import Any

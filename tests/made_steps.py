@@ -1,7 +1,5 @@
 """A rank's step made into a trace from an account of it: each second stands where the account has it."""
 
-from __future__ import annotations
-
 from planner.observe.accounts import (
     ATTENTION,
     COPIES,

@@ -3,8 +3,6 @@
 They are no recordings; what was recorded stands in tests/observe/data.
 """
 
-from __future__ import annotations
-
 import gzip
 import json
 import pickle

@@ -1,7 +1,5 @@
 """Runs that were never made: observations of a plan on GPUs and links that are slower than its own."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from toys import toy_cluster, toy_model, toy_training

@@ -1,7 +1,5 @@
 """Reads HTML pages in tests, stands in for their drawings, and prints what is rendered for a terminal."""
 
-from __future__ import annotations
-
 import io
 from html.parser import HTMLParser
 from typing import Any

@@ -4,8 +4,6 @@ They are not right by themselves: other tests hold the physics against torch, cl
 that a change which means to change no number does not. `scripts/pin` writes them anew; the commit says why.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

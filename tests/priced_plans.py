@@ -1,7 +1,5 @@
 """Plans of one line: a layout of a job, priced as `plan evaluate` prices it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from planner.answer import Plan

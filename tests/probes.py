@@ -1,7 +1,5 @@
 """Results of probes that no run made: the plan's own stages with seconds made up."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

@@ -3,8 +3,6 @@
 That they are is what tests/search holds, which remembers no search but in the tests of reasons (tests/search/why).
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import pickle

@@ -1,7 +1,5 @@
 """One node solved by HiGHS, by CBC and by brute force, and whether they agree."""
 
-from __future__ import annotations
-
 import math
 import tempfile
 import warnings

@@ -1,7 +1,5 @@
 """Nodes for the solver: small ones that brute force can judge, and those of random jobs with memory near the edge."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 from dataclasses import replace
@@ -44,11 +42,9 @@ def random_part(rng: random.Random, scale: float = 1.0, **changes: float) -> Par
 def recomputed_whole(plain: PartCost, rng: random.Random) -> PartCost:
     """Twice the forward, next to nothing kept."""
     return replace(
-        plain,
-        input_grad_s=plain.input_grad_s + plain.forward_s,
-        live_bytes=rng.uniform(0.05, 0.3) * plain.live_bytes,
+        plain, input_grad_s=plain.input_grad_s + plain.forward_s, live_bytes=rng.uniform(0.05, 0.3) * plain.live_bytes,
         transient_bytes=plain.transient_bytes + plain.live_bytes,
-    )
+    )  # fmt: skip
 
 
 def random_node(seed: int, **changes: Any) -> Node:

@@ -3,8 +3,6 @@
 `scripts/fuzz` makes any number.
 """
 
-from __future__ import annotations
-
 import pytest
 from fuzzing.readers import READERS
 from fuzzing.run import fuzz

@@ -1,7 +1,5 @@
 """Who may import whom, without cycles; only the integer program imports the solver, only what runs on GPUs torch."""
 
-from __future__ import annotations
-
 import ast
 import subprocess
 import sys

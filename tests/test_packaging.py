@@ -1,7 +1,5 @@
 """The wheel holds everything that a plan needs, and nothing else."""
 
-from __future__ import annotations
-
 import importlib.machinery
 import importlib.util
 import os
@@ -167,18 +165,12 @@ def test_what_does_not_go_with_apache_2_is_refused(licences: ModuleType, licence
     assert licences.is_permitted(licence) is is_permitted
 
 
-GUARD = TABLES["guard"]
-RUN = TABLES["run"]
-ASK = TABLES["ask"]
-SERVE = TABLES["serve"]
-
-
 def run(code: str, folder: Path) -> tuple[str, str]:
     """What a process without a network prints, and where it and those that it started reached to."""
     site, reached = folder / "site", folder / "reached"
     site.mkdir()
     reached.touch()
-    (site / "sitecustomize.py").write_text(GUARD)
+    (site / "sitecustomize.py").write_text(TABLES["guard"])
     paths = os.pathsep.join(map(str, (site, ROOT, ROOT / "scripts")))
     environment = {**os.environ, "PYTHONPATH": paths, "REACHED": str(reached)}
     done = subprocess.run([sys.executable, "-c", code], cwd=folder, env=environment, capture_output=True, text=True)
@@ -187,18 +179,18 @@ def run(code: str, folder: Path) -> tuple[str, str]:
 
 
 def test_the_guard_refuses_what_leaves_the_machine(tmp_path: Path) -> None:
-    out, reached = run(ASK, tmp_path)
+    out, reached = run(TABLES["ask"], tmp_path)
     assert out.count("no network: ") == 4
     assert len(reached.splitlines()) == 4
 
 
 def test_no_command_reaches_for_the_network(tmp_path: Path) -> None:
-    out, reached = run(RUN, tmp_path)
+    out, reached = run(TABLES["run"], tmp_path)
     assert out.endswith(" lines\n")
     assert reached == ""
 
 
 def test_the_page_listens_on_this_machine_alone_and_reaches_nowhere(tmp_path: Path) -> None:
     pytest.importorskip("uvicorn", reason="needs the serve extra")
-    out, reached = run(SERVE, tmp_path)
+    out, reached = run(TABLES["serve"], tmp_path)
     assert (out, reached) == ("127.0.0.1 True 130\n", "")

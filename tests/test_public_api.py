@@ -1,7 +1,5 @@
 """The names of `from planner import …`: loaded when they are asked for, with types that a user's checker sees."""
 
-from __future__ import annotations
-
 import doctest
 import json
 import os
@@ -35,7 +33,6 @@ TWINS = {
 NAMED_AT_HOME = {"export_plan": "export", "read_configuration": "read"}
 """Names that differ in their module, whose folder already says what they are about."""
 
-SCRIPT = TABLES["script"]
 REVEALED = ["planner.answer.Plan", "float", "planner.answer.Plan", "float", "str"]
 
 
@@ -69,7 +66,7 @@ def test_a_script_of_the_user_type_checks(tmp_path: Path) -> None:
     """As mypy sees an installed package: without its configuration, by its py.typed."""
     pytest.importorskip("mypy", reason="mypy is not installed")
     script = tmp_path / "script.py"
-    script.write_text(SCRIPT)
+    script.write_text(TABLES["script"])
     command = [sys.executable, "-m", "mypy", "--strict", "--config-file=", f"--cache-dir={os.devnull}", str(script)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -1,7 +1,5 @@
 """What a shape derives from its sizes, for one shape and for arrays of them."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

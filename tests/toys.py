@@ -1,7 +1,5 @@
 """Models and clusters small enough to look at every layout, and every split that the search may choose from."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass

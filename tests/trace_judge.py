@@ -4,8 +4,6 @@ Perfetto's own reader is a binary from the network. The rules are those of the T
 Perfetto's documentation of what it reads of it.
 """
 
-from __future__ import annotations
-
 import json
 from collections import defaultdict
 from typing import Any, NamedTuple

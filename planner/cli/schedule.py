@@ -200,8 +200,9 @@ def rank_seconds(
     if sizes is not None and not all(map(_is_time, sizes)):
         raise SpecError("--sizes: a micro-batch has no length above 0", "--sizes 1,1,2 for three micro-batches")
     return RankSeconds(
-        forward_s, input_grad_s, weight_grad_s, p2p_s, blocking, sizes, slow_ranks=slow_ranks, slow_links=slow_links
-    )
+        forward_s, input_grad_s, weight_grad_s, p2p_s, blocking,
+        microbatch_sizes=sizes, slow_ranks=slow_ranks, slow_links=slow_links,
+    )  # fmt: skip
 
 
 def slow_stages_of(words: list[str] | None, pp: int) -> dict[int, float]:

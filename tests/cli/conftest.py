@@ -1,7 +1,5 @@
 """Commands ask for the same few jobs again and again: these are priced once."""
 
-from __future__ import annotations
-
 import pytest
 
 

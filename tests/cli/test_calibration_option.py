@@ -1,7 +1,5 @@
 """`--calibration probe.json`: what a probe measured corrects the hardware of a plan."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -64,9 +62,7 @@ def test_a_search_is_calibrated_too_and_says_what_it_took(plan_file: Path, tmp_p
 
 
 @pytest.mark.thorough(0)
-def test_seconds_that_factors_do_not_explain_leave_the_profile_and_widen_the_interval(
-    plan_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_seconds_that_no_factor_explains_widen_the_interval(plan_file: Path, tmp_path: Path, capsys: Any) -> None:
     stages = read_plan(str(plan_file)).best.stages
     scattered = (1.6, 0.7, 1.45, 0.65)
     result = probe_result(
@@ -90,19 +86,19 @@ SLOWER = 1.1
 
 
 @pytest.fixture(scope="module")
-def plan_file_of_history(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def planned_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("history") / "plan.json"
     assert main([*LAYOUT_OF_HISTORY, "-q", "-o", str(path)]) == 0
     return path
 
 
 @pytest.fixture(scope="module")
-def run_file(plan_file_of_history: Path) -> Path:
+def run_file(planned_file: Path) -> Path:
     """A log of a run that took a tenth longer, as `plan observe` saved it."""
-    step_s = SLOWER * read_plan(str(plan_file_of_history)).step.step_s
-    log, path = plan_file_of_history.with_name("steps.csv"), plan_file_of_history.with_name("observed.json")
+    step_s = SLOWER * read_plan(str(planned_file)).step.step_s
+    log, path = planned_file.with_name("steps.csv"), planned_file.with_name("observed.json")
     log.write_text("step,step_time_s\n" + "".join(f"{n},{step_s * (1 + 0.002 * (n % 3)):.6f}\n" for n in range(1, 61)))
-    assert main(["observe", str(log), "--plan", str(plan_file_of_history), "-q", "-o", str(path)]) == 0
+    assert main(["observe", str(log), "--plan", str(planned_file), "-q", "-o", str(path)]) == 0
     return path
 
 
@@ -127,9 +123,7 @@ def text_of(plan: Plan, capsys: pytest.CaptureFixture[str]) -> str:
     return capsys.readouterr().out
 
 
-def test_plan_observe_calibrate_plan_gives_the_measured_step(
-    plan_file_of_history: Path, run_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_calibrating_gives_the_measured_step(planned_file: Path, run_file: Path, tmp_path: Path, capsys: Any) -> None:
     measured_s = json.loads(run_file.read_text())["observation"]["step_s"]
     after = planned([*LAYOUT_OF_HISTORY, "--calibration", str(run_file)], tmp_path)
     assert after.step.step_s == pytest.approx(measured_s, rel=1e-6)
@@ -143,10 +137,10 @@ def test_plan_observe_calibrate_plan_gives_the_measured_step(
     assert "a probe" not in shown
 
 
-def test_a_kept_run_corrects_the_job_and_is_named(
-    plan_file_of_history: Path, run_file: Path, history: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_a_kept_run_corrects_the_job(
+    planned_file: Path, run_file: Path, history: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    before = read_plan(str(plan_file_of_history))
+    before = read_plan(str(planned_file))
     added = answer(["validate", "--add", str(run_file)], capsys)
     assert added["history"] == str(history)
     assert added["is_new"] is True
@@ -168,23 +162,21 @@ def test_a_kept_run_corrects_the_job_and_is_named(
 
 
 @pytest.mark.anew
-def test_without_history_the_plan_is_the_same_to_the_byte(
-    plan_file_of_history: Path, run_file: Path, history: Path, tmp_path: Path
+def test_no_history_changes_no_byte_of_a_plan(
+    planned_file: Path, run_file: Path, history: Path, tmp_path: Path
 ) -> None:
     assert main(["validate", "--add", str(run_file), "-q"]) == 0
     again = tmp_path / "without.json"
     assert main([*LAYOUT_OF_HISTORY, "--no-history", "-q", "-o", str(again)]) == 0
-    saved, expected = (json.loads(path.read_text()) for path in (again, plan_file_of_history))
+    saved, expected = (json.loads(path.read_text()) for path in (again, planned_file))
     assert saved | {"command": "", "digest": {}} == expected | {"command": "", "digest": {}}
     for path in history.iterdir():
         path.unlink()
     assert main([*LAYOUT_OF_HISTORY, "-q", "--force", "-o", str(again)]) == 0
-    assert again.read_bytes() == plan_file_of_history.read_bytes(), "an empty folder changes nothing"
+    assert again.read_bytes() == planned_file.read_bytes(), "an empty folder changes nothing"
 
 
-def test_a_run_of_another_trainer_is_doubted_and_not_kept_for_this_one(
-    run_file: Path, history: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_of_another_trainer_is_doubted_and_not_kept(run_file: Path, history: Path, capsys: Any) -> None:
     other = [*LAYOUT_OF_HISTORY, "--runtime", "torchtitan", "--json"]
     assert main([*other, "--calibration", str(run_file)]) == 0
     says = "is a run of megatron: how far it is from its price may not hold for torchtitan"
@@ -197,16 +189,14 @@ def test_a_run_of_another_trainer_is_doubted_and_not_kept_for_this_one(
     assert "of yours" not in shown.err
 
 
-def test_a_broken_file_is_one_warning_and_no_more(
-    plan_file_of_history: Path, history: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_broken_file_is_one_warning(planned_file: Path, history: Path, tmp_path: Path, capsys: Any) -> None:
     history.mkdir()
     (history / "run-0000.json").write_text('{"plan": {}}')
     for _ in range(2):
         capsys.readouterr()
         assert main([*LAYOUT_OF_HISTORY, "--force", "-o", str(tmp_path / "again.json")]) == 0
         assert capsys.readouterr().err.count("run-0000.json is left out") == 1
-    assert (tmp_path / "again.json").read_bytes() == plan_file_of_history.read_bytes()
+    assert (tmp_path / "again.json").read_bytes() == planned_file.read_bytes()
 
 
 def test_another_folder_may_be_named(run_file: Path, history: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,7 +1,5 @@
 """`plan doctor`: drivers' tools, libraries and solvers that are there, missing or broken, and nothing private."""
 
-from __future__ import annotations
-
 import builtins
 import json
 import os
@@ -117,20 +115,15 @@ def test_a_missing_extra_is_named_with_the_line_that_installs_it(monkeypatch: An
 
 
 def test_a_wheel_is_held_against_its_own_metadata(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    requires = [
-        "numpy>=1.26; python_version >= '3'", "pyyaml>=99", "no-such-library", 'pytest>=8.2; extra == "probe"',
-        "rich ; extra == 'serve'",
-    ]  # fmt: skip
+    requires = TABLES["a_wheel_is_held_against_its_own_metadata_2"]
     wheel = SimpleNamespace(requires=requires, read_text=lambda name: None)
     real = metadata.distribution
     monkeypatch.setattr(metadata, "distribution", lambda name: wheel if name == DISTRIBUTION else real(name))
     monkeypatch.setattr(examine, "PACKAGE", tmp_path / "site-packages" / "planner")
     kind, packages = examine.installed()
     assert kind == "wheel"
-    assert {extra: [(one.name, one.trouble) for one in has] for extra, has in packages.items()} == {
-        "": [("numpy", ""), ("pyyaml", "too old"), ("no-such-library", "missing")],
-        "probe": [("pytest", "")], "serve": [("rich", "")],
-    }  # fmt: skip
+    troubles = {extra: [[one.name, one.trouble] for one in has] for extra, has in packages.items()}
+    assert troubles == TABLES["a_wheel_is_held_against_its_own_metadata"]
 
 
 def test_a_missing_library_of_the_core_ends_with_1(monkeypatch: Any, capsys: Any) -> None:

@@ -1,7 +1,5 @@
 """`plan explain` says why: the rule, the memory or the seconds, and what would lift it."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

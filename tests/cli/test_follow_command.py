@@ -1,7 +1,5 @@
 """`plan observe --follow`: exit code 7, lines, JSON lines, and errors."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -1,7 +1,5 @@
 """Help answers everywhere, ends in an example, and fits 80 columns."""
 
-from __future__ import annotations
-
 import http.client
 import re
 import signal

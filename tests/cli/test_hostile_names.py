@@ -1,7 +1,5 @@
 """Names that would steer a terminal, through every format of file and every command: none is shown as it stands."""
 
-from __future__ import annotations
-
 import json
 import logging
 import re
@@ -82,19 +80,13 @@ def test_a_model_with_such_a_name(shown: Any) -> None:
     said = shown("evaluate", "--model", "m.json", *JOB, "--tp", "1", "-o", "plan.json", **files)
     assert "error" not in said
     for words in (
-        ["models", "m.json"],
-        ["evaluate", "--model", "m.json", *JOB, "--tp", "1"],
-        ["evaluate", "--model", "m.json", *JOB, "--tp", "3"],
-        ["compare", "plan.json", "plan.json"],
+        ["models", "m.json"], ["evaluate", "--model", "m.json", *JOB, "--tp", "1"],
+        ["evaluate", "--model", "m.json", *JOB, "--tp", "3"], ["compare", "plan.json", "plan.json"],
         ["export", "plan.json", "--to", "megatron", "--dry-run"],
-        ["export", "plan.json", "--to", "torchtitan", "-o", NAME.replace("/", "")],
-        ["memory", "plan.json"],
-        ["trace", "plan.json", "-o", "trace.json"],
-        ["report", "plan.json", "-o", "report.html"],
-        ["report", "plan.json", "-o", "-"],
-        ["explain", "plan.json"],
-        ["replan", "plan.json"],
-    ):
+        ["export", "plan.json", "--to", "torchtitan", "-o", NAME.replace("/", "")], ["memory", "plan.json"],
+        ["trace", "plan.json", "-o", "trace.json"], ["report", "plan.json", "-o", "report.html"],
+        ["report", "plan.json", "-o", "-"], ["explain", "plan.json"], ["replan", "plan.json"],
+    ):  # fmt: skip
         shown(*words)
     page = Path("report.html").read_text()
     assert "\x1b" not in page
@@ -129,11 +121,9 @@ def test_runs_with_such_names(shown: Any) -> None:
     run = {"model": MODEL | {"name": NAME}, "hardware": "h100", "num_gpus": 8, "seq_length": 2048,
            "global_batch_size": 8, "parallelism": {"dp": 8}}  # fmt: skip
     lines = [
-        {"id": NAME, "run": run},
-        {"id": "a\nb" + NAME, "run": run | {NAME: 1}},
-        {"id": 1, "run": run | {"hardware": NAME}},
-        {"id": 1, "run": run | {"features": {NAME: NAME}}},
-    ]
+        {"id": NAME, "run": run}, {"id": "a\nb" + NAME, "run": run | {NAME: 1}},
+        {"id": 1, "run": run | {"hardware": NAME}}, {"id": 1, "run": run | {"features": {NAME: NAME}}},
+    ]  # fmt: skip
     text = "\n".join([*map(json.dumps, lines), NAME, f'{{"{NAME}'])
     said = shown("evaluate", "--runs", "runs.jsonl", runs__jsonl=text)
     assert len(said.splitlines()) == 2 * (len(lines) + 2)
@@ -159,22 +149,12 @@ def test_a_log_with_such_lines(shown: Any, name: str) -> None:
 def test_other_files_and_paths(shown: Any) -> None:
     place = NAME.replace("/", "")
     for words in (
-        ["schedule", "--from-csv", "s.csv"],
-        ["probe", "s.csv"],
-        ["--model", "1b", *JOB, "--phases", "p.yaml"],
-        ["--model", NAME, *JOB],
-        ["--model", "1b", "--hardware", NAME, "--gpus", "8"],
-        ["--model", "1b", *JOB, "--calibration", place],
-        ["import", place],
-        ["observe", place],
-        ["report", place],
-        ["compare", place, place],
-        ["export", place],
-        ["evaluate", "--runs", place],
-        [NAME],
-        [f"--{NAME}"],
+        ["schedule", "--from-csv", "s.csv"], ["probe", "s.csv"], ["--model", "1b", *JOB, "--phases", "p.yaml"],
+        ["--model", NAME, *JOB], ["--model", "1b", "--hardware", NAME, "--gpus", "8"],
+        ["--model", "1b", *JOB, "--calibration", place], ["import", place], ["observe", place], ["report", place],
+        ["compare", place, place], ["export", place], ["evaluate", "--runs", place], [NAME], [f"--{NAME}"],
         ["validate", "--add", place],
-    ):
+    ):  # fmt: skip
         said = shown(*words, s__csv=f"0F0,{NAME}\n", p__yaml=f"phases:\n- {{name: {QUOTED}, {QUOTED}: 1}}\n")
         assert "error: " in said
 

@@ -1,7 +1,5 @@
 """Options become specs; whatever is wrong names the option."""
 
-from __future__ import annotations
-
 import json
 import logging
 import shlex
@@ -118,10 +116,8 @@ def test_the_hosts_speed_can_be_assumed() -> None:
     assert [job.cluster.hardware.efficiency.host_us for job in jobs] == [46, 20, 60]
 
 
-@pytest.mark.parametrize(("options", "switch", "mean", "spread"), TABLES["options_say_how_uneven_experts_are"])
-def test_options_say_how_uneven_experts_are(
-    options: dict[str, Any], switch: str | None, mean: float, spread: float
-) -> None:
+@pytest.mark.parametrize(("options", "switch", "mean", "spread"), TABLES["options_say_how_experts_load"])
+def test_options_say_how_experts_load(options: dict[str, Any], switch: str | None, mean: float, spread: float) -> None:
     asked = LayoutOptions(**{**JOB, "model": "qwen3-30b", "runtime": "megatron", "switch": switch, **options})
     training = inputs.read_described(asked, inputs.read_job(asked)).training
     assert (training.moe_imbalance, training.moe_spread) == (mean, spread)
@@ -204,10 +200,8 @@ def line(**features: Any) -> dict[str, Any]:
     return {"id": "a", "run": run}
 
 
-@pytest.mark.parametrize(("options", "features"), TABLES["flags_and_lines_price_a_run_alike"], ids=str)
-def test_flags_and_lines_price_a_run_alike(
-    options: list[str], features: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.mark.parametrize(("options", "features"), TABLES["flags_price_as_lines_do"], ids=str)
+def test_flags_price_as_lines_do(options: list[str], features: dict[str, Any], tmp_path: Path, capsys: Any) -> None:
     """Also where neither says which switches are on: both take the likely values. Features say all, an option what it
     names."""
     path = tmp_path / "runs.jsonl"
@@ -294,9 +288,7 @@ def job_of_operations(**options: Any) -> Job:
 
 def test_they_reach_the_training() -> None:
     operations = job_of_operations(storage_gb_per_s=5.0, failures_per_1000_gpu_days=0.3, spares=1, usd_per_gpu_hour=2.5)
-    assert operations.training.operations.model_dump() == {
-        "storage_gb_per_s": 5.0, "failures_per_1000_gpu_days": 0.3, "num_spare_nodes": 1, "usd_per_gpu_hour": 2.5,
-    }  # fmt: skip
+    assert operations.training.operations.model_dump() == TABLES["they_reach_the_training"]
 
 
 def test_without_tokens_they_are_told_to_do_nothing(caplog: pytest.LogCaptureFixture) -> None:

@@ -1,7 +1,5 @@
 """What goes to stdout, what to stderr, and which code comes back."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -133,7 +131,7 @@ def test_a_defect_is_reported_as_one(monkeypatch: pytest.MonkeyPatch, capsys: py
     def broken(*args: Any, **kwargs: Any) -> None:
         raise ZeroDivisionError("by\nzero")
 
-    monkeypatch.setattr("planner.search.search.plan", broken)
+    monkeypatch.setattr("planner.search.search.planned", broken)
     assert main(SMALL) == 1
     error, hint = capsys.readouterr().err.splitlines()
     assert error.startswith("error: internal: ZeroDivisionError: by zero (test_main.py:")
@@ -149,16 +147,11 @@ def test_quiet_drops_notes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
 
 
 def test_runs_answer_line_by_line_in_order(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = {
-        "model": "8b", "hardware": "h100", "num_gpus": 8, "seq_length": 8192, "global_batch_size": 8,
-        "parallelism": {"tp": 8}, "features": {"warp_drive": True},
-    }  # fmt: skip
+    run = TABLES["runs_answer_line_by_line_in_order"]
     lines = [
-        {"id": "good", "run": run, "measured": {}},
-        {"id": "odd", "run": {**run, "parallelism": {"tp": 8, "typo": 1}}},
-        "not JSON",
-        {"id": "again", "run": run},
-    ]
+        {"id": "good", "run": run, "measured": {}}, {"id": "odd", "run": {**run, "parallelism": {"tp": 8, "typo": 1}}},
+        "not JSON", {"id": "again", "run": run},
+    ]  # fmt: skip
     path = tmp_path / "runs.jsonl"
     path.write_text("".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines))
     assert main(["evaluate", "--runs", str(path), "--json"]) == 0
@@ -185,15 +178,7 @@ def test_what_is_no_file_of_runs_is_refused(content: bytes, tmp_path: Path, caps
 
 
 def test_models_and_hardware_can_be_listed_and_shown(capsys: pytest.CaptureFixture[str]) -> None:
-    for arguments, expected in (
-        (["models"], "405.9B"),
-        (["models", "405b"], "405,853,388,800 parameters"),
-        (["models", "*405B"], "llama-3.1-405b"),
-        (["models", "405b", "--json"], '"num_parameters": 405853388800'),
-        (["models", "--json"], '"llama-3.1-405b"'),
-        (["hardware", "h100", "--json"], '"memory_gib": 79.1'),
-        (["hardware", "--json"], '"gb200-nvl72"'),
-    ):
+    for arguments, expected in TABLES["models_and_hardware_can_be_listed_and_shown"]:
         assert main(arguments) == 0
         out = capsys.readouterr().out
         assert expected in out
@@ -201,9 +186,7 @@ def test_models_and_hardware_can_be_listed_and_shown(capsys: pytest.CaptureFixtu
             assert max(map(len, out.splitlines())) <= 80
 
 
-@pytest.mark.parametrize(
-    ("listing", "option", "name"), [("models", "--model", "405b"), ("hardware", "--hardware", "h100")]
-)
+@pytest.mark.parametrize(("listing", "option", "name"), TABLES["what_is_shown_can_be_read_back"])
 def test_what_is_shown_can_be_read_back(listing: str, option: str, name: str, tmp_path: Path, capsys: Any) -> None:
     main([listing, name])
     path = tmp_path / "mine.yaml"
@@ -323,11 +306,8 @@ def test_what_is_not_modelled_is_counted_and_named(monkeypatch: Any, capsys: Any
     assert "2 unsupported of bloom: features: cpu_offload: tensors kept in host memory" in capsys.readouterr().out
 
 
-JOBS = TABLES["jobs"]
-
-
 @pytest.mark.thorough(4)
-@pytest.mark.parametrize("job", JOBS.strip().splitlines())
+@pytest.mark.parametrize("job", TABLES["jobs"].strip().splitlines())
 def test_the_answer_is_one_screen(job: str, monkeypatch: Any, capsys: Any) -> None:
     monkeypatch.setenv("COLUMNS", str(COLUMNS))
     assert main([*job.split(), "--no-history"]) == 0

@@ -1,7 +1,5 @@
 """What is typed wrong is one `error:` line that names it, one `hint:` line and a code; stdout is empty, or JSON."""
 
-from __future__ import annotations
-
 import json
 import shlex
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A command that declares a class of options is shown and given its fields."""
 
-from __future__ import annotations
-
 import inspect
 import shlex
 from collections.abc import Callable
@@ -36,9 +34,7 @@ def test_the_command_gets_one_object_and_its_own_options() -> None:
         ("evaluate", evaluate_command, LayoutOptions),
     ],
 )
-def test_typer_sees_every_field_under_headings_in_order(
-    name: str, command: Callable[..., None], options_class: type[JobOptions]
-) -> None:
+def test_typer_sees_fields_in_order(name: str, command: Callable[..., None], options_class: type[JobOptions]) -> None:
     parameters = inspect.signature(declared(command, name)).parameters
     assert {field.name for field in fields(options_class)} < parameters.keys()
     assert "asked" not in parameters

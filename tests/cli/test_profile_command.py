@@ -1,7 +1,5 @@
 """`plan profile` on a laptop: profile, plan, probe, compare, and plan again with what the probe measured."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path
@@ -18,8 +16,6 @@ from planner.specs.registry import load_hardware
 TABLES = yaml.safe_load((Path(__file__).parent / "tables.yaml").read_text())
 
 torch = pytest.importorskip("torch", reason="needs the probe extra (torch)")
-
-MODEL = TABLES["model"]
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +39,7 @@ def test_the_profile_is_one_that_hardware_reads(profile: Path) -> None:
 
 def test_profile_plan_probe_compare_and_plan_again(profile: Path, tmp_path: Path, capsys: Any) -> None:
     model, plan, probe = tmp_path / "tiny.yaml", tmp_path / "plan.json", tmp_path / "probe.json"
-    model.write_text(MODEL)
+    model.write_text(TABLES["model"])
     job = ["--model", str(model), "--gpus", "2", "--hardware", str(profile), "--runtime", "torch-eager"]
     job += ["-s", "64", "-b", "8"]
     assert main([*job, "--pp", "2", "--micro-batch-size", "1", "--schedule", "1f1b", "-q", "-o", str(plan)]) == 0

@@ -1,7 +1,5 @@
 """`plan rebalance`: what moved, what it gains, and the plan that comes out."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """`plan schedule` end to end."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -28,12 +26,8 @@ def test_slow_stages_links_and_lengths_are_priced(capsys: pytest.CaptureFixture[
     base = ["schedule", "1f1b", "--pp", "4", "--p2p", "0.1", "--json"]
     seconds = []
     for more in (
-        [],
-        ["--slow-stage", "3:1.2"],
-        ["--slow-link", "0-1:9"],
-        ["--sizes", "1,1,1,3,1,1,1,1"],
-        ["--blocking"],
-    ):
+        [], ["--slow-stage", "3:1.2"], ["--slow-link", "0-1:9"], ["--sizes", "1,1,1,3,1,1,1,1"], ["--blocking"],
+    ):  # fmt: skip
         assert main([*base, *more]) == 0
         seconds.append(json.loads(capsys.readouterr().out)["makespan_s"])
     assert all(slower > seconds[0] for slower in seconds[1:])

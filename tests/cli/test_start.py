@@ -1,7 +1,5 @@
 """What a command loads before it answers: no library, no file and no source that the answer does not need."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
@@ -18,8 +16,6 @@ from planner.trainers.shipped import RUNTIMES, architectures_of
 TABLES = yaml.safe_load((Path(__file__).parent / "tables.yaml").read_text())
 
 LIBRARIES = ("numpy", "pydantic", "yaml", "rich", "pulp", "highspy", "matplotlib", "torch")
-LOADED = TABLES["loaded"]
-COUNTED = TABLES["counted"]
 
 
 def said(code: str, *words: str) -> Any:
@@ -30,7 +26,7 @@ def said(code: str, *words: str) -> Any:
 
 def loaded(*lines: tuple[list[str], dict[str, str]]) -> list[list[str]]:
     """The modules of a fresh process after each command line, with the variables that it has from then on."""
-    found: list[list[str]] = said(LOADED, json.dumps(lines))
+    found: list[list[str]] = said(TABLES["loaded"], json.dumps(lines))
     return found
 
 
@@ -58,7 +54,7 @@ def test_completion_loads_nothing_but_what_the_parser_loads_itself() -> None:
 
 
 def test_a_plan_reads_one_model_one_gpu_and_one_trainer_once_and_no_source() -> None:
-    texts, sources = said(COUNTED, "--model", "8b", "--gpus", "8", "--no-history", "--json")
+    texts, sources = said(TABLES["counted"], "--model", "8b", "--gpus", "8", "--no-history", "--json")
     assert [Path(text).name for text in texts] == [
         "llama-3.1-8b.yaml", "h100-sxm-80gb.yaml", "megatron.yaml", "nccl.yaml",
     ]  # fmt: skip

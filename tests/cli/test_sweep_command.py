@@ -1,7 +1,5 @@
 """`plan sweep` answers which and how many GPUs, on the screen, as JSON, as CSV and as pictures."""
 
-from __future__ import annotations
-
 import csv
 import json
 from pathlib import Path
@@ -28,9 +26,7 @@ def test_the_json_is_that_of_the_contract(capsys: pytest.CaptureFixture[str]) ->
     found = answer(capsys, "--gpus", "8,16", "--hardware", "h100,h200", "--tokens", "100B", "--deadline", "100d")
     assert set(found) >= {"points", "pareto", "answers"}
     points = found["points"]
-    assert [(p["options"]["gpus"], p["options"]["hardware"]) for p in points] == [
-        (8, "h100"), (16, "h100"), (8, "h200"), (16, "h200"),
-    ]  # fmt: skip
+    assert [[p["options"]["gpus"], p["options"]["hardware"]] for p in points] == TABLES["gpus_and_hardware"]
     fields = (
         "options fits step_s step_s_interval tokens_per_s scaling_efficiency mfu days days_interval usd usd_interval"
     )
@@ -160,16 +156,13 @@ def test_what_is_wrong_is_named(
     assert "\nhint: " in err
 
 
-JOB_OF_PHASES = [
-    "--model", "8b", "--gpus", "16", "--tp", "2", "--pp", "1", "--micro-batch-size", "1", "--switch", "default",
-]  # fmt: skip
-PHASES = TABLES["phases"]
+JOB_OF_PHASES = TABLES["job_of_phases"]
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("phases")
-    (folder / "phases.yaml").write_text(PHASES)
+    (folder / "phases.yaml").write_text(TABLES["phases"])
     return folder
 
 
@@ -221,10 +214,8 @@ ALIKE = ["--gpus", "64", "--pp", "1", "--micro-batch-size", "1", "--switch", "de
 
 
 @pytest.mark.thorough(2)
-@pytest.mark.parametrize(("recipe", "job", "tokens", "lengths"), TABLES["published_recipes_plan_and_sum"])
-def test_published_recipes_plan_and_sum(
-    recipe: str, job: list[str], tokens: float, lengths: list[int], capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.mark.parametrize(("recipe", "job", "tokens", "lengths"), TABLES["published_recipes_sum"])
+def test_published_recipes_sum(recipe: str, job: list[str], tokens: float, lengths: list[int], capsys: Any) -> None:
     assert main(["--phases", str(RECIPES / f"{recipe}.yaml"), *job, *ALIKE]) == 0
     answer_of_phases = json.loads(capsys.readouterr().out)
     phases = answer_of_phases["phases"]
@@ -239,16 +230,13 @@ def test_published_recipes_plan_and_sum(
     assert len(answer_of_phases["changes"]) == sum(phase["stop_s"] > 0 for phase in phases)
 
 
-JOB_OF_REPLAN = [
-    "--model", "8b", "--hardware", "h100", "--gpus", "32", "-s", "4096", "-b", "64", "--tp", "2", "--pp", "2",
-]  # fmt: skip
 QUICK_OF_REPLAN = ["--schedule", "1f1b", "--recompute", "none", "--top", "1", "-q"]
 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("replan") / "plan.json"
-    assert main(["evaluate", *JOB_OF_REPLAN, "--dp", "8", "-q", "-o", str(path)]) == 0
+    assert main(["evaluate", *TABLES["job_of_replan"], "--dp", "8", "-q", "-o", str(path)]) == 0
     return path
 
 

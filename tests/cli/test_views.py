@@ -1,7 +1,5 @@
 """`plan trace` writes events that a trace viewer accepts, for every stage of the plan."""
 
-from __future__ import annotations
-
 import io
 import json
 import pickle
@@ -110,17 +108,11 @@ def test_what_shows_of_the_exchanges_is_what_the_plan_says(mixture_file: Path, t
     assert any(of_groups_s == pytest.approx(said_s, rel=1e-5, abs=1e-6) for of_groups_s in of_stages_s)
 
 
-def test_of_many_exchanges_those_of_a_layer_or_a_pass_are_one(
-    mixture_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_of_many_exchanges_those_of_a_layer_are_one(mixture_file: Path, tmp_path: Path, monkeypatch: Any) -> None:
     first, last = json.loads(mixture_file.read_text())["best"]["stages"][1]["chunks"][0]
     layers = {f"layer {layer}" for layer in range(first, last)}
     shown_s, counts = [], []
-    for most, says in (
-        (300_000, "each by itself"),
-        (5_000, "those of a layer together"),
-        (10, "those of a pass together"),
-    ):
+    for most, says in TABLES["of_many_exchanges_those_of_a_layer_are_one"]:
         monkeypatch.setattr(trace_module, "MAX_SLICES", most)
         trace = _traced(str(mixture_file), "--force", tmp_path=tmp_path)
         slices = named(trace, judge(trace))
@@ -168,9 +160,7 @@ def test_an_alternative_is_traced_as_it_runs(plan_file: Path, tmp_path: Path) ->
     assert shorter["otherData"]["layout"].endswith(f"× {other['parallelism']['pp']}")
 
 
-def test_a_step_of_too_many_actions_is_refused_with_a_length_that_works(
-    plan_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_step_of_too_many_actions_is_refused(plan_file: Path, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     monkeypatch.setattr(trace_module, "MAX_ACTIONS", 300)
     target = tmp_path / "trace.json"
     assert _run(str(plan_file), "-o", str(target)) == 2
@@ -219,9 +209,7 @@ def test_other_answers_are_shown_as_they_were_answered(words: list[str], noun: s
     assert noun in capsys.readouterr().out
 
 
-def test_pictures_are_written_of_a_plan_on_stdin_and_nothing_else_is_shown(
-    saved: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pictures_of_a_plan_on_stdin_are_written_alone(saved: Path, capsys: Any, monkeypatch: Any) -> None:
     page, trace = saved / "page.html", saved / "trace.json"
     capsys.readouterr()
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO((saved / "plan.json").read_bytes())))
@@ -235,17 +223,17 @@ JOB_OF_REPORT = ["--model", "8b", "--gpus", "16", "-s", "4096", "--time-limit", 
 
 
 @pytest.fixture(scope="module")
-def plan_file_of_report(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def report_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("report") / "plan.json"
     assert main([*JOB_OF_REPORT, "-b", "256", "--pp", "4", "--vpp", "1", "-o", str(path)]) == 0
     return path
 
 
 @pytest.fixture(scope="module")
-def target(plan_file_of_report: Path) -> Path:
+def target(report_file: Path) -> Path:
     """Its report."""
-    path = plan_file_of_report.with_name("report.html")
-    assert main(["report", str(plan_file_of_report), "-q", "-o", str(path)]) == 0
+    path = report_file.with_name("report.html")
+    assert main(["report", str(report_file), "-q", "-o", str(path)]) == 0
     return path
 
 
@@ -261,11 +249,9 @@ def drawn_bars(page: str) -> int:
     return sum(path.get("d", "").count("H") // 2 for path in paths if path.get("class") == "action")
 
 
-def test_it_writes_a_page_with_every_stage_and_a_schedule(
-    plan_file_of_report: Path, target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_it_writes_a_page_of_every_stage(report_file: Path, target: Path, tmp_path: Path, capsys: Any) -> None:
     again = tmp_path / "report.html"
-    assert main(["report", str(plan_file_of_report), "-o", str(again)]) == 0
+    assert main(["report", str(report_file), "-o", str(again)]) == 0
     out, err = capsys.readouterr()
     assert (out, err) == ("", f"note: wrote {again}\n")
     assert list(tmp_path.iterdir()) == [again]
@@ -274,13 +260,13 @@ def test_it_writes_a_page_with_every_stage_and_a_schedule(
     assert all(f">stage {stage}: " in page for stage in range(4))
     assert page == target.read_text(), "the same plan makes the same bytes"
     fullest_bytes = max(
-        stage["memory"]["total_bytes"] for stage in json.loads(plan_file_of_report.read_text())["best"]["stages"]
+        stage["memory"]["total_bytes"] for stage in json.loads(report_file.read_text())["best"]["stages"]
     )
     assert f"has the highest peak, {fullest_bytes / GIB:.1f} GiB" in page, "the curve is as high as the highest bar"
 
 
-def test_of_long_steps_windows_are_drawn(plan_file_of_report: Path, target: Path) -> None:
-    best = json.loads(plan_file_of_report.read_text())["best"]
+def test_of_long_steps_windows_are_drawn(report_file: Path, target: Path) -> None:
+    best = json.loads(report_file.read_text())["best"]
     assert best["parallelism"]["num_microbatches"] > 32
     page = target.read_text()
     assert 4 * 40 <= drawn_bars(page) <= 4 * 100
@@ -330,13 +316,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_plan_beside_an_imported_run(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     script, saved = folder / "pretrain.sh", folder / "mine.json"
-    script.write_text(
-        "torchrun --nproc-per-node 8 --nnodes 2 pretrain_gpt.py --num-layers 32 --hidden-size 4096 "
-        "--ffn-hidden-size 14336 --num-attention-heads 32 --group-query-attention --num-query-groups 8 --swiglu "
-        "--seq-length 4096 --micro-batch-size 1 --global-batch-size 64 --tensor-model-parallel-size 4 --bf16 "
-        "--vocab-size 128256 --untie-embeddings-and-output-weights --normalization RMSNorm --disable-bias-linear "
-        "--position-embedding-type rope --max-position-embeddings 4096\n"
-    )
+    script.write_text(TABLES["a_plan_beside_an_imported_run"])
     arguments = ["import", str(script), "--hardware", "h200", "--no-search", "-q"]
     assert main([*arguments, "-o", str(saved)]) == 0
     capsys.readouterr()

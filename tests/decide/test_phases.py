@@ -1,7 +1,5 @@
 """A run of phases: the course is the best of all courses, one phase is what `plan` answers, growing batches add up."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import runpy

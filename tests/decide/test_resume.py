@@ -1,7 +1,5 @@
 """A job goes on after nodes come or go: what is kept is kept, and every way is legal, fits and costs what plans do."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -131,9 +129,7 @@ def test_a_repair_that_takes_longer_costs_more(large: Replanned) -> None:
 
 def test_idle_nodes_stand_in_for_lost_ones(large: Replanned) -> None:
     failures = {failure.taken: failure for failure in large.resume.failures}
-    assert {taken: failure.job for taken, failure in failures.items()} == {
-        "nothing": "restarts", "gpu": "stands_in", "node": "stands_in", "switch": "reshards",
-    }  # fmt: skip
+    assert {taken: failure.job for taken, failure in failures.items()} == TABLES["idle_nodes_stand_in_for_lost_ones"]
     assert failures["switch"].tokens_per_s < failures["gpu"].tokens_per_s == large.plan.step.tokens_per_s
     assert failures["gpu"].lost_s < failures["nothing"].lost_s < failures["switch"].lost_s
     assert [row.idle_gpu_hours for row in large.resume.spares][:9] == [0.0] * 9
@@ -228,10 +224,8 @@ def test_an_infeasible_job_names_the_fewest_gpus(small: Plan) -> None:
 
 
 @pytest.mark.thorough(2)
-@pytest.mark.parametrize(("runtime", "layout", "loads"), TABLES["each_trainers_checkpoint_decides_what_is_open"])
-def test_each_trainers_checkpoint_decides_what_is_open(
-    runtime: str, layout: dict[str, Any], loads: dict[str, str]
-) -> None:
+@pytest.mark.parametrize(("runtime", "layout", "loads"), TABLES["the_checkpoint_decides_what_is_open"])
+def test_the_checkpoint_decides_what_is_open(runtime: str, layout: dict[str, Any], loads: dict[str, str]) -> None:
     resume = replanned(plan_of(model="llama-3.2-1b" if "20" in runtime else "8b", runtime=runtime, **layout), 32).resume
     found = {choice.kind: choice.loads for choice in resume.choices if choice.kind != "wait"}
     assert found == loads

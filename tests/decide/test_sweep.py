@@ -1,7 +1,5 @@
 """A sweep plans what `plan` plans, and its answers and its front are those that trying all pairs finds."""
 
-from __future__ import annotations
-
 import csv
 import io
 import json
@@ -107,7 +105,7 @@ POINTS = st.builds(
 
 
 @given(st.lists(POINTS, max_size=12), st.none() | st.integers(1, 20), st.none() | st.integers(1, 20))
-def test_the_front_and_the_answers_are_those_of_all_pairs(
+def test_front_and_answers_are_those_of_all_pairs(
     points: list[Point], deadline: int | None, budget: int | None
 ) -> None:
     answer = Sweep(points=tuple(points), goal=Goal(deadline_days=deadline, budget_usd=budget))
@@ -138,9 +136,7 @@ def test_the_probability_of_a_deadline_follows_the_interval() -> None:
     rates=st.lists(st.floats(0.01, 1.0), min_size=24, max_size=24), late=st.floats(0, 0.01),
     deadline=st.floats(0.5, 80.0), fits_from=st.integers(1, 20),
 )  # fmt: skip
-def test_the_fewest_are_those_of_a_linear_scan(
-    rates: list[float], late: float, deadline: float, fits_from: int
-) -> None:
+def test_the_fewest_are_of_a_linear_scan(rates: list[float], late: float, deadline: float, fits_from: int) -> None:
     """Layouts use some of the nodes; more nodes open more layouts, and idle ones cost a little."""
 
     def point(num_nodes: int) -> Point:
@@ -191,9 +187,7 @@ def probed(plan: Plan, **changes: Any) -> ProbeResult:
     tp=st.sampled_from([1, 2, 4]), pp=st.sampled_from([1, 2, 4]), batch=st.sampled_from([64, 128]),
     recompute=st.sampled_from(["none", "full"]), hardware=st.sampled_from(["h100", "mi300x"]),
 )  # fmt: skip
-def test_the_terms_add_up_to_the_difference_of_the_steps(
-    tp: int, pp: int, batch: int, recompute: str, hardware: str
-) -> None:
+def test_terms_add_up_to_the_difference_of_steps(tp: int, pp: int, batch: int, recompute: str, hardware: str) -> None:
     sides = [plan_of(), plan_of(batch, hardware, tp=tp, pp=pp, recompute=recompute)]
     answer = compare([of_plan(plan, str(number)) for number, plan in enumerate(sides)]).to_json()
     moved = sides[1].step.step_s - sides[0].step.step_s
@@ -278,7 +272,7 @@ def test_adapters_that_differ_are_named() -> None:
 
 
 @pytest.fixture(scope="module")
-def plan_of_observations_compared() -> Plan:
+def compared_plan() -> Plan:
     return priced_plan(num_gpus=16, tp=4, pp=2, dp=2)
 
 
@@ -303,18 +297,16 @@ TRACES = {"compute_s": 2.5, "tp_comm_s": 0.4, "pp_comm_and_waits_s": 0.3, "expos
         ({}, {"step_s"}),
     ],
 )
-def test_terms_are_those_of_both_and_add_up(
-    plan_of_observations_compared: Plan, breakdown: dict[str, float], terms: set[str]
-) -> None:
-    comparison = compare([of_plan(plan_of_observations_compared, "plan.json"), observed(4.0, **breakdown)])
+def test_terms_are_those_of_both_and_add_up(compared_plan: Plan, breakdown: dict[str, float], terms: set[str]) -> None:
+    comparison = compare([of_plan(compared_plan, "plan.json"), observed(4.0, **breakdown)])
     (rows,) = comparison.waterfalls
     assert {row.term for row in rows} == terms
-    assert sum(row.seconds for row in rows) == pytest.approx(4.0 - plan_of_observations_compared.step.step_s)
+    assert sum(row.seconds for row in rows) == pytest.approx(4.0 - compared_plan.step.step_s)
     assert sum(row.other_s for row in rows) == pytest.approx(4.0)
     if breakdown is TIMERS:
         by_name = {row.term: row for row in rows}
         assert by_name["exposed_dp_s"].other_s == pytest.approx(0.3)
-        step = plan_of_observations_compared.step.breakdown
+        step = compared_plan.step.breakdown
         assert by_name["exposed_dp_s"].first_s == pytest.approx(step.exposed_dp_s)
         assert by_name["pipeline_s"].first_s == pytest.approx(
             step.compute_s + step.tp_comm_s + step.pp_comm_s + step.bubble_s

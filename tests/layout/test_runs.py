@@ -1,7 +1,5 @@
 """A line of JSON becomes the arguments of evaluate."""
 
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import replace
@@ -52,10 +50,7 @@ def test_a_rate_in_inter_node_replaces_the_profiles() -> None:
 
 
 def test_inline_models_take_flat_fields() -> None:
-    model = {
-        "num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 512, "num_experts": 4,
-        "num_experts_per_tok": 2, "moe_intermediate_size": 32,
-    }  # fmt: skip
+    model = TABLES["inline_models_take_flat_fields"]
     assert parsed(model=model).model.moe.num_experts == 4
 
 
@@ -72,12 +67,8 @@ def test_dp_fills_the_cluster_where_none_is_given() -> None:
         fill_dp(Parallelism(tp=8), 4, 2048)
 
 
-@pytest.mark.parametrize(
-    ("layout", "batch", "dp", "spare"), TABLES["the_dp_to_give_is_the_largest_that_batch_and_experts_allow"]
-)
-def test_the_dp_to_give_is_the_largest_that_batch_and_experts_allow(
-    layout: dict[str, int], batch: int, dp: int, spare: int
-) -> None:
+@pytest.mark.parametrize(("layout", "batch", "dp", "spare"), TABLES["the_dp_to_give_is_the_largest_allowed"])
+def test_the_dp_to_give_is_the_largest_allowed(layout: dict[str, int], batch: int, dp: int, spare: int) -> None:
     ranks = layout.get("tp", 1) * layout["pp"]
     with pytest.raises(SpecError, match=rf"tp·cp·pp \({ranks}\) does not divide 2,048") as caught:
         fill_dp(Parallelism.model_validate(layout), 2048, batch)
@@ -141,10 +132,8 @@ def test_bf16_in_the_recipe_means_wide_gradients() -> None:
 OSS: dict[str, Any] = TABLES["oss"]
 
 
-@pytest.mark.parametrize(("changes", "pattern", "sinks"), TABLES["a_known_models_design_fills_what_is_left_out"])
-def test_a_known_models_design_fills_what_is_left_out(
-    changes: dict[str, Any], pattern: int | None, sinks: bool
-) -> None:
+@pytest.mark.parametrize(("changes", "pattern", "sinks"), TABLES["a_known_design_fills_what_is_left_out"])
+def test_a_known_design_fills_what_is_left_out(changes: dict[str, Any], pattern: int | None, sinks: bool) -> None:
     model = parsed(model={**OSS, **changes}, parallelism={"dp": 8}, num_gpus=8).model
     assert (model.sliding_window_pattern, model.attention_sinks) == (pattern, sinks)
     full = [layer.attention for layer in model.layers].count("full")
@@ -363,7 +352,7 @@ RUNS = TABLES["runs"]
 
 
 @pytest.mark.parametrize(("gpu", "count", "dtype", "batch", "micro_batch", "tokens_per_s"), RUNS)
-def test_a_published_run_lies_in_its_interval(
+def test_runs_lie_in_intervals(
     gpu: str, count: int, dtype: str, batch: int, micro_batch: int, tokens_per_s: float
 ) -> None:
     plan = evaluate(

@@ -1,7 +1,5 @@
 """Seconds of a step: short replays stand for long ones only where the pipeline repeats itself."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from dataclasses import fields, replace
@@ -171,9 +169,7 @@ def exposed_s(exchanges: tuple[PassExchange, ...], group: str) -> float:
 
 @pytest.mark.thorough(3)
 @pytest.mark.parametrize(("model", "num_gpus", "trainer", "dtype", "sizes"), EXCHANGING)
-def test_they_add_up_to_the_prices_of_every_stage(
-    model: str, num_gpus: int, trainer: str, dtype: str, sizes: dict[str, Any]
-) -> None:
+def test_they_add_up_to_the_stages(model: str, num_gpus: int, trainer: str, dtype: str, sizes: dict[str, Any]) -> None:
     candidate = candidate_of(model, num_gpus, trainer, dtype, sizes)
     each, by_part, by_pass = (exchanges_of_passes(candidate, together) for together in ("", "part", "pass"))
     for stage, cost in enumerate(candidate.costs):
@@ -200,11 +196,8 @@ def test_layers_follow_each_other_and_come_back_in_reverse() -> None:
     assert parts == ["embedding", *(f"layer {layer}" for layer in range(16))]
     assert list(dict.fromkeys(exchange.part for exchange in passes[0, "B"])) == parts[::-1]
     layer = [exchange for exchange in passes[0, "F"] if exchange.part == "layer 3"]
-    named = [(exchange.group, exchange.name) for exchange in layer if exchange.name not in LATE.values()]
-    assert named == [
-        ("tp", "qkv gather"), ("cp", "cp keys and values"), ("tp", "attention output scatter"), ("tp", "mlp up gather"),
-        ("tp", "mlp down scatter"),
-    ]  # fmt: skip
+    named = [[exchange.group, exchange.name] for exchange in layer if exchange.name not in LATE.values()]
+    assert named == TABLES["layers_follow_each_other_and_come_back_in_reverse"]
     leads = {exchange.name: exchange.leads for exchange in layer}
     assert leads["mlp up gather"]
     assert not leads["mlp down scatter"]
@@ -262,9 +255,7 @@ def test_exposed_exchange(schedule: str, pp: int, vpp: int, zero_stage: int, exp
     assert exposed(pp, vpp, zero_stage, schedule) == pytest.approx(exposed_s)
 
 
-@pytest.mark.parametrize(
-    ("pp", "zero_stage", "exposed_s"), [(1, 1, 0.8 * (5 + 3)), (1, 2, 0.8 * (4 * 5 + 3)), (1, 3, 0.8 * 4 * (5 + 2 * 3))]
-)
+@pytest.mark.parametrize(("pp", "zero_stage", "exposed_s"), TABLES["what_is_hidden_slows_down_what_hides_it"])
 def test_what_is_hidden_slows_down_what_hides_it(pp: int, zero_stage: int, exposed_s: float) -> None:
     """More than the (5 - 2) + (3 - 1) that nothing hides."""
     assert exposed(pp, 1, zero_stage, "none", contention_fraction=0.8) == pytest.approx(exposed_s)

@@ -1,7 +1,5 @@
 """The tensors alive at a peak add up to it, item by item, and are those that the layer's operators keep."""
 
-from __future__ import annotations
-
 import json
 from math import prod
 from pathlib import Path
@@ -218,7 +216,7 @@ def test_the_maximum_is_the_peak_in_every_schedule(schedule: str, moe: dict[str,
 
 @pytest.mark.thorough(3)
 @pytest.mark.parametrize(("model", "num_gpus", "trainer", "dtype", "sizes"), LAYOUTS)
-def test_the_maximum_is_the_peak_under_every_trainer(
+def test_the_peak_under_every_trainer(
     model: str, num_gpus: int, trainer: str, dtype: str, sizes: dict[str, Any]
 ) -> None:
     cluster = ClusterSpec(

@@ -1,7 +1,5 @@
 """Switches that a run does not say: the interval of its step covers their likely values, and the worst one is named."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The share of time that trains: its limits, its laws, and the interval between checkpoints that is best."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np
@@ -77,9 +75,7 @@ def test_a_stall_longer_than_the_time_between_failures_is_survived() -> None:
 
 
 @given(st.integers(8, 100_000), more, st.booleans())
-def test_more_gpus_and_slower_storage_train_for_less_of_the_time(
-    num_gpus: int, factor: float, asynchronous: bool
-) -> None:
+def test_more_gpus_and_slower_storage_train_less_of_the_time(num_gpus: int, factor: float, asynchronous: bool) -> None:
     def share(num_gpus: int, storage: float) -> float:
         found = losses(num_gpus=num_gpus, asynchronous=asynchronous, storage_gb_per_s=storage)
         return effective(rhythm_of(found, value))

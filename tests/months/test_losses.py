@@ -1,7 +1,5 @@
 """Default figures agree with what fleets published, and follow the sizes of a job."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

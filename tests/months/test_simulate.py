@@ -1,7 +1,5 @@
 """Simulated runs agree with the closed form, and with failures simulated one by one."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 

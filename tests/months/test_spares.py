@@ -1,7 +1,5 @@
 """More spare nodes never train less, the cheapest number is that of a scan, and kinds of failures add up."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import pairwise
 

@@ -1,7 +1,5 @@
 """Waiting and going on lose as much at the break-even, and each less on its own side of it."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -14,7 +12,7 @@ fractions = st.floats(0.01, 0.99)
 
 
 @given(back_s=seconds, detection_s=st.floats(0.0, 1.0), save_s=seconds, again_s=seconds, fraction=fractions)
-def test_both_lose_as_much_at_the_break_even(
+def test_both_lose_as_much_there(
     back_s: float, detection_s: float, save_s: float, again_s: float, fraction: float
 ) -> None:
     wait_s = break_even_s(back_s, fraction, save_s)

@@ -1,7 +1,5 @@
 """The whole run: days and dollars from the sustained step and the effective time, against runs of months."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """A followed run: its band, and what ends it: an alarm, its last step, or the end of its input."""
 
-from __future__ import annotations
-
 import os
 import random
 import sys

@@ -1,7 +1,5 @@
 """`plan observe`: the answer in words and as JSON, the job from a plan, from the log or from options, and errors."""
 
-from __future__ import annotations
-
 import io
 import json
 import sys
@@ -10,16 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
-from written import BEGIN_S, LLAMA_8B, arguments, iteration, iterations, mlperf, torchtitan
+from written import BEGIN_S, LLAMA_8B, TABLES, arguments, iteration, iterations, mlperf, torchtitan
 
 from planner.answer import Plan
 from planner.cli import main
 from planner.observe.judge import judged, judged_beside, predicted
 from planner.observe.observation import JobFacts, Observation, Observed, SourceFile
 from planner.specs.units import GIB
-
-TABLES = yaml.safe_load((Path(__file__).parent / "tables.yaml").read_text())
 
 JOB = ["--model", "8b", "--hardware", "h100", "--tp", "2", "--pp", "2", "-q"]
 
@@ -101,10 +96,8 @@ def test_saved_and_from_standard_input(folder: Path, capsys: Any, monkeypatch: A
     assert "already exists" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("words", "says"), TABLES["errors_are_one_line_with_a_hint"])
-def test_errors_are_one_line_with_a_hint(
-    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, words: list[str], says: str
-) -> None:
+@pytest.mark.parametrize(("words", "says"), TABLES["errors_are_a_line_and_a_hint"])
+def test_errors_are_a_line_and_a_hint(folder: Path, capsys: Any, monkeypatch: Any, words: list[str], says: str) -> None:
     monkeypatch.chdir(folder)
     capsys.readouterr()
     assert main(["observe", *words]) == 2

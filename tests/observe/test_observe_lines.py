@@ -1,7 +1,5 @@
 """Files of any size and any content: streamed, unpacked, cleaned, and refused with one error."""
 
-from __future__ import annotations
-
 import gzip
 import io
 import random
@@ -196,9 +194,7 @@ TOKENS = [b"nan", b"-1", b"1e308", b"9" * 25, b"", b"|", b"\n", b"\x1b[", b"\xff
     st.sampled_from(SEEDS),
     st.lists(st.tuples(st.floats(0, 1), st.integers(0, 30), st.sampled_from(TOKENS)), max_size=9),
 )
-def test_mutants_of_logs_end_in_an_answer_or_an_error(
-    tmp_path: Path, text: str, changes: list[tuple[float, int, bytes]]
-) -> None:
+def test_mutants_of_logs_end_as_they_should(tmp_path: Path, text: str, changes: list[tuple[float, int, bytes]]) -> None:
     data = text.encode()
     for where, length, token in changes:
         at = int(where * len(data))
@@ -219,12 +215,10 @@ def test_grammars_have_names_and_rows() -> None:
 @pytest.mark.parametrize(
     ("text", "kind"),
     [
-        ("\n".join(iterations([2.0] * 3)), "megatron"),
-        (mlperf([2.0] * 3), "mlperf"),
-        (torchtitan([2.0] * 3), "torchtitan"),
-        ("step_time_s\n2\n", "table"),
+        ("\n".join(iterations([2.0] * 3)), "megatron"), (mlperf([2.0] * 3), "mlperf"),
+        (torchtitan([2.0] * 3), "torchtitan"), ("step_time_s\n2\n", "table"),
     ],
-)
+)  # fmt: skip
 def test_the_content_says_the_format(tmp_path: Path, text: str, kind: str) -> None:
     assert read(tmp_path, "some words before\n" * (kind != "table") + text).sources[0].format == kind
 

@@ -1,12 +1,9 @@
 """Numbers that a log must not be read for, and those that it must: each with the truth that its own lines have."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
-import yaml
-from written import BEGIN_S, LLAMA_8B, arguments, iteration, iterations, mllog, read
+from written import BEGIN_S, LLAMA_8B, TABLES, arguments, iteration, iterations, mllog, read
 
 from planner.errors import SpecError
 from planner.observe.gap_rows import RunFiles
@@ -14,8 +11,6 @@ from planner.observe.judge import shown_rows
 from planner.observe.observation import MemorySeries, Observation
 from planner.observe.record import MOST_VALUES, RunRecord
 from planner.specs.units import GIB, MIB
-
-TABLES = yaml.safe_load((Path(__file__).parent / "tables.yaml").read_text())
 
 
 def gpt3(step_s: float, evaluations: int, counted: bool = True) -> str:
@@ -78,8 +73,8 @@ def test_two_layouts_in_one_file_are_two_runs(tmp_path: Path) -> None:
     assert any(note.startswith("20 lines of steps before") for note in seen.notes)
 
 
-@pytest.mark.parametrize(("steps", "first", "step_s"), TABLES["a_run_that_begins_anew_with_another_step_is_another"])
-def test_a_run_that_begins_anew_with_another_step_is_another(
+@pytest.mark.parametrize(("steps", "first", "step_s"), TABLES["a_run_begun_anew_in_another_way_is_another"])
+def test_a_run_begun_anew_in_another_way_is_another(
     tmp_path: Path, steps: list[float], first: int, step_s: float
 ) -> None:
     again = iterations(steps, first=first, begin_s=BEGIN_S + 900)
@@ -114,10 +109,7 @@ def bars(total: int, every: int, step_s: float, begin_s: float = 0.0) -> list[st
 
 
 def test_progress_bars_of_trainers(tmp_path: Path) -> None:
-    head = [
-        "  Total train batch size (w. parallel, distributed & accumulation) = 128",
-        "  Total optimization steps = 1,200",
-    ]
+    head = TABLES["progress_bars_of_trainers"]
     loads = ["Loading checkpoint shards: 100%|##########| 4/4 [05:10<00:00,  2.59s/it]"]
     seen = read(tmp_path, "\r".join(["\n".join([*head, *loads]), *bars(1200, 3, 1.68, 40.0), *bars(50, 1, 0.2)]))
     assert (
@@ -154,8 +146,6 @@ def test_files_and_short_excerpts_of_trainers_with_a_clock(tmp_path: Path) -> No
 
 
 OUT_OF_MEMORY = TABLES["out_of_memory"]
-OLD_ONE = TABLES["old_one"]
-WATCHDOG = TABLES["watchdog"]
 
 
 @pytest.mark.parametrize(
@@ -163,8 +153,8 @@ WATCHDOG = TABLES["watchdog"]
     [
         (OUT_OF_MEMORY.format("5.30"), {"fragmentation", "out_of_memory"}),
         (OUT_OF_MEMORY.format("0.30"), {"out_of_memory"}),
-        (OLD_ONE, {"out_of_memory"}),
-        (WATCHDOG, {"hang"}),
+        (TABLES["old_one"], {"out_of_memory"}),
+        (TABLES["watchdog"], {"hang"}),
     ],
 )
 def test_errors_are_read_without_a_step(tmp_path: Path, line: str, names: set[str]) -> None:

@@ -1,7 +1,5 @@
 """Logs written here after the trainers' own format strings: no trainer printed them, but for lines with a source."""
 
-from __future__ import annotations
-
 import gzip
 import json
 from collections.abc import Iterable, Iterator

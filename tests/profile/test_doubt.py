@@ -1,7 +1,5 @@
 """A probe's factors are believed as far as they predict passes that they were not fitted to."""
 
-from __future__ import annotations
-
 import math
 from statistics import mean
 

@@ -1,7 +1,5 @@
 """Measuring a machine: rows are kept and gone on with, fits give back what made the rows, names find data sheets."""
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace

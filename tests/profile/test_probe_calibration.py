@@ -1,7 +1,5 @@
 """A probe's seconds become the factors that made them; what proves nothing about speed is refused."""
 
-from __future__ import annotations
-
 import math
 import subprocess
 import sys
@@ -304,11 +302,9 @@ def test_a_link_faster_than_its_data_sheet_is_another_link_unless_its_switch_sum
     assert bool(reason) == (share.verdict == "refused")
 
 
-@pytest.mark.parametrize(("context_gib", "fragmentation", "refused"), TABLES["memory_is_as_sure_as_the_counted_bytes"])
+@pytest.mark.parametrize(("context_gib", "fragmentation", "refused"), TABLES["memory_is_as_sure_as_its_bytes"])
 @pytest.mark.parametrize("error", [0.0, 0.1])
-def test_memory_is_as_sure_as_the_counted_bytes(
-    context_gib: float, fragmentation: float, refused: str, error: float
-) -> None:
+def test_memory_is_as_sure_as_its_bytes(context_gib: float, fragmentation: float, refused: str, error: float) -> None:
     plan = make_plan()
     memory = memory_of(context_gib, fragmentation)
     peak = compared("peak allocated", "bytes", 50 * GIB, 50 * GIB * (1 + error), 0.1, 0)

@@ -1,7 +1,5 @@
 """Random shapes that a schedule is defined for."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 

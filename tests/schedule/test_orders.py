@@ -3,8 +3,6 @@
 Our orders beside those of Primus' own scheduler, whose makespans and peaks were recorded.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from itertools import accumulate
@@ -174,14 +172,13 @@ def test_long_steps_hold_no_more_than_their_whole_list_says(name: str, more: int
 
 # AMD-AGI/Primus at fd1eeab, primus/core/pipeline_parallel/scheduler, run by SchedulerSimulationRunner on a CPU:
 # pp, micro-batches, milliseconds where F, I and W take 1000 each, and 1000, 1200 and 800, and micro-batches held
-RECORDED = TABLES["recorded"]
 GREEDY = {"v-half": 0.05, "v-min": 0.03}
 """Orders that fill their gaps in another way than ours, and how far the makespans are apart at most."""
-CASES = [(name, *row) for name, rows in RECORDED.items() for row in rows]
+CASES = [(name, *row) for name, rows in TABLES["recorded"].items() for row in rows]
 
 
 @pytest.mark.parametrize(("name", "pp", "m", "even_ms", "uneven_ms", "held"), CASES)
-def test_orders_take_as_long_and_hold_as_much_as_those_of_primus(
+def test_orders_take_and_hold_what_primus_does(
     name: str, pp: int, m: int, even_ms: int, uneven_ms: int, held: float
 ) -> None:
     vpp = 1 if name in ("1f1b", "zb-h1") else 2

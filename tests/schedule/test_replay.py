@@ -1,7 +1,5 @@
 """Bubbles of even stages in closed form, and what unequal stages, transfers and stragglers add."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from dataclasses import replace

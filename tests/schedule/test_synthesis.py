@@ -1,7 +1,5 @@
 """Synthesised orders fit, run, beat or match every named schedule, and never pass the bound."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """torch accepts our CSV, and four processes that run it compute what one process computes."""
 
-from __future__ import annotations
-
 import random
 import socket
 from multiprocessing.forkserver import set_forkserver_preload
@@ -155,12 +153,10 @@ def test_four_processes_compute_what_one_does(tmp_path: Path) -> None:
     rng = random.Random(1)
     uneven, uneven_v = [1, 3, 2, 2], [rng.randint(1, 3) for _ in range(8)]
     chosen = [
-        (build_schedule("interleaved-1f1b", 4, 2, 8), [1] * 8),
-        (build_schedule("zb-v", 4, 2, 8), [1] * 8),
-        (build_schedule("dualpipe-v", 4, 2, 8), [1] * 8),
-        (synthesised(uneven, 4, 6), uneven),
+        (build_schedule("interleaved-1f1b", 4, 2, 8), [1] * 8), (build_schedule("zb-v", 4, 2, 8), [1] * 8),
+        (build_schedule("dualpipe-v", 4, 2, 8), [1] * 8), (synthesised(uneven, 4, 6), uneven),
         (synthesised(uneven_v, 4, 8), uneven_v),
-    ]
+    ]  # fmt: skip
     cases = []
     for number, (schedule, layers) in enumerate(chosen):
         path = tmp_path / f"{number}.csv"

@@ -1,7 +1,5 @@
 """Our orders are torch's own, action by action, for each schedule class that torch has."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 

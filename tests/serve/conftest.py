@@ -1,7 +1,5 @@
 """A server on this machine's own address, in a thread; all tests of a session share it, and what it has found."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Requests that no browser of ours sends, as bytes, each with the statuses that may answer it."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import socket

@@ -1,7 +1,5 @@
 """A running server as tests ask it, and the job that they ask about."""
 
-from __future__ import annotations
-
 import http.client
 import json
 from collections.abc import Mapping

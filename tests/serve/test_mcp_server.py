@@ -1,7 +1,5 @@
 """The planner as an agent calls it, by the client of the Model Context Protocol's own SDK."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

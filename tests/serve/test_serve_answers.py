@@ -1,7 +1,5 @@
 """The lines that the page gets for its controls, and the files that it offers."""
 
-from __future__ import annotations
-
 import io
 import json
 import threading

@@ -1,7 +1,5 @@
 """The page in a real browser, wide and narrow: controls change the plan, a remedy is applied, nothing is logged."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from itertools import pairwise

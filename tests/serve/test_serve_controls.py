@@ -1,7 +1,5 @@
 """The controls are the options of the command line, and the same layout under them is priced as it is planned."""
 
-from __future__ import annotations
-
 from dataclasses import fields
 from functools import cache
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The desk runs few searches, shares them, ends those that nobody waits for, and forgets the oldest answers."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json
@@ -178,9 +176,7 @@ def test_large_bodies_are_refused(running: Running) -> None:
     assert running.ask("GET", f"/?x={'x' * 20_000}")[0].status == 414
 
 
-@pytest.mark.parametrize(
-    "body", ["", "no JSON", "[]", "{}", '{"form": 1}', '{"form": {"gpus": 8}}', '{"form": {}, "shown": 1}']
-)
+@pytest.mark.parametrize("body", TABLES["other_bodies_are_refused"])
 def test_other_bodies_are_refused(running: Running, body: str) -> None:
     assert running.ask("POST", "/answer", body, AS_JSON)[0].status == 400
 
@@ -243,9 +239,7 @@ def test_a_hostile_request_is_answered_in_kind_and_the_next_one_as_ever(name: st
     assert (response.status, text[:4]) == (200, b"<svg")
 
 
-@pytest.mark.parametrize(
-    "kind", ["nothing", "half a header", "half a body", "a body nobody asked for", "half a second request"]
-)
+@pytest.mark.parametrize("kind", TABLES["a_request_that_does_not_end_is_hung_up_on"])
 def test_a_request_that_does_not_end_is_hung_up_on(kind: str, running: Running, monkeypatch: Any) -> None:
     monkeypatch.setattr(server, "REQUEST_S", 0.2)
     port = running.port
