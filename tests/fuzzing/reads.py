@@ -40,8 +40,8 @@ class NotSearched(PlannerError):
 
 
 _SEARCHES = (
-    ("planner.search.search", "plan"), ("planner.decide.sweep", "processes"),
-    ("planner.schedule.synthesis", "synthesize"),
+    ("planner.search.search", "planned"), ("planner.decide.sweep", "side_by_side"),
+    ("planner.search.why.recipe", "side_by_side"), ("planner.schedule.synthesis", "synthesize"),
 )  # fmt: skip
 """Functions that take seconds, whatever they are asked."""
 
