@@ -90,7 +90,7 @@ def test_how_sure_it_is_are_the_figures_that_the_commands_print() -> None:
     assert f"took {first} longer" in regret
     assert f"over {jobs} jobs; one drawn by chance {chance}." in regret
     worst = accuracy.partition("\nall  ")[2].split()[4]
-    assert f"up to {worst.lstrip('-')}." in unknown
+    assert f"up to {worst.lstrip('+-')}." in unknown
 
 
 def test_links_lead_to_files_and_sections() -> None:
