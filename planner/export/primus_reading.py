@@ -115,7 +115,8 @@ _OTHER_MODELS = re.compile(r"mamba|zebra|deepseek_v4|kimi_k3")
 _HARDWARE = re.compile(r"(?<![a-z0-9])MI(300|325|350|355)X?(?![a-z0-9])", re.IGNORECASE)
 _DEFAULT_HARDWARE = "mi300x"
 _LEFT_OUT = re.compile(
-    r"(sink_level|file_sink|stderr_sink|trainable|env|lr_scheduler|primus_turbo|experimental|quantize)\b|(sink|\w+_sink)_level"
+    r"(sink_level|file_sink|stderr_sink|trainable|env|lr_scheduler|(model\.converters\.)?primus_turbo|experimental|quantize)\b"
+    r"|(sink|\w+_sink)_level"
 )
 """Settings of torchtitan's experiments that are Primus' own, and change nothing or are read for themselves."""
 

@@ -131,7 +131,7 @@ def test_a_preset_of_no_published_model_leaves_the_model_to_the_user(model: str)
 def test_torchtitan() -> None:
     overrides = (
         "training:\n  local_batch_size: 6\n  global_batch_size: 96\n  seq_len: 8192\n  mock_data: true\n"
-        "model:\n  converters: [quantize.linear.float8]\nactivation_checkpoint:\n  mode: full\n"
+        "model:\n  converters: [primus_turbo, quantize.linear.float8]\nactivation_checkpoint:\n  mode: full\n"
         "parallelism:\n  tensor_parallel_degree: 2\n"
     )
     run = imported("llama3.1_70B-fp8.yaml", overrides, framework="torchtitan")
