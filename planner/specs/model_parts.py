@@ -418,3 +418,10 @@ class TracedSpec(Spec):
     """A plan of sharding was given, so that tensor parallelism can split the layers."""
     is_looped: bool = False
     """Layers run again after others, or share weights: they stand on one pipeline stage."""
+
+    @model_validator(mode="after")
+    def _has_a_backward(self) -> Self:
+        moving = [one for layer in self.layers for one in layer if any(one.bytes)]
+        if moving and not any(any(one.backward_bytes) for one in moving):
+            raise ValueError("no operation has backward_bytes: a trace without them; trace the module again")
+        return self

@@ -28,9 +28,12 @@ TRACED: dict[str, Any] = {
         "source": "module:nowhere.py:make", "other_parameters": 100,
         "layers": [
             [
-                {"name": "norm", "kind": "elementwise", "bytes": (0, 256, 0), "kernels": 1, "parameters": 64,
-                 "kept": [{"num_bytes": (0, 132, 0)}]},
-                {"name": "scale", "kind": "elementwise", "bytes": (0, 256, 0), "kernels": 1, "parameters": 96},
+                {"name": "norm", "kind": "elementwise", "bytes": (0, 256, 0), "backward_bytes": (0, 512, 0),
+                 "kernels": 1,
+                 "backward_kernels": 2, "parameters": 64, "kept": [{"num_bytes": (0, 132, 0)}]},
+                {"name": "scale", "kind": "elementwise", "bytes": (0, 256, 0), "backward_bytes": (0, 512, 0),
+                 "kernels": 1,
+                 "backward_kernels": 2, "parameters": 96},
                 {"name": "qkv", "kind": "gemm", "m": (0, 1, 0), "n": (192, 0, 0), "k": (64, 0, 0), "weight": True,
                  "parameters": weights, "kept": [{"num_bytes": (0, 128, 0)}]},
                 {"name": "attention", "kind": "attention", "heads": 4, "kv_heads": 4, "q_len": (0, 1, 0),
@@ -39,7 +42,9 @@ TRACED: dict[str, Any] = {
                  "k": (16, 0, 0), "kept": [{"num_bytes": (0, 200, 0)}]},
                 {"name": "out", "kind": "gemm", "m": (0, 1, 0), "n": (64, 0, 0), "k": (64, 0, 0), "weight": True,
                  "parameters": weights // 3, "kept": [{"num_bytes": (0, 128, 0)}]},
-                {"name": "add", "kind": "elementwise", "bytes": (0, 384, 0), "kernels": 2},
+                {"name": "add", "kind": "elementwise", "bytes": (0, 384, 0), "backward_bytes": (0, 768, 0),
+                 "kernels": 2,
+                 "backward_kernels": 4},
             ]
             for weights in (192 * 65, 0)
         ],

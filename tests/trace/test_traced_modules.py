@@ -98,6 +98,16 @@ def test_the_backward_has_the_bytes_that_autograd_moved() -> None:
     assert (found["mul"].kernels, found["mul"].backward_kernels) == (1, 2)
 
 
+def test_a_trace_without_a_backward_is_none_of_free_ones() -> None:
+    layers = traced("hybrid").traced
+    assert layers is not None
+    said = layers.model_dump()
+    for row in (row for layer in said["layers"] for row in layer):
+        row["backward_bytes"] = (0.0, 0.0, 0.0)
+    with pytest.raises(ValueError, match="trace the module again"):
+        type(layers).model_validate(said)
+
+
 @pytest.mark.parametrize("name", ["chunked", "hybrid"])
 def test_a_layer_and_its_operators_keep_what_the_module_does(name: str) -> None:
     """Of three sequences, which a loop's slices copy where those of one are views, by torch's account of a GPU."""
