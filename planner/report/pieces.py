@@ -93,8 +93,8 @@ def listed(item: str, rows: Iterable[object], /, gap: int = 2, bold: Container[i
     A column is `head side: cell`: the side as `columns` has it, and an expression.
     """
     known = WORDS | {"text": Text} | names
-    heads, cells = zip(*(pair for column in shipped_table(ANSWERS)[item] for pair in column.items()),
-                       strict=True)  # fmt: skip
+    pairs = [pair for column in shipped_table(ANSWERS)[item] for pair in column.items()]
+    heads, cells = zip(*pairs, strict=True)
     titles, sides = zip(*(head.rpartition(" ")[::2] for head in heads), strict=True)
     texts = ([value_of(cell, {**known, "it": one}) for cell in cells] for one in rows)
     return (

@@ -404,7 +404,7 @@ def parse_mapping(text: str, where: str, limits: InputLimits = JSON) -> dict[str
 
 
 def parse_rows(text: str, problem: str, hint: str) -> Iterator[list[str]]:
-    """Rows of cells. Raises SpecError, which begins with `problem`, for what is no CSV and beyond the CSV."""
+    """Rows of cells. Raises SpecError, which begins with `problem`, for what is no CSV and beyond the limits of one."""
     refused = refusing(problem, hint)
     refuse_longer(text, CSV.num_bytes, refused)
     refuse_signs(text, ",\n", CSV.num_items, refused)
@@ -428,7 +428,7 @@ _DOTTED = re.compile(rf"(?<![\w\"'-])(?:[\w\"'-]++[ \t]*+\.[ \t]*+){{{_MAX_DOTS}
 
 
 def parse_toml(text: str, where: str, hint: str) -> dict[str, Any]:
-    """The tables of a text. Raises SpecError, which names `where`, for anything else and beyond the TOML."""
+    """The tables of a text. Raises SpecError, which names `where`, for anything else and beyond the limits of one."""
     refused = refusing(f"{where}: not TOML", hint)
     refuse_longer(text, TOML.num_bytes, refused)
     refuse_signs(text, ",=[{.", TOML.num_items, refused)
@@ -455,7 +455,7 @@ def num_signs(text: str) -> int:
 
 
 def parse_python(text: str, where: str, hint: str) -> ast.Module:
-    """The tree of a file. Raises SpecError, which names `where`, for anything else and beyond the PYTHON."""
+    """The tree of a file. Raises SpecError, which names `where`, for anything else and beyond the limits of one."""
     refused = refusing(f"{where}: not Python", hint)
     refuse_longer(text, PYTHON.num_bytes, refused)
     if num_signs(text) > PYTHON.num_items:

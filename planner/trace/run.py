@@ -238,11 +238,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         name = func.overloadpacket.__name__
         if self._is_hidden or name in VIEWS:
             return output
-        tensors = [one for one in _flat((args, kwargs)) if isinstance(one, torch.Tensor)]
+        read = () if name in FILLS else (args, kwargs)
+        tensors = [one for one in _flat(read) if isinstance(one, torch.Tensor)]
         node: Any = torch._C._current_autograd_node()
         if node is not None:
             if name not in PRODUCTS:
-                tensors = [] if name in FILLS else tensors
                 self.add_backward(name, _moved(tensors, output) / BATCH, node._sequence_nr())
             return output
         has_weight = any(_storage(one) in self.weights for one in tensors)
@@ -263,7 +263,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 k=left.shape[-1], n=right.shape[-1], weight=has_weight, parameters=parameters,
             )  # fmt: skip
             return output
-        if name == "embedding" or name in FILLS:
+        if name == "embedding":
             tensors = tensors[1:]  # of the table, rows are read
         self.add(name, "elementwise", **_passes(_moved(tensors, output) / BATCH, 0.0), parameters=parameters)
         return output
