@@ -7,6 +7,7 @@ import math
 from typing import Literal, Self
 
 from pydantic import Field, model_validator
+from pydantic_core import PydanticCustomError
 
 from planner.specs.base import Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Spec
 
@@ -423,5 +424,7 @@ class TracedSpec(Spec):
     def _has_a_backward(self) -> Self:
         moving = [one for layer in self.layers for one in layer if any(one.bytes)]
         if moving and not any(any(one.backward_bytes) for one in moving):
-            raise ValueError("no operation has backward_bytes: a trace without them; trace the module again")
+            module = self.source.rpartition(", torch ")[0] or "module:FILE.py:FACTORY"
+            hint = f"trace the module again: plan models trace {module} -o model.yaml --force"
+            raise PydanticCustomError("no_backward", "no operation has backward_bytes", {"hint": hint})
         return self

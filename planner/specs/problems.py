@@ -103,6 +103,8 @@ def _in_words(error: ErrorDetails, model: type[BaseModel]) -> tuple[str, str]:
         return "unknown key", close.removeprefix("; ") or one_of(known)
     if kind == "missing":
         return "is missing", f"add `{error['loc'][-1]}:`"
+    if "hint" in context:
+        return error["msg"], context["hint"]
     if kind == "value_error":
         return error["msg"].removeprefix("Value error, "), "change one of them"
     if kind in _LIMITS:
