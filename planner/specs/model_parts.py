@@ -247,6 +247,8 @@ class MoESpec(Spec):
     """Step by which a balancing bias moves; given none, the trainer's."""
     router_in_fp32: bool | None = None
     """Transformers computes the router's logits in fp32. Given none: it does so where a bias balances."""
+    row_weights_in_fp32: bool | None = None
+    """Its router's weights stay in fp32, and the rows that they weight with them (Mixtral). Given none: as logits."""
     scoring_func: ScoringFunction | None = None
     """Function that turns router logits into scores. Given none: sigmoid under a balancing bias, else softmax."""
     norm_topk_prob: bool = True
