@@ -9,7 +9,7 @@ from itertools import chain
 from typing import Any, NamedTuple
 
 from planner.physics.adapters import adapted
-from planner.physics.layer.attention import attention, cross_attention
+from planner.physics.layer.attention import attention, cross_attention, shared_block
 from planner.physics.layer.blocks import (
     attend_snapshots,
     dense_mlp,
@@ -24,7 +24,7 @@ from planner.physics.layer.blocks import (
     square,
 )
 from planner.physics.layer.moe import mixture
-from planner.physics.layer.recurrent import gated_delta, kimi_delta, lightning, mamba1, mamba2, short_conv
+from planner.physics.layer.recurrent import gated_delta, griffin, kimi_delta, lightning, mamba1, mamba2, short_conv
 from planner.physics.operators import (
     BF16,
     FP32,
@@ -56,6 +56,10 @@ MIXERS: dict[AttentionKind, tuple[Mixer, ...]] = {
     "mamba": (mamba1,),
     "mamba2": (mamba2,),
     "full_mamba2": (attention, mamba2),
+    "differential": (attention,),
+    "shared_mamba": (shared_block, mamba1),
+    "shared_mamba2": (shared_block, mamba2),
+    "griffin": (griffin,),
     "gated_delta": (gated_delta,),
     "kimi_delta": (kimi_delta,),
     "lightning": (lightning,),
@@ -128,7 +132,7 @@ def decoder_layer(
     )
     if runtime.autocasts:
         items = (*items, _autocast_copies(model, shape, items))
-    if own.shares_weights:
+    if own.shares_weights and shared_block not in MIXERS.get(kind.attention, ()):
         items = tuple(replace(item, parameters=0) if isinstance(item, Operator) else item for item in items)
     # layers that attend to images are left out where there are none
     left_out = kind.attention == "cross" and model.vision is None

@@ -135,6 +135,8 @@ class ModelSpec(Spec):
     """Keys and values are an earlier layer's; said of layers by `layer_sizes`."""
     shares_weights: bool = False
     """All weights are an earlier layer's, which runs again; said of layers by `layer_sizes`."""
+    block_adapter_ranks: tuple[NonNegativeInt, NonNegativeInt] = (0, 0)
+    """Ranks of adapters of attention and MLP that each run of a shared block has of its own (Zamba 2); 0 for none."""
     per_layer_input_size: PositiveInt | None = Field(default=None, le=10**5)
     """Width of an embedding that each layer has of its own (Gemma 4 E); null for none."""
     per_layer_vocab_size: PositiveInt | None = Field(default=None, le=10**8)
@@ -329,7 +331,9 @@ class ModelSpec(Spec):
     def state_kinds(self) -> frozenset[AttentionKind]:
         """The kinds of layers that hand a state from token to token, or mix them by a convolution."""
         return (
-            frozenset(kind.attention for kind in self.kinds) - {"full", "sliding", "chunked", "cross", "none"} - SPARSE
+            frozenset(kind.attention for kind in self.kinds)
+            - {"full", "sliding", "chunked", "cross", "differential", "none"}
+            - SPARSE
         )
 
     def of_layer(self, kind: LayerKind) -> "ModelSpec":

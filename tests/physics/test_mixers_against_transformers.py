@@ -34,7 +34,7 @@ def layer_of(kind: str, **sizes: int) -> tuple[ModelSpec, list[Operator]]:
 def otherwise(kind: str, model: ModelSpec) -> float:
     """FLOPs per token between activations that transformers computes beyond the kernels, or by other functions."""
     mamba, linear, indexer = model.mamba, model.linear_attention, model.indexer
-    if kind in ("mamba2", "full_mamba2"):
+    if kind in ("mamba2", "full_mamba2", "shared_mamba2"):
         assert mamba is not None
         assert mamba.num_heads is not None
         # scores of every head, not of every group; states handed on by a product of all chunks with all
@@ -42,10 +42,10 @@ def otherwise(kind: str, model: ModelSpec) -> float:
         chunks = MEASURED[kind]["tokens"] // mamba.chunk_size
         states = 2 * (chunks + 1) ** 2 * mamba.intermediate_size * mamba.state_size / MEASURED[kind]["tokens"]
         return scores + states
-    if kind == "mamba":
+    if kind in ("mamba", "griffin"):
         assert mamba is not None
-        # only the states' product with C; the rest is element by element
-        return -7 * mamba.intermediate_size * mamba.state_size
+        # only the states' product with C; the rest, and all of Griffin's scan, is element by element
+        return -(7 if kind == "mamba" else 20) * mamba.intermediate_size * mamba.state_size
     if kind in ("gated_delta", "kimi_delta"):
         assert linear is not None
         # triangles are solved, not multiplied

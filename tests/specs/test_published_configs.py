@@ -23,7 +23,7 @@ ENTRIES: dict[str, dict[str, Any]] = {
     entry["name"]: entry for entry in json.loads((Path(__file__).parent / "published.json").read_text())
 }
 CONFIGS = Path(__file__).parent / "configs"
-OTHERS = {"ministral", "internlm", "llama4_text", "mimo", "qwen4_exp_text"}
+OTHERS = {"ministral", "internlm", "llama4_text", "mimo", "qwen4_exp_text", "sdar", "sdar_moe", "llada2_moe"}
 """Read as an architecture that is held against a published config, or varied in test_huggingface."""
 TABLES = yaml.safe_load((Path(__file__).parent / "counts.yaml").read_text())
 DEFAULTS: dict[str, int] = TABLES["defaults"]

@@ -11,7 +11,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from planner.physics.layer.blocks import bias_gradients, cast_copy, enter_tp, leave_tp, local_copies, norm, rotary
+from planner.physics.layer.blocks import (
+    bias_gradients,
+    cast_copy,
+    dense_mlp,
+    enter_tp,
+    leave_tp,
+    local_copies,
+    norm,
+    rotary,
+    square,
+)
 from planner.physics.layer.core_attention import choice, core_attention, indexer, kv_heads_per_rank, scores
 from planner.physics.operators import BF16, Collective, Item, Operator, Saved
 from planner.shape import Number, Shape
@@ -96,6 +106,10 @@ def attention(model: ModelSpec, kind: LayerKind, shape: Shape, runtime: RuntimeS
     yield from core_attention(model, kind, shape, runtime)
     # the core's output has the layout of its queries, so that [seq, batch, heads·dim] is a view of it
     width = model.num_attention_heads * _value_dim(model) / shape.tp
+    if kind.attention == "differential":
+        # the same queries and keys to the other half of the values; the outputs' halves are subtracted and normed
+        yield from core_attention(model, kind, shape, runtime)
+        yield replace(norm("differential norm", width, shape.tokens, model, runtime), parameters=4 * model.head_dim)
     if model.attn_output_gate or model.attn_head_gate:
         gates = width if model.attn_output_gate else model.num_attention_heads / shape.tp
         yield _output_gate(width, gates, shape)
@@ -259,6 +273,43 @@ def cross_attention(model: ModelSpec, kind: LayerKind, shape: Shape, runtime: Ru
         parameters=heads * width * hidden,
     )  # fmt: skip
     yield from leave_tp(output, BF16 * shape.tokens * hidden, shape)
+
+
+def shared_block(model: ModelSpec, kind: LayerKind, shape: Shape, runtime: RuntimeSpec) -> Iterator[Item]:
+    """A block of attention and MLP that several layers run (Zamba): it reads the residual beside the embedding.
+
+    Adapters and the square matrix behind it are each layer's own.
+    """
+    model = model.of_layer(kind)
+    hidden, tokens, heads = model.hidden_size, shape.tokens, model.num_attention_heads / shape.tp
+    wide, width = model.model_copy(update={"hidden_size": 2 * hidden}), heads * model.head_dim
+    assert model.intermediate_size is not None
+    output = Operator(
+        name="attention output", kind="gemm", modules=("op",), m=tokens, n=hidden, k=width, parameters=width * hidden
+    )
+    block = (
+        norm("block norm", 2 * hidden, shape.shard_tokens, model, runtime),
+        *_qkv(wide, shape, runtime),
+        *core_attention(model, kind, shape, runtime),
+        *leave_tp(output, BF16 * tokens * hidden, shape),
+        norm("block mlp norm", hidden, shape.shard_tokens, model, runtime),
+        *dense_mlp(model, model.intermediate_size, shape, runtime, "mlp"),
+    )
+    for item in block:
+        yield replace(item, parameters=0) if model.shares_weights and isinstance(item, Operator) else item
+    mlp = 2 * model.intermediate_size / shape.tp
+    for name, inputs, columns, rank in (
+        *((name, 2 * hidden, 2 * hidden / shape.tp, model.block_adapter_ranks[0]) for name in ("q", "k", "v")),
+        ("gate, up", hidden, mlp, model.block_adapter_ranks[1]),
+    ):
+        for part, n, k, kept in (
+            ("down", rank, inputs, (Saved("latents", (tokens, rank)),)),
+            ("up", columns, rank, ()),
+        ):
+            product = Operator(name=f"{name} {part}", kind="gemm", m=tokens, n=n, k=k, parameters=n * k, saved=kept)
+            yield from (product,) * bool(rank)
+    yield Operator(name="block output", kind="elementwise", saved=(Saved("mlp output", (shape.shard_tokens, hidden)),))
+    yield from square(model, shape)
 
 
 def compressed_attention(

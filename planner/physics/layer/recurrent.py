@@ -177,6 +177,31 @@ def mamba1(model: ModelSpec, kind: LayerKind, shape: Shape, runtime: RuntimeSpec
     yield from _scan_out(model, mamba, width, shape, runtime)
 
 
+def griffin(model: ModelSpec, kind: LayerKind, shape: Shape, runtime: RuntimeSpec) -> Iterator[Item]:
+    """Griffin's recurrent block (De et al. 2024): a gate, a convolution, two gates by blocks, one number of state.
+
+    A channel's gates, its decay, the root of it and the update are some 20 FLOPs a token, without tensor cores.
+    """
+    mamba = model.mamba
+    assert mamba is not None
+    assert mamba.num_heads is not None
+    width, block = mamba.intermediate_size / shape.tp, mamba.intermediate_size / mamba.num_heads
+    tokens = shape.tokens
+    yield from _project_in(model, mamba, 2 * width, shape, runtime)
+    convolved = Saved("convolved", (tokens, width))
+    yield convolution("griffin convolution", width, mamba.conv_kernel, shape, mamba.conv_bias, (convolved,))
+    yield Operator(
+        name="griffin gates", kind="gemm", wide=True, count=2 * mamba.num_heads / shape.tp, m=tokens, n=block, k=block,
+        parameters=2 * width * (block + 1), saved=(Saved("gates", (2, tokens, width)),),
+    )  # fmt: skip
+    kept = (Saved("decays", (tokens, width), dtype="fp32"), Saved("states", (tokens, width)))
+    yield scan(
+        "griffin scan", 20 * width, BF16 * 4 * width, shape, (1, 1), kept, parameters=width, on_tensor_cores=False
+    )
+    yield _conv_product("griffin gate", width, shape, gemm_input=True)
+    yield from _scan_out(model, mamba, width, shape, runtime)
+
+
 def _project_in(
     model: ModelSpec, mamba: MambaSpec, columns: Number, shape: Shape, runtime: RuntimeSpec
 ) -> Iterator[Item]:

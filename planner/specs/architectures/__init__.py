@@ -328,7 +328,7 @@ def _tell_unread(config: Config, read: set[str], where: str) -> None:
         _log.warning("%s: not read, and may change parameters: %s", where, listed)
 
 
-_CANONICAL = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads")
+_CANONICAL = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "sliding_window")
 """Fields that functions read under our names, however a config spells them."""
 _TRACED = "trace it: plan models trace hf-code:{} -o model.yaml"
 

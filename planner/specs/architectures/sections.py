@@ -278,6 +278,12 @@ def xlstm(config: Config) -> Derived:
     }  # fmt: skip
 
 
+def zamba_adapters(config: Config) -> Derived:
+    """Zamba 2's adapters of shared blocks: those of the MLP always, those of attention where it says so."""
+    rank = whole(config, "adapter_rank")
+    return {"block_adapter_ranks": (rank if config.get("use_shared_attention_adapter") else 0, rank)}
+
+
 def nas_blocks(config: Config) -> Derived:
     """Nemotron-NAS: each block's attention and MLP have sizes of their own, are one matrix, or are left out.
 
