@@ -192,7 +192,10 @@ def embedding(model: ModelSpec, shape: Shape, runtime: RuntimeSpec) -> tuple[Ite
         backward_bytes=2 * hidden_bytes,
         forward_kernels=2,
         backward_kernels=3,
-        parameters=rows * model.hidden_size + model.num_position_parameters + model.num_other_parameters,
+        parameters=rows * model.hidden_size
+        + model.num_position_parameters
+        + model.num_other_parameters
+        + model.ngram_parameters / shape.tp,
         saved=(
             Saved("tokens", (shape.tokens,), dtype="int64"),
             Saved("whole output", (kept_by_view, model.hidden_size)),
@@ -405,6 +408,8 @@ def model_totals(
     if model.moe is not None:
         visited = model.moe.num_experts_per_tok / (model.moe.num_experts + model.moe.num_zero_experts)
         idle *= 1 - visited / (1 + model.moe.image_ratio)
+    # a token reads a few rows of the tables of n-grams
+    idle += model.ngram_parameters + sum(one.ngram_parameters or 0 for one in model.layer_sizes or ())
     trained = float(total - num_parameters(seeing, trained=False))
     if adapters is not None:
         trained = sum(

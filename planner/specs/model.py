@@ -206,7 +206,7 @@ class ModelSpec(Spec):
     ngram_size: PositiveInt | None = Field(default=None, le=10**6)
     """Width of an embedding of n-grams that a layer adds to the streams; said of layers by `layer_sizes` (Qwen4)."""
     ngram_parameters: NonNegativeInt = Field(default=0, le=10**13)
-    """Parameters of its table."""
+    """Parameters of its table; of a table beside the embedding, where no layer has one (LongCat-Flash-Lite)."""
     attn_res_block_size: PositiveInt | None = None
     """Layers between snapshots of the residual, to all of which every half layer attends (Kimi-K3); null for none."""
     mamba: MambaSpec | None = None

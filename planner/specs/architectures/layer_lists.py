@@ -337,6 +337,17 @@ def mllama_layers(config: Config) -> Derived:
     return {"layer_types": shortest(["cross" if one else "full" for one in crosses]), "layer_sizes": sizes}
 
 
+def iquest_layers(config: Config) -> Derived:
+    """IQuest-Q1's layers: a few first ones, a block of kinds that repeats, a few last ones."""
+    first, block, last = (
+        config.get(name) for name in ("first_layers_types", "hybrid_layers_types_block", "last_layers_types")
+    )
+    if not (isinstance(first, list) and isinstance(block, list) and isinstance(last, list)):
+        raise InexpressibleError("first_layers_types, hybrid_layers_types_block, last_layers_types: expected lists")
+    types = [*first, *block * min(whole(config, "num_hybrid_layers_block"), MAX_LAYERS), *last]
+    return window(never)({**config, "layer_types": types})
+
+
 def looped(key: str, default: int, first: str = "0", last: str = "num_hidden_layers") -> Callable[[Config], Derived]:
     """A function that writes layers again for each further time that they run, which stands under a key.
 
