@@ -402,6 +402,8 @@ _TABLE = Path(__file__).parent / "vision.yaml"
 _NORMS = {"rms_norm": "rmsnorm", "layer_norm": "layernorm"}
 _MOST, _MOST_LAYERS = 10**9, 1000
 """The largest number that is taken for a size, and for a number of layers or projectors."""
+_SIDE = 896
+"""Pixels along the side of an image, where a tower sees images as large as they are."""
 _PATCHES = 8192
 """The most patches along the side of an image that are taken for a size."""
 
@@ -475,9 +477,11 @@ def vision_of(config: Config, text_hidden: int) -> Derived | None:
     sizes = _Sizes(vision, config, {**row, "defaults": row["defaults"] | behind["defaults"]}, text_hidden)
     projector = [*row.get("projector", ()), *behind.get("projector", ())]
     again = sizes[row["again"]] if "again" in row else 0
-    tokens = behind.get("tokens", row.get("tokens"))
-    image_tokens = 1024 if tokens is None else max(sizes.sum_of(tokens), 1)
-    merged = sizes["m"] ** 2 if "m" in sizes.row["defaults"] else sizes["n"] // image_tokens
+    tokens = None if row.get("native") else behind.get("tokens", row.get("tokens"))
+    has_merges = "m" in sizes.row["defaults"]
+    side = _SIDE // max(sizes["k"] * (sizes["m"] if has_merges else 1), 1)
+    image_tokens = max(side**2 if tokens is None else sizes.sum_of(tokens), 1)
+    merged = sizes["m"] ** 2 if has_merges else 1 if tokens is None else sizes["n"] // image_tokens
     return {
         "encoder": _encoder(sizes, vision, row),
         "patch_values": sizes.sum_of(row["patch"]),
