@@ -53,6 +53,7 @@ MIXERS: dict[AttentionKind, tuple[Mixer, ...]] = {
     "sparse": (attention,),
     "compressed_sparse": (attention,),
     "heavily_compressed": (attention,),
+    "shared_compressed": (attention,),
     "mamba": (mamba1,),
     "mamba2": (mamba2,),
     "full_mamba2": (attention, mamba2),

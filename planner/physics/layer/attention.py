@@ -24,7 +24,7 @@ from planner.physics.layer.blocks import (
 )
 from planner.physics.layer.core_attention import choice, core_attention, indexer, kv_heads_per_rank, scores
 from planner.physics.operators import BF16, Collective, Item, Operator, Saved
-from planner.shape import Number, Shape
+from planner.shape import Number, Shape, minimum
 from planner.specs.model import LayerKind, ModelSpec
 from planner.specs.model_parts import CompressedAttentionSpec, MLASpec
 from planner.trainers.documents import head_dims
@@ -322,12 +322,16 @@ def compressed_attention(
     heads, width, tokens = model.num_attention_heads / shape.tp, model.head_dim, shape.tokens
     yield from _queries(model, spec, shape, runtime)
     yield from _keys("kv", model.hidden_size, width, model, shape, runtime)
-    rate = spec.rate(kind.attention)
-    if rate:
-        yield from _pooled("compressed kv", model.hidden_size, width, rate, spec.overlaps(rate), model, shape, runtime)
-    if kind.attention == "compressed_sparse":
-        yield from _chosen(model, spec, rate, shape, runtime)
-    yield from _core(model, kind, spec, shape)
+    shares = kind.attention == "shared_compressed"
+    rate = model.compress_rate if shares else spec.rate(kind.attention)
+    if model.makes_keys if shares else rate:
+        overlaps = not shares and spec.overlaps(rate)
+        yield from _pooled(
+            "compressed kv", model.hidden_size, width, rate, overlaps, model, shape, runtime, has_biases=not shares
+        )
+    if model.chooses_keys or kind.attention == "compressed_sparse":
+        yield from _chosen(model, spec, rate, shares, shape, runtime)
+    yield from _core(model, kind, rate, shape)
     # the rotated part of the output is rotated back, since values are rotated keys
     yield replace(rotary(heads * model.rotary_dim, tokens, runtime, ("op",)), name="rotate back")
     groups, inner = spec.o_groups / shape.tp, model.num_attention_heads * width / spec.o_groups
@@ -355,8 +359,9 @@ def _queries(model: ModelSpec, spec: CompressedAttentionSpec, shape: Shape, runt
     columns = heads * width
     query = Operator(name="q up", kind="gemm", modules=up, m=shape.tokens, n=columns, k=rank, parameters=columns * rank)
     yield from enter_tp("q up", [query], rank, shape, runtime)
-    normed = norm("q norm", width, shape.tokens * heads, model, runtime, saves_output=False, module="mla_up_proj")
-    yield replace(normed, parameters=0)
+    if spec.norms_queries:
+        normed = norm("q norm", width, shape.tokens * heads, model, runtime, saves_output=False, module="mla_up_proj")
+        yield replace(normed, parameters=0)
     turned = rotary(heads * model.rotary_dim, shape.tokens, runtime, up)
     yield replace(turned, saved=(Saved("q", (shape.tokens, heads, width), up),))
 
@@ -383,14 +388,16 @@ def _keys(
 
 
 def _pooled(
-    name: str, inputs: int, width: int, rate: int, overlaps: bool, model: ModelSpec, shape: Shape, runtime: RuntimeSpec
-) -> Iterator[Item]:
+    name: str, inputs: int, width: int, rate: int, overlaps: bool, model: ModelSpec, shape: Shape, runtime: RuntimeSpec,
+    has_biases: bool = True,
+) -> Iterator[Item]:  # fmt: skip
     """Keys of windows of `rate` tokens: a softmax over gates weights what is projected; `overlaps`: two series of it.
 
-    With two series a window pools its own tokens and those before it. A position in the window has a bias of its own.
+    With two series a window pools its own tokens and those before it. A position in the window may have a bias of its
+    own. Keys of single tokens are projected alone.
     """
     columns, shard = (2 if overlaps else 1) * width, shape.shard_tokens
-    for part in ("values", "gates"):
+    for part in ("values", "gates")[: 1 if rate == 1 else 2]:
         yield Operator(
             name=f"{name} {part}", kind="gemm", m=shard, n=columns, k=inputs, parameters=columns * inputs,
             saved=(Saved(part, (shard, columns), ("op",)),),
@@ -401,7 +408,7 @@ def _pooled(
         # gates and values are read, and rows written; the backward reads both again and writes two gradients
         forward_bytes=2 * moved + BF16 * shard * width / rate, backward_bytes=4 * moved,
         forward_kernels=1 if runtime.fused_norm else 6, backward_kernels=2 if runtime.fused_norm else 8,
-        parameters=rate * columns,
+        parameters=rate * columns * has_biases,
     )  # fmt: skip
     pooled = shard / rate
     yield norm(f"{name} norm", width, pooled, model, runtime, saves_output=False)
@@ -410,13 +417,25 @@ def _pooled(
 
 
 def _chosen(
-    model: ModelSpec, spec: CompressedAttentionSpec, rate: int, shape: Shape, runtime: RuntimeSpec
+    model: ModelSpec, spec: CompressedAttentionSpec, rate: int, shares: bool, shape: Shape, runtime: RuntimeSpec
 ) -> Iterator[Item]:
-    """The indexer: compressed keys of its own, queries from the same latents, a weight a head, the best keys."""
+    """The indexer: keys of its own, queries from the same latents, a weight a head, the best keys.
+
+    Where keys are shared, those of the indexer are projected from them, by the layer that makes them.
+    """
     indexer = model.indexer
     assert indexer is not None
-    width, heads = indexer.index_head_dim, indexer.index_n_heads
-    yield from _pooled("index keys", model.hidden_size, width, rate, True, model, shape, runtime)
+    width, heads, keys = indexer.index_head_dim, indexer.index_n_heads, shape.seq_length / rate
+    if not shares:
+        yield from _pooled("index keys", model.hidden_size, width, rate, True, model, shape, runtime)
+    elif model.makes_keys:
+        rows = shape.tokens / rate
+        yield Operator(
+            name="index keys", kind="gemm", m=rows, n=width, k=model.head_dim, parameters=width * model.head_dim
+        )
+        yield norm("index norm", width, rows, model, runtime)
+    elif spec.candidates is not None:
+        keys = minimum(keys, spec.candidates)
     for name, columns, inputs in (
         ("index q", heads * width, spec.q_lora_rank),
         ("index weights", heads, model.hidden_size),
@@ -425,12 +444,11 @@ def _chosen(
             name=name, kind="gemm", wide=True, m=shape.tokens, n=columns, k=inputs, parameters=columns * inputs,
             saved=(Saved(name, (shape.tokens, columns)),),
         )  # fmt: skip
-    keys = shape.seq_length / rate
     yield scores(indexer, shape, keys)
     yield choice(indexer, shape, keys)
 
 
-def _core(model: ModelSpec, kind: LayerKind, spec: CompressedAttentionSpec, shape: Shape) -> Iterator[Item]:
+def _core(model: ModelSpec, kind: LayerKind, rate: int, shape: Shape) -> Iterator[Item]:
     """One kernel over the keys of the window and the compressed ones; what each attends to is counted by itself."""
     heads, width, core = model.num_attention_heads / shape.tp, model.head_dim, ("core_attn",)
     assert model.sliding_window is not None
@@ -444,10 +462,9 @@ def _core(model: ModelSpec, kind: LayerKind, spec: CompressedAttentionSpec, shap
         ),
     )  # fmt: skip
     yield attended
-    rate = spec.rate(kind.attention)
     if not rate:
         return
-    chosen = model.indexer.index_topk if kind.attention == "compressed_sparse" and model.indexer else 0
+    chosen = model.indexer.index_topk if kind.attention != "heavily_compressed" and model.indexer else 0
     yield replace(
         attended, name="attention to compressed keys", kv_len=shape.seq_length / rate, window=chosen, parameters=0,
         saved=(),

@@ -400,7 +400,10 @@ def _featurewise(
 
 
 def ngrams(size: int, model: ModelSpec, shape: Shape, runtime: RuntimeSpec) -> Iterator[Operator]:
-    """Embeddings of n-grams, whose projected values every stream adds through a gate and a convolution (Qwen4)."""
+    """Embeddings of n-grams, whose projected values every stream adds through a gate (DeepSeek-V4.1).
+
+    Qwen4 norms the values too, and passes them through a convolution.
+    """
     tokens, hidden = shape.shard_tokens, model.hidden_size
     width, moved = model.num_residual_streams * hidden, BF16 * tokens * size
     yield Operator(
@@ -412,7 +415,7 @@ def ngrams(size: int, model: ModelSpec, shape: Shape, runtime: RuntimeSpec) -> I
         name="n-gram keys, values", kind="gemm", m=tokens, n=columns, k=size, parameters=columns * size,
         saved=(Saved("embeddings", (tokens, size)), Saved("values", (tokens, hidden))),
     )  # fmt: skip
-    for name in ("key", "query", "value"):
+    for name in ("key", "query") if model.stream_rank is None else ("key", "query", "value"):
         yield norm(f"n-gram {name} norm", width, tokens, model, runtime)
     gates = _passes("n-gram gates", (4 * width, 2 * width), shape, runtime)
     yield replace(gates, saved=(Saved("convolved", (tokens, width)),))

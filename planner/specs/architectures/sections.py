@@ -182,6 +182,38 @@ def compressed_attention(config: Config) -> Derived:
     }  # fmt: skip
 
 
+def shared_compression(config: Config) -> Derived:
+    """DeepSeek-V4.1: listed layers compress keys and choose among them for those behind; some add n-grams."""
+    layers = num_layers(config)
+    rates, makers, choosers, adders, rows = (
+        stated if isinstance(stated := config.get(key), list) and all(type(one) is int for one in stated) else []
+        for key in ("compress_ratios", "kv_source_layer_ids", "index_source_layer_ids", "engram_layer_ids",
+                    "engram_num_embeddings")
+    )  # fmt: skip
+    if len(rates) < layers or min(rates, default=0) < 0 or len(rows) < len(adders):
+        raise InexpressibleError(f"compress_ratios, engram_num_embeddings: {rates!r:.60}, {rows!r:.60}")
+    names = ("engram_max_ngram_size", "engram_n_heads", "engram_head_dim")
+    orders, heads, width = (max(whole(config, name), 1) for name in names)
+    sizes = list[Derived]()
+    for layer, rate in enumerate(rates[:layers]):
+        own: Derived = {"makes_keys": layer in makers, "chooses_keys": layer in choosers, "compress_rate": rate}
+        sizes.append(own if rate else {})
+        if layer in adders:
+            table = rows[adders.index(layer)] * width
+            sizes[-1] |= {"ngram_size": (orders - 1) * heads * width, "ngram_parameters": table}
+    has_candidates = whole(config, "candidate_source_layer_id") >= 0
+    blocks = whole(config, "candidate_topk_blocks") * whole(config, "candidate_block_size")
+    return {
+        "layer_types": lists.shortest(["shared_compressed" if rate else "sliding" for rate in rates[:layers]]),
+        "layer_sizes": tuple(sizes),
+        "partial_rotary_factor": whole(config, "qk_rope_head_dim") / max(whole(config, "head_dim"), 1),
+        "compressed_attention": {
+            "q_lora_rank": whole(config, "q_lora_rank"), "o_groups": whole(config, "o_groups"), "norms_queries": False,
+            "o_lora_rank": whole(config, "o_lora_rank"), "candidates": blocks if has_candidates else None,
+        },
+    }  # fmt: skip
+
+
 _MINIMAX_M3_OLD = {
     "index_n_heads": "sparse_num_index_heads", "index_head_dim": "sparse_index_dim",
     "index_block_size": "sparse_block_size", "index_topk_blocks": "sparse_topk_blocks",
