@@ -425,7 +425,8 @@ def _chosen(
     """
     indexer = model.indexer
     assert indexer is not None
-    width, heads, keys = indexer.index_head_dim, indexer.index_n_heads, shape.seq_length / rate
+    width, heads = indexer.index_head_dim, indexer.index_n_heads
+    keys: Number = shape.seq_length / rate
     if not shares:
         yield from _pooled("index keys", model.hidden_size, width, rate, True, model, shape, runtime)
     elif model.makes_keys:
