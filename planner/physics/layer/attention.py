@@ -109,7 +109,13 @@ def attention(model: ModelSpec, kind: LayerKind, shape: Shape, runtime: RuntimeS
     if kind.attention == "differential":
         # the same queries and keys to the other half of the values; the outputs' halves are subtracted and normed
         yield from core_attention(model, kind, shape, runtime)
-        yield replace(norm("differential norm", width, shape.tokens, model, runtime), parameters=4 * model.head_dim)
+        normed = norm("differential norm", width, shape.tokens, model, runtime)
+        # what is subtracted, for the gradient of its factor; values of each half, once more for the other heads
+        again = (
+            Saved("subtracted", (shape.tokens, width)),
+            Saved("v", (shape.tokens, kv_heads_per_rank(model, shape) * model.head_dim)),
+        )
+        yield replace(normed, parameters=4 * model.head_dim, saved=(*normed.saved, *again))
     if model.attn_output_gate or model.attn_head_gate:
         gates = width if model.attn_output_gate else model.num_attention_heads / shape.tp
         yield _output_gate(width, gates, shape)
