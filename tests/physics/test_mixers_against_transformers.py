@@ -126,7 +126,8 @@ def test_the_flops_of_a_token_grow_with_the_sequence_only_where_layers_attend() 
         ("differential", {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64}, 30_296),
         # a layer with the shared block, less one without
         ("shared_mamba2", {"num_attention_heads": 8, "n_mamba_heads": 16, "mamba_ngroups": 1, "adapter_rank": 32,
-                           "use_mem_rope": True, "num_hidden_layers": 2, "layers_block_type": ["hybrid", "mamba"]}, 34_088),
+                           "use_mem_rope": True, "num_hidden_layers": 2,
+                           "layers_block_type": ["hybrid", "mamba"]}, 34_088),
     ],
 )  # fmt: skip
 def test_a_layer_keeps_what_transformers_keeps(kind: str, sizes: dict[str, Any], kept: int) -> None:

@@ -23,7 +23,7 @@ from planner.physics.layer.blocks import (
     square,
 )
 from planner.physics.layer.core_attention import choice, core_attention, indexer, kv_heads_per_rank, scores
-from planner.physics.operators import BF16, Collective, Item, Operator, Saved
+from planner.physics.operators import BF16, Collective, Item, Operator, Saved, matmul
 from planner.shape import Number, Shape, minimum
 from planner.specs.model import LayerKind, ModelSpec
 from planner.specs.model_parts import CompressedAttentionSpec, MLASpec
@@ -39,25 +39,23 @@ def latent_qkv(model: ModelSpec, mla: MLASpec, shape: Shape, runtime: RuntimeSpe
     heads = model.num_attention_heads / shape.tp
     qk_dim = mla.qk_nope_head_dim + mla.qk_rope_head_dim
     tokens, shard = shape.tokens, shape.shard_tokens
-    up, inputs = ("mla_up_proj",), model.hidden_size + model.qkv_bias
+    up, hidden, bias = ("mla_up_proj",), model.hidden_size, model.qkv_bias
     q_width = heads * qk_dim
     if mla.q_lora_rank is None:
-        query = Operator(
-            name="q", kind="gemm", m=tokens, n=q_width, k=model.hidden_size, parameters=q_width * model.hidden_size
-        )
+        query = matmul("q", tokens, q_width, model.hidden_size)
         yield from enter_tp("q", [query], model.hidden_size, shape, runtime)
     else:
         rank = mla.q_lora_rank
-        yield Operator(name="q down", kind="gemm", m=shard, n=rank, k=model.hidden_size, parameters=rank * inputs)
+        yield matmul("q down", shard, rank, hidden, biases=bias)
         yield cast_copy("kv down", (shard, model.hidden_size), ("layernorm",))
         yield norm("q latent norm", rank, shard, model, runtime, module="mla_up_proj")
         both, gates = (2 * rank, heads * mla.v_head_dim) if mla.gates_by_latents else (rank, 0)
         columns = q_width + gates
-        query = Operator(name="q up", kind="gemm", modules=up, m=tokens, n=columns, k=both, parameters=columns * both)
+        query = matmul("q up", tokens, columns, both, modules=up)
         yield from enter_tp("q up", [query], both, shape, runtime)
     rank = mla.kv_lora_rank
     down = rank + mla.qk_rope_head_dim
-    yield Operator(name="kv down", kind="gemm", m=shard, n=down, k=model.hidden_size, parameters=down * inputs)
+    yield matmul("kv down", shard, down, hidden, biases=bias)
     latent_norm = norm("kv latent norm", rank, shard, model, runtime, module="mla_up_proj")
     if not runtime.fused_rotary:
         # its input is a view of the down-projection's output, whose rotary part is kept along
@@ -67,7 +65,7 @@ def latent_qkv(model: ModelSpec, mla: MLASpec, shape: Shape, runtime: RuntimeSpe
         latent_norm = replace(latent_norm, saved=(*others, own))
     yield latent_norm
     kv_width = heads * (mla.qk_nope_head_dim + mla.v_head_dim)
-    keys = Operator(name="kv up", kind="gemm", modules=up, m=tokens, n=kv_width, k=rank, parameters=kv_width * rank)
+    keys = matmul("kv up", tokens, kv_width, rank, modules=up)
     yield from enter_tp("kv up", [keys], down, shape, runtime)
     # eager: v is a view that keeps the up-projection's output, nope keys included
     v_width = mla.v_head_dim + (0 if runtime.fused_rotary else mla.qk_nope_head_dim)
@@ -96,10 +94,7 @@ def attention(model: ModelSpec, kind: LayerKind, shape: Shape, runtime: RuntimeS
         if (model.attn_output_gate or model.attn_head_gate) and not model.mla.gates_by_latents:
             per_head = model.mla.v_head_dim if model.attn_output_gate else 1
             gates = model.num_attention_heads * per_head / shape.tp
-            product = Operator(
-                name="output gate", kind="gemm", m=shape.tokens, n=gates, k=model.hidden_size,
-                parameters=gates * model.hidden_size,
-            )  # fmt: skip
+            product = matmul("output gate", shape.tokens, gates, model.hidden_size)
             yield from enter_tp("output gate", [product], model.hidden_size, shape, runtime)
     if kind.attention == "indexed":
         yield from indexer(model, shape, runtime)
@@ -123,14 +118,8 @@ def attention(model: ModelSpec, kind: LayerKind, shape: Shape, runtime: RuntimeS
         # attention keeps its output too, for the gradient
         yield cast_copy("attention output", (shape.tokens, width))
     hidden_bytes = BF16 * shape.tokens * model.hidden_size
-    output = Operator(
-        name="attention output",
-        kind="gemm",
-        modules=("op",),
-        m=shape.tokens,
-        n=model.hidden_size,
-        k=width,
-        parameters=width * model.hidden_size + (model.hidden_size if model.output_bias else 0),
+    output = matmul(
+        "attention output", shape.tokens, model.hidden_size, width, biases=model.output_bias, modules=("op",)
     )
     yield from leave_tp(output, hidden_bytes, shape)
     biased = [(_qkv_width(model, shape), model.qkv_bias), (model.hidden_size, model.output_bias)]
@@ -187,12 +176,10 @@ def _qkv(model: ModelSpec, shape: Shape, runtime: RuntimeSpec) -> Iterator[Item]
     for name, kept, again in parts:
         modules = ("op",) if again else ()
         columns = cut if name == "qkv" else kept
-        product = Operator(
-            name=name, kind="gemm", modules=modules, m=shape.tokens, n=columns, k=model.hidden_size,
-            parameters=columns * model.hidden_size + (columns if model.qkv_bias else 0),
-            saved=() if name in copied else (Saved(name, (shape.tokens, kept), modules),),
-        )  # fmt: skip
-        products.append(product)
+        tensors = () if name in copied else (Saved(name, (shape.tokens, kept), modules),)
+        products.append(
+            matmul(name, shape.tokens, columns, model.hidden_size, *tensors, biases=model.qkv_bias, modules=modules)
+        )
     yield from enter_tp("qkv", products, model.hidden_size, shape, runtime)
     if model.query_rank is not None:
         yield from _queries_up(model, model.query_rank, heads, shape, runtime)
@@ -223,10 +210,7 @@ def _queries_up(model: ModelSpec, rank: int, heads: Number, shape: Shape, runtim
     """The norm and the second product of low-rank queries (Step-3's multi-matrix factorization attention)."""
     yield norm("q latent norm", rank, shape.tokens, model, runtime, saves_input=False)
     width = heads * model.head_dim
-    yield Operator(
-        name="q up", kind="gemm", m=shape.tokens, n=width, k=rank, parameters=width * rank,
-        saved=(Saved("q up", (shape.tokens, width)),),
-    )  # fmt: skip
+    yield matmul("q up", shape.tokens, width, rank, Saved("q up", (shape.tokens, width)))
 
 
 def _three(model: ModelSpec, heads: Number, kv_heads: Number) -> list[tuple[str, Number, bool]]:
@@ -259,10 +243,7 @@ def cross_attention(model: ModelSpec, kind: LayerKind, shape: Shape, runtime: Ru
     for name, m, columns, kept in (
         ("cross q", shape.tokens, heads * width, ()), ("cross k, v", rows, 2 * kv_heads * width, (images,)),
     ):  # fmt: skip
-        product = Operator(
-            name=name, kind="gemm", m=m, n=columns, k=hidden, parameters=columns * hidden,
-            saved=(*kept, Saved(name, (m, columns))),
-        )  # fmt: skip
+        product = matmul(name, m, columns, hidden, *kept, Saved(name, (m, columns)))
         yield from enter_tp(name, [product], hidden, shape, runtime) if not kept else (product,)
     normed = norm("cross qk norm", width, shape.tokens * heads + rows * kv_heads, model, runtime, saves_input=False)
     yield _with_parameters(normed, 2 * width)
@@ -274,10 +255,7 @@ def cross_attention(model: ModelSpec, kind: LayerKind, shape: Shape, runtime: Ru
             Saved("log-sum-exp", (shape.tokens, heads), ("core_attn",), dtype="fp32"),
         ),
     )  # fmt: skip
-    output = Operator(
-        name="attention output", kind="gemm", modules=("op",), m=shape.tokens, n=hidden, k=heads * width,
-        parameters=heads * width * hidden,
-    )  # fmt: skip
+    output = matmul("attention output", shape.tokens, hidden, heads * width, modules=("op",))
     yield from leave_tp(output, BF16 * shape.tokens * hidden, shape)
 
 
@@ -290,9 +268,7 @@ def shared_block(model: ModelSpec, kind: LayerKind, shape: Shape, runtime: Runti
     hidden, tokens, heads = model.hidden_size, shape.tokens, model.num_attention_heads / shape.tp
     wide, width = model.model_copy(update={"hidden_size": 2 * hidden}), heads * model.head_dim
     assert model.intermediate_size is not None
-    output = Operator(
-        name="attention output", kind="gemm", modules=("op",), m=tokens, n=hidden, k=width, parameters=width * hidden
-    )
+    output = matmul("attention output", tokens, hidden, width, modules=("op",))
     block = (
         norm("block norm", 2 * hidden, shape.shard_tokens, model, runtime),
         *_qkv(wide, shape, runtime),
@@ -312,7 +288,7 @@ def shared_block(model: ModelSpec, kind: LayerKind, shape: Shape, runtime: Runti
             ("down", rank, inputs, (Saved("latents", (tokens, rank)),)),
             ("up", columns, rank, ()),
         ):
-            product = Operator(name=f"{name} {part}", kind="gemm", m=tokens, n=n, k=k, parameters=n * k, saved=kept)
+            product = matmul(f"{name} {part}", tokens, n, k, *kept)
             yield from (product,) * bool(rank)
     yield Operator(name="block output", kind="elementwise", saved=(Saved("mlp output", (shape.shard_tokens, hidden)),))
     yield from square(model, shape)
@@ -348,10 +324,7 @@ def compressed_attention(
         saved=(Saved("output latents", (tokens, groups * spec.o_lora_rank), ("op",), gemm_input=True),),
     )  # fmt: skip
     rows = groups * spec.o_lora_rank
-    output = Operator(
-        name="attention output", kind="gemm", modules=("op",), m=tokens, n=model.hidden_size, k=rows,
-        parameters=rows * model.hidden_size,
-    )  # fmt: skip
+    output = matmul("attention output", tokens, model.hidden_size, rows, modules=("op",))
     yield from leave_tp(output, BF16 * tokens * model.hidden_size, shape)
 
 
@@ -359,11 +332,11 @@ def _queries(model: ModelSpec, spec: CompressedAttentionSpec, shape: Shape, runt
     """Queries through a low rank, normed over each head without weights, and rotated."""
     rank, heads, width = spec.q_lora_rank, model.num_attention_heads / shape.tp, model.head_dim
     up, hidden = ("mla_up_proj",), model.hidden_size
-    yield Operator(name="q down", kind="gemm", m=shape.shard_tokens, n=rank, k=hidden, parameters=rank * hidden)
+    yield matmul("q down", shape.shard_tokens, rank, hidden)
     yield cast_copy("kv", (shape.shard_tokens, hidden), ("layernorm",))
     yield norm("q latent norm", rank, shape.shard_tokens, model, runtime, module="mla_up_proj")
     columns = heads * width
-    query = Operator(name="q up", kind="gemm", modules=up, m=shape.tokens, n=columns, k=rank, parameters=columns * rank)
+    query = matmul("q up", shape.tokens, columns, rank, modules=up)
     yield from enter_tp("q up", [query], rank, shape, runtime)
     if spec.norms_queries:
         normed = norm("q norm", width, shape.tokens * heads, model, runtime, saves_output=False, module="mla_up_proj")
@@ -377,7 +350,7 @@ def _keys(
 ) -> Iterator[Item]:
     """The one head of keys that are values too, normed and rotated; every tensor-parallel rank gets all tokens'."""
     shard = shape.shard_tokens
-    yield Operator(name=name, kind="gemm", m=shard, n=width, k=inputs, parameters=width * inputs)
+    yield matmul(name, shard, width, inputs)
     yield norm(f"{name} norm", width, shard, model, runtime, saves_output=False)
     yield replace(
         rotary(model.rotary_dim, shard, runtime, ("op",)), name=f"{name} rotary",
@@ -404,10 +377,7 @@ def _pooled(
     """
     columns, shard = (2 if overlaps else 1) * width, shape.shard_tokens
     for part in ("values", "gates")[: 1 if rate == 1 else 2]:
-        yield Operator(
-            name=f"{name} {part}", kind="gemm", m=shard, n=columns, k=inputs, parameters=columns * inputs,
-            saved=(Saved(part, (shard, columns), ("op",)),),
-        )  # fmt: skip
+        yield matmul(f"{name} {part}", shard, columns, inputs, Saved(part, (shard, columns), ("op",)))
     moved = BF16 * shard * columns
     yield Operator(
         name=f"{name} pool", kind="elementwise", family="softmax", modules=("op",),
@@ -437,9 +407,7 @@ def _chosen(
         yield from _pooled("index keys", model.hidden_size, width, rate, True, model, shape, runtime)
     elif model.makes_keys:
         rows = shape.tokens / rate
-        yield Operator(
-            name="index keys", kind="gemm", m=rows, n=width, k=model.head_dim, parameters=width * model.head_dim
-        )
+        yield matmul("index keys", rows, width, model.head_dim)
         yield norm("index norm", width, rows, model, runtime)
     elif spec.candidates is not None:
         keys = minimum(keys, spec.candidates)
@@ -447,10 +415,7 @@ def _chosen(
         ("index q", heads * width, spec.q_lora_rank),
         ("index weights", heads, model.hidden_size),
     ):
-        yield Operator(
-            name=name, kind="gemm", wide=True, m=shape.tokens, n=columns, k=inputs, parameters=columns * inputs,
-            saved=(Saved(name, (shape.tokens, columns)),),
-        )  # fmt: skip
+        yield matmul(name, shape.tokens, columns, inputs, Saved(name, (shape.tokens, columns)), wide=True)
     yield scores(indexer, shape, keys)
     yield choice(indexer, shape, keys)
 
