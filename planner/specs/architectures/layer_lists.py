@@ -417,11 +417,15 @@ def zamba(config: Config, layer: int) -> bool:
     return layer == 2 or (period > 0 and layer > 2 and (layer - 3) % period == whole(config, "attn_layer_offset"))
 
 
-def lfm3_layers(config: Config) -> Derived:
-    """LFM3 has windows among LFM2's layers."""
-    turns = ("sliding", "conv", "full", "conv")
-    kinds = ("conv", *(turns[layer % 4] for layer in range(1, num_layers(config))))
-    return {} if config.get("layer_types") else {"layer_types": kinds}
+def turns(kinds: list[str], first: list[str] | None = None) -> Callable[[Config], Derived]:
+    """A function that lists kinds which take turns, behind a few first ones, where a config lists none."""
+
+    def derive(config: Config) -> Derived:
+        before = first or []
+        behind = [kinds[layer % len(kinds)] for layer in range(len(before), num_layers(config))]
+        return {} if config.get("layer_types") else {"layer_types": shortest([*before, *behind])}
+
+    return derive
 
 
 def jamba_moe(config: Config) -> Derived:

@@ -142,14 +142,6 @@ def dots3(config: Config) -> Derived:
     }
 
 
-def lara(config: Config) -> Derived:
-    """Lara Mini: gated delta net on two of five layers, windows on two, full attention on one."""
-    if config.get("layer_types") is not None:
-        return {}
-    turns = ("gated_delta", "sliding", "gated_delta", "full", "sliding")
-    return {"layer_types": lists.shortest([turns[layer % 5] for layer in range(num_layers(config))])}
-
-
 _COMPRESSED = {
     "sliding_attention": "sliding", "compressed_sparse_attention": "compressed_sparse",
     "heavily_compressed_attention": "heavily_compressed",
