@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Literal
 
-from planner.physics.operators import BF16, FP32, Collective, Item, Operator, Saved
+from planner.physics.operators import BF16, FP32, Collective, Item, Operator, Saved, matmul
 from planner.shape import Number, Shape
 from planner.specs.model import ModelSpec
 from planner.trainers.spec import RuntimeSpec
@@ -353,7 +353,7 @@ def dense_mlp(model: ModelSpec, intermediate: int, shape: Shape, runtime: Runtim
 def square(model: ModelSpec, shape: Shape) -> Iterator[Item]:
     """One square matrix in the place of half a layer (Nemotron-NAS), of which a tensor-parallel rank has its share."""
     rows, hidden = model.hidden_size / shape.tp, model.hidden_size
-    product = Operator(name="linear", kind="gemm", m=shape.tokens, n=hidden, k=rows, parameters=rows * hidden)
+    product = matmul("linear", shape.tokens, hidden, rows)
     yield from leave_tp(product, BF16 * shape.tokens * hidden, shape)
 
 
@@ -361,11 +361,9 @@ def per_layer_input(model: ModelSpec, size: int, shape: Shape, runtime: RuntimeS
     """The part of a layer's own embedding that it adds: gated by the stream, projected, normed; whole on every rank."""
     hidden, tokens = model.hidden_size, shape.shard_tokens
     kept = tuple(Saved(name, (tokens, width)) for name, width in (("input", hidden), ("gate", size)))
-    yield Operator(
-        name="layer input gate", kind="gemm", m=tokens, n=size, k=hidden, parameters=size * hidden, saved=kept
-    )
+    yield matmul("layer input gate", tokens, size, hidden, *kept)
     yield activation_of("layer input", model, tokens, size, runtime, ())
-    yield Operator(name="layer input up", kind="gemm", m=tokens, n=hidden, k=size, parameters=size * hidden)
+    yield matmul("layer input up", tokens, hidden, size)
     yield norm("layer input norm", hidden, tokens, model, runtime, saves_output=False)
     yield residual("layer input residual", hidden, tokens, runtime)
 
@@ -432,7 +430,10 @@ def _featurewise(
 
 
 def ngrams(size: int, model: ModelSpec, shape: Shape, runtime: RuntimeSpec) -> Iterator[Operator]:
-    """Embeddings of n-grams, whose projected values every stream adds through a gate and a convolution (Qwen4)."""
+    """Embeddings of n-grams, whose projected values every stream adds through a gate (DeepSeek-V4.1).
+
+    Qwen4 norms the values too, and passes them through a convolution.
+    """
     tokens, hidden = shape.shard_tokens, model.hidden_size
     width, moved = model.num_residual_streams * hidden, BF16 * tokens * size
     yield Operator(
@@ -440,11 +441,15 @@ def ngrams(size: int, model: ModelSpec, shape: Shape, runtime: RuntimeSpec) -> I
         backward_bytes=2 * moved, forward_kernels=2, backward_kernels=3, parameters=model.ngram_parameters / shape.tp,
     )  # fmt: skip
     columns = width + hidden
-    yield Operator(
-        name="n-gram keys, values", kind="gemm", m=tokens, n=columns, k=size, parameters=columns * size,
-        saved=(Saved("embeddings", (tokens, size)), Saved("values", (tokens, hidden))),
-    )  # fmt: skip
-    for name in ("key", "query", "value"):
+    yield matmul(
+        "n-gram keys, values",
+        tokens,
+        columns,
+        size,
+        Saved("embeddings", (tokens, size)),
+        Saved("values", (tokens, hidden)),
+    )
+    for name in ("key", "query") if model.stream_rank is None else ("key", "query", "value"):
         yield norm(f"n-gram {name} norm", width, tokens, model, runtime)
     gates = _passes("n-gram gates", (4 * width, 2 * width), shape, runtime)
     yield replace(gates, saved=(Saved("convolved", (tokens, width)),))
@@ -459,7 +464,7 @@ def gather_streams(name: str, model: ModelSpec, shape: Shape, runtime: RuntimeSp
     streams, tokens = model.num_residual_streams, shape.shard_tokens
     width, kinds = streams * model.hidden_size, 2 + model.mixes_streams
     if model.stream_rank is not None:
-        back = Operator(name=f"{name} maps back", kind="gemm", m=tokens, n=streams, k=width, parameters=streams * width)
+        back = matmul(f"{name} maps back", tokens, streams, width)
         return (*_featurewise(name, model.stream_rank, width, model, shape, runtime), back)
     maps = (2 + streams * model.mixes_streams) * streams
     product = Operator(

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from planner.physics.operators import BF16, FP32, Collective, Item, Operator, Saved
+from planner.physics.operators import BF16, FP32, Collective, Item, Operator, Saved, matmul
 from planner.shape import Number, Shape, maximum, minimum, where
 from planner.specs.model import LayerKind, ModelSpec
 from planner.specs.model_parts import IndexerSpec
@@ -30,10 +30,7 @@ def indexer(model: ModelSpec, shape: Shape, runtime: RuntimeSpec) -> Iterator[It
     weights = (("index weights", heads, model.hidden_size),) if spec.weighs_heads else ()
     products = (("index q", heads * width, rank), ("index k", width, model.hidden_size), *weights)
     for name, columns, inputs in products:
-        yield Operator(
-            name=name, kind="gemm", wide=True, m=tokens, n=columns, k=inputs, parameters=columns * inputs,
-            saved=(Saved(name, (tokens, columns)),),
-        )  # fmt: skip
+        yield matmul(name, tokens, columns, inputs, Saved(name, (tokens, columns)), wide=True)
     yield Operator(
         name="index norm", kind="elementwise", family="norm", forward_bytes=2 * BF16 * tokens * width,
         backward_bytes=3 * BF16 * tokens * width, forward_kernels=1, backward_kernels=2,

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Literal
 
 from planner.physics.layer.blocks import activation_of, cast_copy, dense_mlp, gradient_sums, norm
-from planner.physics.operators import BF16, FP32, Collective, Item, Operator, Saved
+from planner.physics.operators import BF16, FP32, Collective, Item, Operator, Saved, matmul
 from planner.shape import Number, Shape, minimum
 from planner.specs.model import ModelSpec
 from planner.specs.model_parts import MoESpec
@@ -160,9 +160,7 @@ def _expert_norms(model: ModelSpec, moe: MoESpec, shape: Shape, runtime: Runtime
 def _latent(name: str, inputs: int, outputs: int, shape: Shape) -> Operator:
     """The projection of tokens to the width in which experts work, or back from it; every rank holds all of it."""
     kept = (Saved("combined", (shape.shard_tokens, inputs), gemm_input=True),) if name == "latent up" else ()
-    return Operator(
-        name=name, kind="gemm", m=shape.shard_tokens, n=outputs, k=inputs, parameters=inputs * outputs, saved=kept
-    )
+    return matmul(name, shape.shard_tokens, outputs, inputs, *kept)
 
 
 def _experts(model: ModelSpec, moe: MoESpec, shape: Shape, runtime: RuntimeSpec, rows: Number) -> Iterator[Item]:

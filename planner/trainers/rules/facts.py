@@ -173,7 +173,7 @@ def unsplit_state(model: ModelSpec, tp: int) -> str:
 
 def reads_before(model: ModelSpec) -> bool:
     """Layers read what the first stage has, or keys of a layer further back than the pairs of cross-layer attention."""
-    shares = [bool(one.shares_keys) for one in model.layer_sizes or ()]
+    shares = [bool(one.shares_keys or one.makes_keys is False) for one in model.layer_sizes or ()]
     is_looped = model.traced is not None and model.traced.is_looped
     is_looped = is_looped or any(one.shares_weights for one in model.layer_sizes or ())
     return is_looped or model.per_layer_input_size is not None or any(map(all, pairwise(shares)))
