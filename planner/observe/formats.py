@@ -76,10 +76,9 @@ def not_a_number(record: RunRecord, line: FoundLine) -> None:
 
 def with_data(record: RunRecord, line: FoundLine) -> None:
     """LeRobot's `step:9 … updt_s:0.302 data_s:13.330`: an update, and the wait for its batch before it."""
-    data_s = line.numbers.pop("data")
-    line.numbers["s"] += data_s
-    _take_step(record, line)
-    record.timer("data_loading", data_s)
+    data_s = line.numbers["data"]
+    if record.step(int(line.match["step"]), line.numbers["s"] + data_s, rank=line.rank):
+        record.timer("data_loading", data_s)
 
 
 def _add_hung(record: RunRecord, rank: int, sequence: int, **said: Any) -> None:
