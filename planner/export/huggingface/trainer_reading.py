@@ -106,7 +106,8 @@ def read_openrlhf(config: ConfigFile) -> ImportedRun:
     imported.source = "openrlhf"
     if is_rl:
         length, in_ray = imported.run["seq_length"] or 0, "train_ppo_ray" in config.text
-        imported.put(readings("openrlhf", given, length=length, in_ray=in_ray))
+        zero = imported.run["parallelism"].get("zero_stage")
+        imported.put(readings("openrlhf", given, length=length, in_ray=in_ray, zero=zero))
     return imported
 
 
@@ -150,8 +151,9 @@ def run_of_arguments(keyed: KeyedSettings, config: ConfigFile, tool: Dialect | N
     stage = {} if is_off(settings.get("deepspeed")) else {"zero_stage": layout.get("zero_stage")}
     known = {**settings, **stage, "said": said, "num_gpus": run["num_gpus"]}
     imported.refused = refused_settings(known, "huggingface", "accelerate", tool.name)
-    imported.refused += _other_batches(imported, said, deepspeed_beside(config, settings.get("deepspeed")) or {})
-    read_fine_tuning(imported, settings, number(said, *_SEQUENCE))
+    beside = deepspeed_beside(config, settings.get("deepspeed")) or {}
+    imported.refused += _other_batches(imported, said, beside)
+    read_fine_tuning(imported, settings, number(said, *_SEQUENCE), "optimizer" in beside)
     _list_unread(imported, settings)
     if is_on(settings.get("use_asft_loss")):
         imported.reinforce(frozen_copies=1)

@@ -115,10 +115,12 @@ def says_adapters(settings: Said) -> bool:
     return named in _WORDS or is_asked or (given and not is_off)
 
 
-def read_fine_tuning(imported: ImportedRun, settings: Fields, said_length: int | None = None) -> None:
+def read_fine_tuning(
+    imported: ImportedRun, settings: Fields, said_length: int | None = None, of_deepspeed: bool = False
+) -> None:
     """Put adapters, objective, optimizer and kernels into a run, and choose the trainer that keeps weights as it does.
 
-    `said_length` are the tokens of a sequence that the settings say.
+    `said_length` are the tokens of a sequence that the settings say; the optimizer may be `of_deepspeed`'s file.
     """
     run, layout = imported.run, imported.run["parallelism"]
     if says_adapters(settings) or str(settings.get("peft_type")).upper() == "LORA":
@@ -132,6 +134,7 @@ def read_fine_tuning(imported: ImportedRun, settings: Fields, said_length: int |
             imported.unknown[kind] = f"{settings[kind]}, priced as {'lora' if run.get('adapters') else 'all weights'}"
     of_run = {"runtime": run["runtime"], "adapters": run.get("adapters"), "layers": num_layers_of(run["model"])}
     of_layout = {"layout": layout, "zero": layout.get("zero_stage", 0), "said_length": said_length, "kinds": _KINDS}
+    of_layout["of_deepspeed"] = of_deepspeed
     of_layout["is_plain"] = has_plain_attention(run["model"])
     of_layout["switched"] = switches_of(load_runtime(HF_RUNTIME))["optimizer"]
     found = readings("huggingface", settings, **_WORDS_OF_TRAINERS, **of_run, **of_layout)
