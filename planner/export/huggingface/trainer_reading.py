@@ -59,6 +59,11 @@ _CALLS = re.compile(
     r"(TrainingArguments|\w*(SFT|DPO|CPO|GRPO|Reward|Trainer|Sft|KTO|ORPO|Lora|LoRA)(Config|Arguments)"
     r"|BitsAndBytesConfig|ParallelismConfig|DistributedConfig|get_peft_model|(^|\.)\w*Trainer)$"
 )
+_LEARNED = re.compile(
+    r"\b(?:trl |scripts\.|(?:run_|train_)?(?=\w+\.py\b))(dpo|kto|orpo|cpo|grpo|rloo|ppo|reward|gkd)"
+    r"(?:_vlm|_train|_modeling)?(?:\.py)?(?!\S)"
+)
+"""Programs of TRL, and of those who follow it, whose names say what is learned."""
 _SPELLED = {what: tuple(names.split()) for what, names in table()["huggingface"]["spelled"].items()}
 _SEQUENCE, _BATCH, _MODEL, _NARROWER, _OTHERS, _PACKING, _CHECKPOINTING = (
     _SPELLED[what] for what in ("sequence", "batch", "model", "narrower", "others", "packing", "checkpointing")
@@ -114,6 +119,8 @@ def read_openrlhf(config: ConfigFile) -> ImportedRun:
 def run_of_arguments(keyed: KeyedSettings, config: ConfigFile, tool: Dialect | None = None) -> ImportedRun:
     """The run of a trainer's settings, over the defaults of the tool that reads them."""
     keyed.settings = _in_one(keyed.settings)
+    if tool is None and (learned := _LEARNED.search(" ".join(keyed.script.words))) is not None:
+        keyed.settings.setdefault("stage", learned[1])
     said = {**_model_options(keyed.settings), **keyed.settings, **beside_adapters(keyed.settings, config)}
     _refuse_others(said, keyed, config)
     tool = tool or tool_of(said, config.text + keyed.program)
