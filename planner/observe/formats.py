@@ -62,6 +62,25 @@ def hung_work(record: RunRecord, line: FoundLine) -> None:
         _add_hung(record, rank, sequence)
 
 
+def stuck(record: RunRecord, line: FoundLine) -> None:
+    """`[PG ID 0 … Rank 6] ProcessGroupNCCL's watchdog got stuck for 480 seconds without making progress`: no number."""
+    _add_hung(record, int(line.match[1]), 0, seconds=float(line.match[2]))
+
+
+def not_a_number(record: RunRecord, line: FoundLine) -> None:
+    """A line whose loss or norm of gradients is no number; the step is the one that the lines before it have."""
+    step = record.numbers[-1] if record.numbers else 0
+    before = record.not_numbers
+    record.not_numbers = (before[0] + 1, before[1], step) if before else (1, step, step)
+
+
+def with_data(record: RunRecord, line: FoundLine) -> None:
+    """LeRobot's `step:9 … updt_s:0.302 data_s:13.330`: an update, and the wait for its batch before it."""
+    data_s = line.numbers["data"]
+    if record.step(int(line.match["step"]), line.numbers["s"] + data_s, rank=line.rank):
+        record.timer("data_loading", data_s)
+
+
 def _add_hung(record: RunRecord, rank: int, sequence: int, **said: Any) -> None:
     if len(record.hung_collectives) < MOST_ERRORS:
         record.hung_collectives.append(HungCollective(rank=rank, sequence=sequence, **said))
