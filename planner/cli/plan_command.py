@@ -109,10 +109,10 @@ def evaluate_command(
         return
     from planner.cli.inputs import read_described, read_job, read_parallelism
     from planner.layout.evaluate import evaluate
-    from planner.trainers.stated import as_consented, consented
+    from planner.trainers.stated import consented, of_today
 
     job = read_job(asked)
-    job = replace(job, runtime_spec=as_consented(job.runtime_spec, ()))
+    job = replace(job, runtime_spec=of_today(job.runtime_spec))
     run, parallelism = read_described(asked, job), read_parallelism(asked)
     shape = Printing(json, full, show)
     refuse_to_overwrite(output, force)
