@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from planner.cli import options as o
 from planner.cli.options import Word
-from planner.cli.output import show, tell
+from planner.cli.output import show, tell, waiting
 from planner.errors import SpecError, printable
 from planner.files import write_text
 
@@ -123,7 +123,8 @@ def _trace(source: str | None, shard: str | None, output: str | None, force: boo
             "plan models trace: names no module", "plan models trace module:FILE.py:FACTORY -o my-model.yaml"
         )
     shards = None if shard is None else {str(key): str(value) for key, value in load_yaml(shard).items()}
-    model = trace(source, PurePath(output or "traced").stem, shards)
+    with waiting("tracing the module"):
+        model = trace(source, PurePath(output or "traced").stem, shards)
     text = yaml.safe_dump(
         model.model_dump(mode="json", exclude_defaults=True), sort_keys=False, width=118, default_flow_style=None
     )

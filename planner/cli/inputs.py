@@ -105,7 +105,7 @@ def read_job(asked: JobOptions, said: set[str] | None = None) -> Job:
     if asked.model == asked.hardware == "-":
         raise SpecError("--model and --hardware: both read standard input", "name a file for one of them")
     model, hardware = load_model(asked.model), _hardware(asked)
-    asked, adapters = in_gpus(asked, hardware), read_adapters(asked)
+    asked, adapters = in_gpus(asked, hardware.gpus_per_node), read_adapters(asked)
     tunes = adapters is not None or asked.finetune
     usual = TUNING_RUNTIME if tunes else todays(DEFAULT_RUNTIME, hardware.architecture)
     name = asked.runtime or (usual if model.traced is None else MODULE_RUNTIME)
@@ -163,11 +163,11 @@ def _note_doubts(asked: JobOptions, cluster: ClusterSpec, tunes: bool) -> None:
                   cluster.node_size, rest)  # fmt: skip
 
 
-def in_gpus(asked: J, hardware: HardwareSpec) -> J:
+def in_gpus(asked: J, node_size: int) -> J:
     """The options with --nodes as --gpus. SpecError where both are given and differ."""
     if asked.nodes is None:
         return asked
-    gpus = asked.nodes * (asked.gpus_per_node or hardware.gpus_per_node)
+    gpus = asked.nodes * (asked.gpus_per_node or node_size)
     if asked.gpus not in (None, gpus):
         raise SpecError(f"--gpus {asked.gpus} and --nodes {asked.nodes}: {gpus} GPUs", f"--gpus {gpus}")
     return replace(asked, gpus=gpus, nodes=None)

@@ -109,10 +109,10 @@ def evaluate_command(
         return
     from planner.cli.inputs import read_described, read_job, read_parallelism
     from planner.layout.evaluate import evaluate
-    from planner.trainers.stated import as_consented, consented
+    from planner.trainers.stated import consented, of_today
 
     job = read_job(asked)
-    job = replace(job, runtime_spec=as_consented(job.runtime_spec, ()))
+    job = replace(job, runtime_spec=of_today(job.runtime_spec))
     run, parallelism = read_described(asked, job), read_parallelism(asked)
     shape = Printing(json, full, show)
     refuse_to_overwrite(output, force)
@@ -178,15 +178,16 @@ def _lines(file: BinaryIO, path: str) -> Iterator[str]:
 def replan_command(asked: SearchOptions, path: str, keep: str | None, json: bool, output: str | None,
                    force: bool) -> None:  # fmt: skip
     """Answer how the job of a saved plan goes on with `--gpus`."""
-    from planner.cli.inputs import Job, listed, read_limits
+    from planner.cli.inputs import Job, in_gpus, listed, read_limits
     from planner.decide.resume import replan
     from planner.plan_file import read_plan
     from planner.report.runs import render_resume
 
     _check_running(asked, path)
-    assert asked.gpus is not None
     refuse_to_overwrite(output, force)
     old = read_plan(path)
+    asked = in_gpus(asked, old.cluster.node_size)
+    assert asked.gpus is not None
     training = _training_of(asked, old)
     job = Job(old.model.spec, old.cluster, training, old.runtime, old.runtime_spec, {})
     limits = read_limits(asked, job)
@@ -206,7 +207,7 @@ def _check_running(asked: SearchOptions, path: str) -> None:
             option = "--" + name.replace("_", "-")
             ways = {"batch_tokens": "give sequences: -b", "allow": "move a switch: --switch NAME=VALUE"}
             raise SpecError(f"{option}: the running job's comes from {path}", ways.get(name, f"leave {option} out"))
-    if asked.gpus is None:
+    if asked.gpus is None and asked.nodes is None:
         raise SpecError("--gpus: is missing", f"for example plan --from {path} --gpus 1984")
 
 

@@ -356,9 +356,9 @@ def says_offer(offer: Offer, step_s: float) -> str:
     # what is priced on this layout alone may gain more in another
     least = "" if offer.replanned else "at least "
     faster = f"{least}{percent(1 - offer.step_s / step_s)} faster"
-    chosen = (
-        "" if offer.allow == (offer.switch,) or offer.switch == "dtype" else f" {named(offer.switch, offer.value)},"
-    )
+    what = named(offer.switch, offer.value)
+    what = what.removeprefix(offer.switch).strip() if offer.allow == (offer.switch,) else what
+    chosen = f" {what}," if what and offer.switch != "dtype" else ""
     return f"--allow {','.join(offer.allow)}:{chosen} {faster}, changes {offer.changes}"
 
 

@@ -19,7 +19,7 @@ from planner.profile.doctor import EXTRAS, Extra, Findings, Package
 from planner.profile.fitting import number_at
 from planner.profile.measurements import Profiled
 from planner.profile.probe_calibration import from_probe
-from planner.report.format import digits, gibibytes, percent, seconds, sentences
+from planner.report.format import counted, digits, gibibytes, percent, seconds, sentences
 from planner.report.pieces import Parts, as_group, bullets, columns, listed, section
 from planner.search.rebalance import Rebalanced
 from planner.specs.base import Fields
@@ -157,7 +157,7 @@ def render_start(start: ProbeStart) -> Group:
     fits = bullets(start.made_to_fit or ["nothing: it fits as planned"])
     return Group(
         Text(f"plan  {start.plan}", style="bold"),
-        Text(f"would start {start.num_ranks:,} ranks on {start.num_nodes:,} nodes; nothing was started"),
+        Text(f"would start {start.num_ranks:,} ranks on {counted(start.num_nodes, 'node')}; nothing was started"),
         section("Changed to fit into eager torch", fits),
         section(f"GiB of a rank, of {gibibytes(start.capacity_bytes)}", listed("probe_start", start.stages, gap=1)),
         section("Commands", bullets(f"{name}: {command}" for name, command in start.commands.items())),

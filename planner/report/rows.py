@@ -320,9 +320,10 @@ class Robust:
     def in_brief(self) -> str:
         """How the fastest stands if one of the assumptions fails, in a few words."""
         most, best = percent(self.losses[self.least]), percent(self.losses[0])
-        if self.least:
+        is_behind = best != percent(0.0)
+        if self.least and is_behind:
             return f"up to {best} behind if one fails, alternative {self.least} {most}"
-        if self.losses[0] > 0:
+        if is_behind:
             return f"if one fails, up to {best} behind"
         tried = len(self.assumptions) - 1
         return f"the fastest under {f'each of {tried} others' if tried > 1 else 'the one other'}"

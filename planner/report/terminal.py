@@ -349,7 +349,8 @@ def render_memory(answer: MemoryAnswer, stage: MemoryOfStage) -> Iterator[Render
     )
     when = seconds(stage.peak_s)
     flying = len({(tensor.microbatch, tensor.from_s) for tensor in stage.tensors if tensor.item == "activations"})
-    passes = "micro-batches" if len(stage.chunks) == 1 else "chunks of micro-batches"
+    one, more = ("micro-batch", "micro-batches") if len(stage.chunks) == 1 else ("chunk", "chunks of micro-batches")
+    passes = one if flying == 1 else more
     yield section(
         f"Stage {stage.stage}, {when} into the step: {len(stage.tensors):,} tensors, {flying} {passes} in flight",
         _largest(answer, stage),

@@ -166,6 +166,8 @@ def test_a_traced_file_plans_without_torch(tmp_path: Path, capsys: pytest.Captur
     assert "traced" in capsys.readouterr().err
     plan, folder = str(tmp_path / "plan.json"), tmp_path / "job"
     assert main([*words[:-2], "--runtime", "torch-eager", "-o", plan]) == 0
+    assert main(["export", plan, "--to", "megatron", "-o", str(folder)]) == 2
+    assert "--pp 1, and export that plan --to torch" in capsys.readouterr().err
     assert main(["export", plan, "--to", "torch", "-o", str(folder)]) == 0
     assert "-m planner.trace.run" in (folder / "launch.sh").read_text()
     runs = ["run", "--config", str(folder / "plan.torch.yaml"), "--steps", "3", "--seq-length", "32"]
