@@ -291,7 +291,10 @@ def working_set(op: Operator, runtime: RuntimeSpec) -> tuple[Saved, ...]:
         return ()
     if op.kind == "gemm":
         rows = op.count * op.m
-        gradients = (Saved("gradient of the output", (rows, op.n)), Saved("gradient of the input", (rows, op.k)))
+        output = Saved("gradient of the output", (rows, op.n))
+        if op.working_bytes is not None:  # of a loss in chunks, that of one chunk
+            output = Saved("gradient of a chunk of the output", (op.working_bytes,), dtype="bytes")
+        gradients = (output, Saved("gradient of the input", (rows, op.k)))
         if op.weight and not op.trained:
             unpacked = Saved("weight in 16 bits", (op.n, op.k))
             return (*gradients, unpacked) if op.is_cast and runtime.unpacks_frozen else gradients
