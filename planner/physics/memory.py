@@ -137,7 +137,9 @@ def gradients_bytes(dense: Number, expert: Number, shape: Shape, runtime: Runtim
 def whole_gradients_bytes(dense: Number, expert: Number, shape: Shape, runtime: RuntimeSpec) -> Number:
     """`gradients_bytes` when the backward is done."""
     on_gpu, is_piped = 1 - offloaded_gradients(runtime) * (shape.zero_stage >= 2), shape.pp > 1
-    bytes_per_parameter = on_gpu * (runtime.gradient_bytes + runtime.kept_gradient_bytes)
+    # beside sums in 16 bits there are no others
+    kept_bytes = runtime.kept_gradient_bytes * (runtime.gradient_bytes > BF16)
+    bytes_per_parameter = on_gpu * (runtime.gradient_bytes + kept_bytes)
     return bytes_per_parameter * where(is_piped, dense + expert, sharded(dense, expert, shape, runtime, 2))
 
 

@@ -82,7 +82,7 @@ def test_scans_exchange_tokens_for_heads(cp: int, sent: int) -> None:
 
 
 def test_a_loss_in_chunks_has_its_gradients_in_chunks() -> None:
-    """Each chunk has as many logits as a hidden state has elements: 2 GiB of the head for one million tokens, not 37."""
+    """Each chunk has as many logits as a hidden state has elements: 2 GiB for one million tokens, not 37."""
     model, shape = load_model("qwen3-8b"), Shape(cp=8, dp=1, seq_length=2**20, shard_size=8, zero_stage=3)
     chunked = load_runtime("torchtitan").with_features({"liger": "loss"})[0]
     held = transient_bytes([op for op in operators_of(head(model, shape, chunked)) if op.name == "head"], chunked)
