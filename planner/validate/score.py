@@ -396,8 +396,11 @@ def memory_coverage(scored: Sequence[Scored]) -> list[Coverage]:
         if error is None:
             total = run.layout.worst_stage.memory.total_bytes
             error = total / (run.row.measured.peak_memory_gib * GIB) - 1
-        width = half_width(run.layout.worst_stage.memory.total_bytes_interval or (1.0, 1.0))
-        inside.setdefault(kind, []).append(float(abs(math.log1p(error)) <= width))
+        memory = run.layout.worst_stage.memory
+        low, high = memory.total_bytes_interval or (memory.total_bytes, memory.total_bytes)
+        below = math.log(memory.total_bytes / low)
+        above = below if kind.startswith("allocated") else math.log(high / memory.total_bytes)
+        inside.setdefault(kind, []).append(float(-above <= math.log1p(error) <= below))
     told = [share for kind, shares in inside.items() if kind != "unverified" for share in shares]
     kinds = {"all but unverified": told, **inside} if told else inside
     return [
