@@ -14,7 +14,6 @@ import json
 import logging
 import math
 import os
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -34,7 +33,7 @@ from planner.observe.observation import Observed
 from planner.plan_file import plan_of
 from planner.profile.probed import LEAST_SENSITIVE, TRANSFER_WIDTH
 from planner.saved import KEY, as_saved, with_digest
-from planner.specs.base import Named, NonNegativeFloat, NonNegativeInt, PositiveFloat, Spec, Texts
+from planner.specs.base import Named, NonNegativeFloat, NonNegativeInt, PositiveFloat, Spec, Texts, grouped
 from planner.specs.cluster import ClusterSpec
 from planner.specs.problems import checked
 from planner.specs.reading import SAVED, label, load_yaml, printable
@@ -110,10 +109,7 @@ def posterior(runs: Sequence[KeptPrice], hardware_width: float) -> KernelPosteri
     apart = max(0.0, hardware_width**2 - TRANSFER_WIDTH**2)
     precision = 1 / max(math.sqrt(apart) / SIGMAS_TO_END, LEAST_PRIOR) ** 2
     weighted = 0.0
-    jobs = defaultdict(list)
-    for run in runs:
-        jobs[run.job].append(run)
-    known = [_job(together) for together in jobs.values()]
+    known = [_job(together) for together in grouped((run.job, run) for run in runs).values()]
     for mean, variance in known:
         precision += 1 / variance
         weighted += mean / variance

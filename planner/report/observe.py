@@ -31,6 +31,7 @@ from planner.report.format import (
     told,
 )
 from planner.report.pieces import Parts, as_group, bullets, columns, headed, listed, section, shares
+from planner.specs.base import grouped
 from planner.specs.reading import printable
 
 if TYPE_CHECKING:
@@ -335,12 +336,9 @@ def _families(steps: Sequence[TraceStep]) -> RenderableType:
 
 
 def _groups(steps: Sequence[TraceStep]) -> Table:
-    total: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
-    for step in steps:
-        for group in step.groups:
-            for index, value in enumerate((group.busy_s, group.hidden_s, group.exposed_s)):
-                total[group.group][index] += value / len(steps)
-    ranked = sorted(total.items(), key=lambda item: -item[1][2])
+    rows = grouped((row.group, (row.busy_s, row.hidden_s, row.exposed_s)) for step in steps for row in step.groups)
+    means = {group: [sum(parts) / len(steps) for parts in zip(*each, strict=True)] for group, each in rows.items()}
+    ranked = sorted(means.items(), key=lambda item: -item[1][2])
     return listed("trace_groups", ranked)
 
 

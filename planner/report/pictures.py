@@ -20,6 +20,7 @@ from planner.report.rows import Entry
 from planner.report.schedules import DrawnStep, Window, caption, shown_step
 from planner.schedule.actions import KINDS
 from planner.schedule.replay import FloatArray, Timeline, replay
+from planner.specs.base import grouped
 from planner.specs.units import GIB
 
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#F0E442", "#999999")
@@ -252,10 +253,8 @@ def _of_ranks(step: DrawnStep, window: Window, title: str, width: float) -> Plot
 
 
 def _kinds(step: DrawnStep) -> Iterator[tuple[str, str]]:
-    names: dict[str, list[str]] = {}
-    for kind in np.unique(step.timeline.graph.kind).tolist():
-        names.setdefault(ACTION_COLOURS[KINDS[kind]], []).append(_ACTIONS[KINDS[kind]])
-    for colour, kinds in names.items():
+    shown = [KINDS[kind] for kind in np.unique(step.timeline.graph.kind).tolist()]
+    for colour, kinds in grouped((ACTION_COLOURS[kind], _ACTIONS[kind]) for kind in shown).items():
         yield ", ".join(kinds) + (", lighter from chunk to chunk" if step.num_chunks > 1 else ""), colour
     if (step.timeline.timing.hop_s > 0).any():
         yield "transfer to the rank", "#59636e"

@@ -25,7 +25,7 @@ from planner.layout.alive import MemoryOfStage
 from planner.report.decisions import swept_axes
 from planner.report.format import gibibytes, large, unit_for
 from planner.report.pictures import MEMORY_COLOURS, PALETTE, envelope
-from planner.specs.base import Fields
+from planner.specs.base import Fields, grouped
 from planner.specs.units import GIB
 from planner.trainers.switches import written
 
@@ -132,11 +132,12 @@ def _write(drawn: Figure, path: str, force: bool) -> None:
 
 def series_of(sweep: Sweep) -> list[Series]:
     """The points that fit, by their options other than the number of GPUs."""
-    axes, found = [axis for axis in swept_axes(sweep) if axis != "gpus"], dict[str, list[Point]]()
-    for point in sweep.points:
-        if point.step_s is not None:
-            name = ", ".join(written(point.options[axis]) for axis in axes if axis in point.options)
-            found.setdefault(name, []).append(point)
+    axes = [axis for axis in swept_axes(sweep) if axis != "gpus"]
+    found = grouped(
+        (", ".join(written(point.options[axis]) for axis in axes if axis in point.options), point)
+        for point in sweep.points
+        if point.step_s is not None
+    )
     return [Series(name, sorted(points, key=lambda point: point.num_gpus)) for name, points in found.items()]
 
 

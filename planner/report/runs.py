@@ -15,6 +15,7 @@ from planner.decide.next import NextAnswer, NextOutcome, days_of
 from planner.decide.phases import LayoutChange, PhasesAnswer
 from planner.report.format import digits, duration, percent, sentences
 from planner.report.pieces import Parts, as_group, bullets, columns, listed, section
+from planner.specs.base import grouped
 
 
 @as_group
@@ -190,9 +191,7 @@ def _says_spares(resume: Resume) -> str:
 
 def _sources(resume: Resume) -> Iterator[str]:
     yield from sentences("resume_sources", row=resume.checkpoint)
-    told: dict[str, list[str]] = {}
-    for name, source in resume.sources.items():
-        told.setdefault(source, []).append(_NAMES.get(name, name))
+    told = grouped((source, _NAMES.get(name, name)) for name, source in resume.sources.items())
     yield from (f"{', '.join(names)}: {source}" for source, names in told.items())
 
 

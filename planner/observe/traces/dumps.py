@@ -20,7 +20,7 @@ from planner.errors import SpecError
 from planner.observe.observation import SavedPart
 from planner.observe.traces.events import TABLES, ranks_of
 from planner.observe.traces.source import Progress, load_plain, trace_file
-from planner.specs.base import Fields, Ints, Said, Texts
+from planner.specs.base import Fields, Ints, Said, Texts, grouped
 from planner.specs.expressions import told
 from planner.specs.reading import DUMP, label, parse_json, printable
 
@@ -429,9 +429,8 @@ def _group(key: tuple[str, str], dumps: Sequence[FlightDump]) -> FlightGroup:
     }
     present = list(of_rank)
     said = next((dump.members[key[0]] for dump in dumps if dump.members.get(key[0])), ())
-    by_sequence: dict[int, list[RecordedCollective]] = defaultdict(list)
-    for entry in sorted(chain(*of_rank.values()), key=lambda entry: entry.sequence):
-        by_sequence[entry.sequence].append(entry)
+    ordered = sorted(chain(*of_rank.values()), key=lambda entry: entry.sequence)
+    by_sequence = grouped((entry.sequence, entry) for entry in ordered)
     completed = {rank: max((e.sequence for e in own if e.done), default=0) for rank, own in of_rank.items()}
     # a rank whose ring begins later has called a collective and forgotten it
     first_kept = {dump.rank: 0 for dump in dumps if dump.rank in (said or present)}

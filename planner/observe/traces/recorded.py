@@ -39,7 +39,7 @@ from planner.observe.traces.events import (
     axis_of_description,
 )
 from planner.observe.traces.source import Progress, read_kineto, trace_file
-from planner.specs.base import Named, Texts
+from planner.specs.base import Named, Texts, grouped
 from planner.specs.expressions import told
 from planner.specs.reading import STDIN
 
@@ -143,15 +143,11 @@ def peer_times(ranks: Sequence[Sorted]) -> PeerTimes:
 
 def _matched(ranks: Sequence[Sorted]) -> Iterable[list[tuple[int, int]]]:
     """Lists of (rank's place, event's index) that are one exchange, of groups whose ranks did equally many."""
-    found: dict[SharedKey, list[list[tuple[int, int]]]] = defaultdict(list)
-    for place, events in enumerate(ranks):
-        mine: dict[SharedKey, list[tuple[int, int]]] = defaultdict(list)
-        for index in np.flatnonzero(events.group >= 0).tolist():
-            key = _shared_key(events, index)
-            if key is not None:
-                mine[key].append((place, index))
-        for key, entries in mine.items():
-            found[key].append(entries)
+    of_ranks = (
+        grouped((_shared_key(events, index), (place, index)) for index in np.flatnonzero(events.group >= 0).tolist())
+        for place, events in enumerate(ranks)
+    )
+    found = grouped((key, entries) for mine in of_ranks for key, entries in mine.items() if key is not None)
     for lists in found.values():
         if len({len(entries) for entries in lists}) == 1:
             yield from ([entries[number] for entries in lists] for number in range(len(lists[0])))

@@ -27,7 +27,7 @@ from planner.probe.rank.pipeline import EmulatedWires, RankClock, RankPipeline, 
 from planner.probe.result import StepSeconds
 from planner.probe.run import ProbeRun, holders, needed_by
 from planner.schedule.actions import Action
-from planner.specs.base import Ints
+from planner.specs.base import Ints, grouped
 from planner.specs.model import ModelSpec
 
 
@@ -111,16 +111,14 @@ class Parameters:
 
     def replicas(self) -> dict[Ints, dict[str, list[Tensor]]]:
         """Main gradients of parameters that are held more than once, by holders and by name."""
-        by_holders: dict[Ints, dict[str, list[nn.Parameter]]] = {}
-        for name, stage, parameter in self.named:
-            by_holders.setdefault(self.holders[name, stage], {}).setdefault(name, []).append(parameter)
+        by_holders = grouped((self.holders[name, stage], (name, parameter)) for name, stage, parameter in self.named)
         return {
             pp_ranks: {
                 name: [main_gradient(parameter) for parameter in replicas]
-                for name, replicas in names.items()
+                for name, replicas in grouped(pairs).items()
                 if len(pp_ranks) > 1 or len(replicas) > 1
             }
-            for pp_ranks, names in by_holders.items()
+            for pp_ranks, pairs in by_holders.items()
         }
 
 
