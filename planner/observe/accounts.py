@@ -420,7 +420,7 @@ def beside_steps(observation: Observation) -> tuple[Term, ...]:
 
     low_s, high_s = observation.step_s_spread or (step_s, step_s)
     between_s = max(wall.idle_s, wall.overlap_s)
-    names: Fields = {
+    names = {
         "o": observation, "wall": wall, "made_again": made_again, "low_s": low_s, "high_s": high_s, "longer": longer,
         "slow": lambda kind: sum(outlier.extra_s for outlier in outliers if outlier.kind == kind),
         "warm_up_s": observation.warmup_extra_s if observation.num_warmup_steps else 0.0,

@@ -72,7 +72,7 @@ def evidence_of(observed: Observed, plan: Plan | None, cluster: ClusterSpec | No
     width = math.hypot(spread, observation.step_s_precision_fraction)
     has_log = bool(observation.series.seconds) or not isinstance(observed, ObservedFiles)
     causes = [cause for cause in observed.causes if cause.name in OF_THE_STEP]
-    names: Fields = {
+    names = {
         "o": observation, "plan": plan, "cluster": cluster, "has_log": has_log, "causes": causes, "width": width,
         "why": observed.says.removeprefix("no verdict: ") if observed.prediction else "", "called": _called,
         "differences": differences, "LEAST_STEPS": LEAST_STEPS, "MOST_DRIFT": MOST_DRIFT, "MOST_SPREAD": MOST_SPREAD,

@@ -359,7 +359,7 @@ def recipe_terms(case: ObservedCase) -> tuple[Term, ...]:
 def _costs(case: ObservedCase) -> tuple[tuple[str, Term], ...]:
     """Each setting that the log states otherwise than what it is held against, with what that costs by the price."""
     before = layout_before(case)
-    terms = list[tuple[str, Term]]()
+    terms = []
     theirs = "the plan"
     if case.earlier is not None:
         theirs = "the earlier run"

@@ -36,7 +36,7 @@ from planner.saved import KEY, as_saved, with_digest
 from planner.specs.base import Named, NonNegativeFloat, NonNegativeInt, PositiveFloat, Spec, Texts, grouped
 from planner.specs.cluster import ClusterSpec
 from planner.specs.problems import checked
-from planner.specs.reading import SAVED, label, load_yaml, printable
+from planner.specs.reading import SAVED, load_yaml, printable, read_saved
 from planner.specs.registry import hardware_names, load_hardware
 from planner.trainers.calibration import Calibration, Factor
 from planner.trainers.load import RUNTIMES, load_runtime, switches_of
@@ -195,7 +195,7 @@ def keep(folder: Path, name: str, text: str) -> bool:
 
 def kept_files(folder: Path) -> dict[str, tuple[int, int]]:
     """The runs' files with their sizes and times; none where the folder cannot be listed."""
-    found: dict[str, tuple[int, int]] = {}
+    found = {}
     try:
         with os.scandir(folder) as entries:
             for entry in entries:
@@ -344,8 +344,7 @@ def text_of(run: KeptRun) -> str:
 
 def read_kept(path: Path) -> KeptRun:
     """The run in a file; SpecError where it holds none, or was edited."""
-    data = load_yaml(path, SAVED)
-    where = label(path)
+    data, where = read_saved(path)
     if not isinstance(data.get("plan"), dict):
         raise SpecError(f"{where}: is no run that plan validate --add kept", f"rm {where}")
     data = as_saved(data, where, f"rm {where} forgets the run; plan validate --add keeps it again")

@@ -78,6 +78,11 @@ def grouped(pairs: Iterable[tuple[K, V]]) -> dict[K, list[V]]:
     return found
 
 
+def filled(pairs: Iterable[tuple[K, V | None]]) -> dict[K, V]:
+    """The keys that have a value."""
+    return {key: value for key, value in pairs if value is not None}
+
+
 class Spec(BaseModel):
     """A value the user gives or reads: immutable, unknown keys are errors."""
 

@@ -27,7 +27,7 @@ from pydantic import Field
 from planner.errors import PlannerError
 from planner.layout.runs import parse_run
 from planner.shape import FloatArray
-from planner.specs.base import Fields, PositiveFloat, Spec, Texts, grouped
+from planner.specs.base import Fields, PositiveFloat, Spec, Texts, filled, grouped
 from planner.trainers.stated import consent_of, least_gain
 from planner.trainers.switches import SWITCHES
 from planner.validate.rows import PublishedRun, rows_of
@@ -148,7 +148,7 @@ def spreads(rows: Iterable[PublishedRun]) -> dict[str, float]:
     """The noise of each family of which it is known: of runs measured again, or of what should not differ."""
     families = grouped((row.family, row) for row in rows if row.counts)
     found = {name: repeat_spread(members) or OTHER_SPREADS.get(name) for name, members in families.items()}
-    return {name: spread for name, spread in found.items() if spread is not None}
+    return filled(found.items())
 
 
 def regrets(found: Sequence[PublishedSweep], noise: Mapping[str, float]) -> list[Regret]:

@@ -39,7 +39,7 @@ from planner.observe.traces.events import (
     axis_of_description,
 )
 from planner.observe.traces.source import Progress, read_kineto, trace_file
-from planner.specs.base import Named, Texts, grouped
+from planner.specs.base import Named, Texts, filled, grouped
 from planner.specs.expressions import told
 from planner.specs.reading import STDIN
 
@@ -191,8 +191,8 @@ def _clocks(ranks: Sequence[Sorted], shared: Sequence[list[tuple[int, int]]]) ->
             continue
         for place, index in entries[1:]:
             ends[first, place].append(int(trace.gpu["end"][first_index]) - int(ranks[place].trace.gpu["end"][index]))
-    known: set[int] = set()
-    errors: list[int] = []
+    known = set()
+    errors = []
     for root in range(len(ranks)):  # one of each part of the ranks that no collective joins to those before
         if root in known:
             continue
@@ -341,7 +341,7 @@ class ObservedFiles(Observed):
 def kinds_of(paths: Sequence[str]) -> dict[str, FileKind]:
     """The files that are no text logs, with their kinds; SpecError for one that cannot be read."""
     kinds = {path: file_kind_of(path) for path in paths if path != STDIN}
-    return {path: kind for path, kind in kinds.items() if kind is not None}
+    return filled(kinds.items())
 
 
 def read_recorded(
@@ -424,7 +424,7 @@ def _facts(traces: TraceReport | None) -> JobFacts:
 
 def _notes(recorded: Recorded) -> Texts:
     """Sentences on what the files cannot show."""
-    notes: list[str] = []
+    notes = []
     if recorded.traces:
         notes += [f"not shown: {sentence}" for sentence in recorded.traces.not_shown]
         notes += dict.fromkeys(warning for rank in recorded.traces.ranks for warning in rank.warnings)

@@ -147,12 +147,12 @@ class RankTrainer:
         self.clock = RankClock(device)
         dtype, grad_dtype = dtypes(run)
         self.dtype = dtype
-        stages = run.stages_of(pp_rank)
+        stages, actions = run.stages_of(pp_rank), tuple(run.order.ranks[pp_rank])
         self.chunks: dict[int, Chunk] = {}
         self.flat: list[FlatParameters | ShardedParameters] = []
         if run.sleep is not None:
             self.pipeline: RankPipeline = SleepingPipeline(
-                run.order, pp_rank, {}, wires, around, None, self.clock, durations=run.sleep, empty=self.empty
+                run.order, actions, {}, wires, around, None, self.clock, run.sleep, self.empty
             )
             return
         fully_sharded = run.fully_sharded and dense.group is not None
@@ -172,7 +172,7 @@ class RankTrainer:
         if self.clock.is_cuda:
             torch.cuda.empty_cache()  # what building needed for a moment is no part of the run
         tables = AttentionTables.of(run.model, run.whole_seq_length, around, self.empty())
-        self.pipeline = RankPipeline(run.order, pp_rank, self.chunks, wires, around, tables, self.clock)
+        self.pipeline = RankPipeline(run.order, actions, self.chunks, wires, around, tables, self.clock)
 
     @property
     def num_parameters(self) -> int:

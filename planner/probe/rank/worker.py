@@ -246,7 +246,7 @@ class Worker:
         with self.writing_down_attention():
             trainer.rehearse(self.status.at)
         reference = self.reference(run.warm_up_steps + run.num_steps) if run.check else None
-        checks: list[ProbeCheck] = []
+        checks = []
         loop = StepLoop(run, self.agree)
 
         def one_step(step: int) -> tuple[StepRecord, StepSeconds]:
@@ -377,7 +377,7 @@ class Worker:
         their groups'.
         """
         self.status.enter("reference", "" if self.rank == 0 else WAITING)
-        results: list[Any] = [compute_reference(self.run, num_steps, self.status.at) if self.rank == 0 else None]
+        results = [compute_reference(self.run, num_steps, self.status.at) if self.rank == 0 else None]
         if self.rank == 0:
             self.store.set(REFERENCE, "")
         while not self.store.check([REFERENCE]):
