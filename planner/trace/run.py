@@ -35,6 +35,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+from planner.specs.base import grouped
 from planner.specs.reading import load_yaml
 
 VIEWS = {
@@ -230,9 +231,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def joined(self) -> list[dict[str, Any]]:
         """The rows, each with those of its backward that are of another family behind it."""
-        beside: dict[int, list[dict[str, Any]]] = {}
-        for one in self.behind:
-            beside.setdefault(one["number"], []).append(one)
+        beside = grouped((one["number"], one) for one in self.behind)
         return [one for at, row in enumerate(self.rows) for one in (row, *beside.get(at, ()))]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
