@@ -27,7 +27,7 @@ from planner.export.megatron.keyed_reading import EXPERT_TARGETS, add_lora, read
 from planner.export.megatron.option_rows import options_of
 from planner.export.named_models import model_called, moe_of
 from planner.export.torchtitan_reading import run_of_settings
-from planner.specs.base import Named
+from planner.specs.base import Named, filled
 
 _MODES = {"True": "full", "False": "none", "None": "none"}
 _NO_EXTRA = {
@@ -163,7 +163,7 @@ def _of_megatron(settings: Settings, gpus: int | None) -> ImportedRun:
         ):
             keys[key], names[key] = value, path
     if is_on(keys.pop("activation_checkpointing", False)):
-        keys = {"recompute_granularity": "full", **{k: v for k, v in keys.items() if v is not None}}
+        keys = {"recompute_granularity": "full", **filled(keys.items())}
         if keys["recompute_granularity"] == "full":
             keys |= {"recompute_method": "uniform", "recompute_num_layers": 1}
     else:

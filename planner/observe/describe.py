@@ -42,7 +42,7 @@ _PARTS_OF_FORWARD_BACKWARD = ("forward_s", "backward_s")
 
 def breakdown_of(record: RunRecord, step_s: float) -> dict[str, float]:
     """The seconds of a step by its timers, and what they leave."""
-    found: dict[str, float] = {}
+    found = {}
     for term, names in TABLE["timer_terms"].items():
         if highs := next(filter(None, (_highs(record, name) for name in names)), None):
             found[term] = median(highs)
@@ -184,7 +184,7 @@ def described(record: RunRecord, trainer: str, sources: tuple[SourceFile, ...]) 
     """The observation of a record, whose statistics are robust."""
     _complete_first_row(record)
     facts = facts_of(record, trainer)
-    common: Fields = {"sources": sources, "facts": facts, **_beside_steps(record)}
+    common = {"sources": sources, "facts": facts, **_beside_steps(record)}
     _last_run(record)
     notes = list(record.notes)
     if record.duplicates:
@@ -241,7 +241,7 @@ def _refusal(record: RunRecord, facts: JobFacts, step_s: float) -> str:
     """The reason why no step can be said; empty where there is none."""
     seconds = np.frombuffer(record.seconds, dtype=float)
     low, high = seconds[seconds < step_s], seconds[seconds > step_s]
-    names: Fields = {
+    names = {
         "record": record, "seconds": record.seconds, "step_s": step_s, "pairwise": pairwise,
         "LEAST_OF_RUN": LEAST_OF_RUN, "MOST_APART": MOST_APART,
         "near": np.count_nonzero(np.abs(seconds / step_s - 1) < 0.03),

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 import re
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -29,7 +28,7 @@ from planner.observe.record import (
     text_of,
     whole,
 )
-from planner.specs.base import Fields, Said, Texts
+from planner.specs.base import Fields, Said, Texts, grouped
 from planner.specs.units import GB, GIB, KIB, MIB
 
 UNITS = {"": 1.0, "s": 1.0, "ms": 1e-3, "GB": GB, "KiB": KIB, "MiB": MIB, "GiB": GIB}
@@ -301,9 +300,7 @@ def automodel(record: RunRecord, line: FoundLine) -> None:
 
 
 def finish_bars(record: RunRecord) -> None:
-    bars: dict[float, list[tuple[float, float, float]]] = defaultdict(list)
-    for step, elapsed_s, total, rate in record.means:
-        bars[total].append((step, elapsed_s, rate))
+    bars = grouped((total, (step, elapsed_s, rate)) for step, elapsed_s, total, rate in record.means)
     asked = float(record.facts.get("num_steps_asked", 0))
     longest = max(bars, key=lambda total: (total == asked, max(at for _, at, _ in bars[total])), default=None)
     if longest is not None:

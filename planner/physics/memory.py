@@ -143,7 +143,9 @@ def keeps_gradients(shape: Shape, runtime: RuntimeSpec) -> Number:
 def whole_gradients_bytes(dense: Number, expert: Number, shape: Shape, runtime: RuntimeSpec) -> Number:
     """`gradients_bytes` when the backward is done."""
     on_gpu, is_piped = 1 - offloaded_gradients(runtime) * (shape.zero_stage >= 2), shape.pp > 1
-    bytes_per_parameter = on_gpu * (runtime.gradient_bytes + runtime.kept_gradient_bytes)
+    # beside sums in 16 bits there are no others
+    kept_bytes = runtime.kept_gradient_bytes * (runtime.gradient_bytes > BF16)
+    bytes_per_parameter = on_gpu * (runtime.gradient_bytes + kept_bytes)
     return bytes_per_parameter * where(is_piped, dense + expert, sharded(dense, expert, shape, runtime, 2))
 
 
@@ -297,7 +299,10 @@ def working_set(op: Operator, runtime: RuntimeSpec) -> tuple[Saved, ...]:
         return ()
     if op.kind == "gemm":
         rows = op.count * op.m
-        gradients = (Saved("gradient of the output", (rows, op.n)), Saved("gradient of the input", (rows, op.k)))
+        output = Saved("gradient of the output", (rows, op.n))
+        if op.working_bytes is not None:  # of a loss in chunks, that of one chunk
+            output = Saved("gradient of a chunk of the output", (op.working_bytes,), dtype="bytes")
+        gradients = (output, Saved("gradient of the input", (rows, op.k)))
         if op.weight and not op.trained:
             unpacked = Saved("weight in 16 bits", (op.n, op.k))
             return (*gradients, unpacked) if op.is_cast and runtime.unpacks_frozen else gradients

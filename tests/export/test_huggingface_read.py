@@ -119,9 +119,10 @@ def test_arguments_in_python_and_in_yaml() -> None:
     axolotl = read_configuration(
         "base_model: meta-llama/Llama-3.1-8B\nsequence_len: 8192\nmicro_batch_size: 1\ngradient_accumulation_steps: 2\n"
         "bf16: auto\nadapter: lora\ndeepspeed: deepspeed_configs/zero3_bf16.json\n"
+        "plugins:\n- axolotl.integrations.cut_cross_entropy.CutCrossEntropyPlugin\n"
     )
     assert (axolotl.run["model"], layout_of(axolotl)["zero_stage"]) == ("llama-3.1-8b", 3)
-    assert axolotl.run["adapters"]["base_bits"] == 16
+    assert (axolotl.run["adapters"]["base_bits"], axolotl.run["features"]["liger"]) == (16, "loss")
     assert not axolotl.unknown
 
 

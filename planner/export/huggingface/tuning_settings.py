@@ -234,7 +234,9 @@ _EXPERTS = "experts."
 
 def lora_config(adapters: AdapterSpec, model: ModelSpec) -> Fields:
     """Fields of peft's LoraConfig, with the targets in its order and without those of the other kind of attention."""
-    absent = ATTENTION[:3] if model.mla is not None else LATENT
+    absent = LATENT
+    if model.mla is not None:
+        absent = (*ATTENTION[1:3], *(ATTENTION[:1] if model.mla.q_lora_rank else LATENT[:2]))
     named = [name for name in TARGETS if name in adapters.modules and (name not in absent or name in adapters.targets)]
     return settings_file("lora", adapters=adapters, named=named)
 
