@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path, PurePath
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, BinaryIO
 
 import typer
 
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from planner.cli.inputs import Job
     from planner.decide.phases import Batch, Phase, PhasesAnswer
     from planner.search.case import Case
+    from planner.specs.base import Named, Texts
     from planner.specs.phases import PhaseSpec
     from planner.specs.training import TrainingSpec
 
@@ -123,7 +124,7 @@ def evaluate_command(
     answer(plan, shape, output, force, own)
 
 
-def _own_choice(job: Job, allow: tuple[str, ...]) -> PricedLayout | None:
+def _own_choice(job: Job, allow: Texts) -> PricedLayout | None:
     """The planner's choice for the same job, under the same consent; None where it finds no layout that fits."""
     from planner.search.search import planned
     from planner.specs.training import SearchLimits
@@ -219,7 +220,7 @@ def _training_of(asked: SearchOptions, old: Plan) -> TrainingSpec:
     from planner.specs.training import OperationsSpec, TrainingSpec
 
     names = ("global_batch_size", "moe_imbalance", "straggler_fraction")
-    changed: dict[str, Any] = {name: getattr(asked, name) for name in names if getattr(asked, name) is not None}
+    changed = {name: getattr(asked, name) for name in names if getattr(asked, name) is not None}
     if asked.tokens is not None:
         changed["tokens"] = count_of("tokens", asked.tokens)
     spelling = {name: option(name) for spec in (TrainingSpec, OperationsSpec) for name in spec.model_fields}
@@ -330,7 +331,7 @@ def _batches(spec: PhaseSpec, last: int, seq_length: int) -> Iterator[Batch]:
     yield Batch(last, left)
 
 
-def _paths(output: str | None, names: list[str], force: bool) -> dict[str, str]:
+def _paths(output: str | None, names: list[str], force: bool) -> Named:
     """The files of a folder's plans by phase, none of which may be there already; empty where a file is asked for."""
 
     if output is None or output == STDOUT:
@@ -345,7 +346,7 @@ def _paths(output: str | None, names: list[str], force: bool) -> dict[str, str]:
     return paths
 
 
-def _save(run: PhasesAnswer, output: str, paths: dict[str, str], force: bool) -> None:
+def _save(run: PhasesAnswer, output: str, paths: Named, force: bool) -> None:
     """Write one file, or a folder with a plan of each phase and the whole run."""
 
     if not paths:
