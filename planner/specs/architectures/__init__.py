@@ -274,7 +274,7 @@ _DECIDES = re.compile(
     r"hidden_size|intermediate|latent|expert|_rank$|heads?$|layers?$|_dim$|kernel|block_size|gate$|gated?_|_size$|_freq$"
     r"|interval|pattern|mtp|nextn|attn_res|compress|conv_|state_size|shared?_|(?<!un)tied?_|merge|stride"
     r"|window|_expand$|d_(model|state|conv|ssm|rel)$|n_embd|hc_mult|(?<!norm_)(?<!grouped_)topk$|groups$|dense_replace"
-    r"|layer_(end|period|offset)|expert_num$|num_inputs$"
+    r"|layer_(end|period|offset)|expert_num$|num_inputs$|sparse_.*config$"
 )
 """Names of keys that may say sizes, layers or parts of a model."""
 _SAYS_NOTHING = re.compile(
@@ -316,7 +316,8 @@ def _tell_unread(config: Config, read: set[str], where: str) -> None:
         for key, value in config.items()
         if key not in read
         and value not in (None, False, 0, "", [], {})
-        and not isinstance(value, (dict, float))
+        and not isinstance(value, float)
+        and (not isinstance(value, dict) or "sparse" in key)
         and _DECIDES.search(key)
         and not _SAYS_NOTHING.search(key)
         and not _is_listed(key, config)
