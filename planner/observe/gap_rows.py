@@ -80,7 +80,7 @@ class RunFiles(ObservedCase):
     def accounts(self) -> tuple[tuple[Account, Account | None], ...]:
         """Every rank with a GPU's trace, and what was planned of its stage."""
         candidate, grid = self.candidate, grid_of(self)
-        known: dict[int, Account] = {}
+        known = {}
         if candidate is not None and self.ranks and self.prediction and self.prediction.kind == "plan":
             pipeline = candidate.run()
             known = {n: planned(candidate, pipeline, n, "in the plan") for n in range(int(candidate.shape.pp))}

@@ -127,11 +127,17 @@ def gradients_bytes(dense: Number, expert: Number, shape: Shape, runtime: Runtim
     distributed/pipelining/stage.py: set_requires_gradient_sync(False)). Those of a step's only micro-batch that are
     made while activations go are counted at the peak (`stage_memory`).
     """
-    is_late = runtime.counts_moments * (shape.num_microbatches == 1)
+    is_late = runtime.counts_moments * (shape.num_microbatches == 1) * (1 - keeps_gradients(shape, runtime))
     # of plain replicas, buckets beside the gradients
     is_copied = runtime.copies_to_buckets * (shape.zero_stage == 0) * (shape.dp * shape.cp > 1)
     buckets = runtime.gradient_bytes * is_copied * (dense + expert)
     return where(is_late, 0.0, whole_gradients_bytes(dense, expert, shape, runtime)) + buckets
+
+
+def keeps_gradients(shape: Shape, runtime: RuntimeSpec) -> Number:
+    """1 where shards of gradients have a buffer that stays from step to step (DeepSpeed, runtime/zero/stage3.py:
+    grad_partitions_flat_buffer)."""
+    return (runtime.sharding == "deepspeed") * (shape.zero_stage == 3)
 
 
 def whole_gradients_bytes(dense: Number, expert: Number, shape: Shape, runtime: RuntimeSpec) -> Number:

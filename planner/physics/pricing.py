@@ -85,7 +85,8 @@ class Pricing:
     def __post_init__(self) -> None:
         # what a dtype and adapters mean for the trainer is settled once, for all that reads its fields
         runtime = self.runtime.in_dtype(self.training.dtype, self.cluster.hardware.architecture)
-        runtime = runtime.for_adapters(self.training.adapters).for_objective(self.training.objective)
+        runtime = runtime.for_model(self.model).for_adapters(self.training.adapters)
+        runtime = runtime.for_objective(self.training.objective)
         object.__setattr__(self, "runtime", runtime)
 
     @property

@@ -16,7 +16,7 @@ import numpy as np
 from pydantic import model_validator
 
 from planner.schedule.actions import Action, ActionList, Schedule
-from planner.specs.base import Ints, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Spec, Texts
+from planner.specs.base import Ints, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Spec, Texts, grouped
 from planner.specs.model import ModelSpec
 
 Device = Literal["cpu", "cuda"]
@@ -212,13 +212,12 @@ def _between(schedule: Schedule, action: Action, end: int, stage: int) -> Messag
 def traffic(schedule: Schedule) -> dict[tuple[int, int], list[Message]]:
     """Messages of a step between two different pipeline ranks, by (sender, receiver), in the order of the sender's
     actions."""
-    wires: dict[tuple[int, int], list[Message]] = {}
-    for rank, actions in enumerate(schedule.ranks):
-        for action in actions:
-            message = message_of(schedule, action)
-            if message is not None and schedule.stage_to_rank[message.stage] != rank:
-                wires.setdefault((rank, schedule.stage_to_rank[message.stage]), []).append(message)
-    return wires
+    return grouped(
+        ((rank, to), message)
+        for rank, actions in enumerate(schedule.ranks)
+        for message in (message_of(schedule, action) for action in actions)
+        if message is not None and (to := schedule.stage_to_rank[message.stage]) != rank
+    )
 
 
 Purpose = tuple[str, Ints]

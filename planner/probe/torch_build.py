@@ -105,7 +105,7 @@ def nvidia_rows(*asked: str) -> list[list[str]] | None:
 
 
 def _nvidia_fields(values: list[str]) -> Fields:
-    state: Fields = dict(zip(NVIDIA_FIELDS.values(), map(_number, values), strict=False))
+    state = dict(zip(NVIDIA_FIELDS.values(), map(_number, values), strict=False))
     busy_percent = state["busy_fraction"]
     state["busy_fraction"] = None if busy_percent is None else busy_percent / 100
     return {**state, "throttle_reasons": tuple(_reasons(values[-1]))}

@@ -232,6 +232,8 @@ class Memory(Group):
     """Ranks of unlike data that share the weights and gradients of a tensor-parallel rank, beside what ZeRO shards."""
     widens_gradients: bool = False
     """The optimizer makes fp32 copies of gradients that are 16 bits wide (Megatron-LM, optimizer.py: .float())."""
+    copies_moment: bool = False
+    """The update is not fused: roots of all second moments stand beside them (torch's AdamW with foreach)."""
     shards_experts_apart: bool = False
     """ZeRO shards what belongs to experts over all ranks that hold the same ones, more than share a shard of the rest
     where experts are spread over tensor-parallel ranks; without: over no more."""

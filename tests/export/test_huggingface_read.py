@@ -362,6 +362,18 @@ def test_a_program_that_a_launcher_starts_keeps_its_loss_where_sequences_are_spl
     assert peak.activations_bytes < 5e9 < 36 * 131072 * 4096 * 2
 
 
+def test_a_programs_own_file_stands_behind_it_and_the_launchers_before_it(tmp_path: Path) -> None:
+    (tmp_path / "zero3.yaml").write_text(
+        "distributed_type: DEEPSPEED\ndeepspeed_config: {zero_stage: 3}\nnum_processes: 2\nmixed_precision: bf16\n"
+    )
+    (tmp_path / "full.yaml").write_text(
+        "model_name_or_path: Qwen/Qwen3-8B\nmax_length: 1024\nper_device_train_batch_size: 1\nbf16: true\n"
+    )
+    (tmp_path / "run.sh").write_text("accelerate launch --config_file zero3.yaml scripts/run_dpo.py full.yaml\n")
+    run = read(tmp_path / "run.sh").run
+    assert (run["num_gpus"], run["seq_length"], run["parallelism"]["zero_stage"]) == (2, 1024, 3)
+
+
 _ROLL = (
     "pretrain: Qwen/Qwen3-8B\nprompt_length: 2048\nresponse_length: 4096\nactor_train:\n  model_args:\n"
     "    disable_gradient_checkpointing: false\n  training_args:\n    per_device_train_batch_size: 2\n"

@@ -51,12 +51,12 @@ def _said(options: Options, source: str) -> Fields:
     features: Fields = canonical(
         read_switches(SWITCH_OPTIONS, {name: words or True for name, words in options.items()})
     )
+    if read_dtype(options) == "fp16":
+        # gradients of fp16 are 16 bits wide unless they are asked to be 32
+        features["bf16_gradients"] = "--accumulate-allreduce-grads-in-fp32" not in options
     names = {"features": features, "dtype": read_dtype(options), "source": source}
     said = readings("megatron", options, **reading(options), **names, fields_of=SWITCHES["precision_recipe"].fields_of)
     left_out = () if "--num-experts" in options else _OF_MIXTURES
-    if read_dtype(options) == "fp16":
-        # gradients of fp16 are 16 bits wide unless they are asked to be 32
-        left_out = (*left_out, "bf16_gradients")
     features = {name: value for name, value in (features | said["features"]).items() if name not in left_out}
     return {**said, "features": features | read_fields([KERNELS], options)}
 

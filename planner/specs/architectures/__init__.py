@@ -21,6 +21,7 @@ from planner.errors import SpecError
 from planner.specs.architectures import derivations, layer_lists, sections
 from planner.specs.architectures.derivations import Config, Derived, InexpressibleError, check_switches, first_of
 from planner.specs.architectures.layer_lists import without_unused_sections
+from planner.specs.base import filled
 from planner.specs.model import ModelSpec
 from planner.specs.model_parts import MLASpec, MoESpec
 from planner.specs.problems import nearest, spec_error
@@ -120,6 +121,8 @@ ARCHITECTURES = _architectures(load_yaml(_HERE / "rows.yaml"))
 _NAMES = load_yaml(_HERE / "names.yaml")
 SAME_AS: dict[str, str] = _NAMES["same_as"]
 """Models that call a known architecture by a name of their own, in lower case with underscores."""
+OTHER: dict[str, tuple[str, bool, str]] = {name: tuple(row) for name, row in _NAMES["other"].items()}
+"""Kinds that are another where the value of a key is set, or is not."""
 INNER: tuple[str, ...] = tuple(_NAMES["inner"])
 """Keys under which a multimodal config holds that of its language model, whose `model_type` decides."""
 WRAPPERS: dict[str, str] = _NAMES["wrappers"]
@@ -216,7 +219,7 @@ def router(config: Config) -> Derived:
         config, ("scoring_func", "score_function", "score_func", "moe_router_activation_func", "moe_router_activation")
     )
     fields["scoring_func"] = _SCORES.get(scores, scores) if isinstance(scores, str) else scores
-    return {name: value for name, value in fields.items() if value is not None}
+    return filled(fields.items())
 
 
 def _vision(config: Config, text_hidden: Any, where: str) -> Derived:
@@ -328,7 +331,7 @@ def _tell_unread(config: Config, read: set[str], where: str) -> None:
         _log.warning("%s: not read, and may change parameters: %s", where, listed)
 
 
-_CANONICAL = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads")
+_CANONICAL = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "sliding_window")
 """Fields that functions read under our names, however a config spells them."""
 _TRACED = "trace it: plan models trace hf-code:{} -o model.yaml"
 
@@ -397,11 +400,12 @@ def _architecture(config: Config, where: str) -> tuple[Config, Architecture]:
     if kind in WRAPPERS and "hidden_size" not in config:
         raise SpecError(f"{where}: text_config: nothing, not a mapping", "give the language model's own config")
     name = SAME_AS.get(kind, kind)
-    name = "deepseek" if name == "deepseek_v2" and config.get("use_mla") is False else name
+    key, where_set, other = OTHER.get(name, ("", True, ""))
+    name = other if key in config and bool(config[key]) is where_set else name
     if name in ARCHITECTURES:
         warn_of_towers(config, where)
         return config, ARCHITECTURES[name]
-    problem = "is missing" if config.get("model_type") is None else f"unknown architecture {kind[:60]!r}"
+    problem = "is missing" if kind == "None" else f"unknown architecture {kind[:60]!r}"
     known = {*ARCHITECTURES, *SAME_AS, *WRAPPERS}
     raise SpecError(
         f"{where}: model_type: {problem}", f"{_TRACED.format(PurePath(where).parent)}{nearest(kind, known)}"
@@ -409,10 +413,12 @@ def _architecture(config: Config, where: str) -> tuple[Config, Architecture]:
 
 
 def _kind_of_model(config: Config) -> str:
-    """The `model_type` in lower case with underscores, as long as that is what the table knows."""
-    stated = config.get("model_type")
+    """The `model_type` in lower case with underscores, as long as that is what the table knows; else the class's."""
+    stated, classes = config.get("model_type"), config.get("architectures")
     if not isinstance(stated, str):
-        return str(stated)
+        known = {kind.replace("_", ""): kind for kind in (*ARCHITECTURES, *SAME_AS)}
+        made = classes[0] if isinstance(classes, list) and classes and isinstance(classes[0], str) else ""
+        return known.get(made.removesuffix("ForCausalLM").lower(), str(stated))
     plain = stated.lower()
     for kind in (stated, plain, plain.replace("-", "_")):
         if kind in ARCHITECTURES or kind in SAME_AS or kind in WRAPPERS or kind in REFUSED:

@@ -10,6 +10,7 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any
 
+from planner.specs.base import filled
 from planner.specs.expressions import names_in, value_of
 from planner.specs.reading import kind_of
 
@@ -79,7 +80,7 @@ def sizes(fields: Mapping[str, str | list[str]]) -> Callable[[Config], Derived]:
 
     def derive(config: Config) -> Derived:
         found = {name: size_of(config, texts) for name, texts in fields.items()}
-        return {name: size for name, size in found.items() if size is not None}
+        return filled(found.items())
 
     return derive
 
@@ -98,7 +99,7 @@ def section(
     def derive(config: Config) -> Derived:
         counted = {field: size_of(config, texts, needed=True) for field, texts in fields.items()}
         stated = {field: first_of(config, keys) for field, keys in others.items()}
-        return {name: counted | {field: value for field, value in stated.items() if value is not None}}
+        return {name: counted | filled(stated.items())}
 
     return derive
 
