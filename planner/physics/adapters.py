@@ -8,10 +8,11 @@ before each of its products.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import chain
 
 from planner.physics.operators import BF16, FP32, Collective, Item, Operator, Saved
+from planner.record import record
 from planner.shape import Number, Shape
 from planner.specs.training import EXPERTS, AdapterSpec
 from planner.trainers.spec import RuntimeSpec
@@ -22,7 +23,7 @@ WHOLE = frozenset({"q down", "kv down", "experts up", "experts down"})
 """Products that every tensor-parallel rank has whole, or that other ranks split."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record(kw_only=True)
 class Shares:
     """Ranks that share the parts of one adapter: its A, its B, and the rows of its output and of its input."""
 
@@ -121,7 +122,7 @@ def adapted(
     """
     if adapters is None:
         return tuple(items)
-    targets = _targets(adapters, runtime)
+    targets = _targets(adapters, runtime, {item.name for item in items})
     copied = runtime.adapter_copies_input or adapters.dropout > 0
     read = frozenset[int]() if copied else _read_by_adapters(items, targets)
     split = runtime.splits_adapters
@@ -139,9 +140,9 @@ def without_adapters(items: Sequence[Item]) -> tuple[Item, ...]:
     return tuple(item for item in items if not item.name.endswith(OF_ADAPTERS))
 
 
-def _targets(adapters: AdapterSpec, runtime: RuntimeSpec) -> frozenset[str]:
-    """Names of the products with an adapter."""
-    fused = _FUSED if runtime.fused_projections else {}
+def _targets(adapters: AdapterSpec, runtime: RuntimeSpec, names: set[str]) -> frozenset[str]:
+    """Names of the products with an adapter among operators of these names."""
+    fused = {} if names.intersection(_OPERATORS["gate_proj"]) else _FUSED
     named = {*adapters.modules, *(EXPERTS if runtime.adapts_experts and adapters.adapts_mlps else ())}
     return frozenset(name for module in named for name in fused.get(module, _OPERATORS[module]))
 

@@ -315,6 +315,7 @@ def _loss(name: str, model: ModelSpec, shape: Shape, runtime: RuntimeSpec, share
         n=columns,
         k=model.hidden_size,
         parameters=(0 if shares_weight else columns * model.hidden_size) + model.head_bias * columns,
+        working_bytes=BF16 * rows * columns if runtime.chunks_loss else None,
     )
     return (
         *enter_tp(name, [product], model.hidden_size, shape, runtime),

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from textwrap import wrap
 
@@ -18,7 +18,8 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from planner.answer import Plan, PricedLayout
-from planner.layout.alive import MemoryAnswer, MemoryChange, MemoryOfStage, MemoryTensor
+from planner.layout.alive import MemoryAnswer, MemoryChange, MemoryOfStage
+from planner.record import record
 from planner.report import small
 from planner.report.format import (
     EVIDENCE_IN_BRIEF,
@@ -34,7 +35,7 @@ from planner.report.format import (
 from planner.report.pieces import Parts, TextBar, as_group, bullets, columns, headed, listed, section
 from planner.report.rows import Entry, Figure, ReportSection, Robust, Table, entry_of
 from planner.report.view import View, seconds_table, stage_table, view_of
-from planner.specs.base import Texts
+from planner.specs.base import Texts, grouped
 
 LINES, COLUMNS = 38, 80
 """The most lines of an answer on a terminal of 80 columns and 40 lines, which has a prompt too."""
@@ -181,7 +182,7 @@ def _head(entry: Entry, width: int, figures: str) -> RichTable:
     return grid
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class _Block:
     """A part of the screen below a head: at least and at most so many lines, and what draws it in a number of lines."""
 
@@ -349,7 +350,8 @@ def render_memory(answer: MemoryAnswer, stage: MemoryOfStage) -> Iterator[Render
     )
     when = seconds(stage.peak_s)
     flying = len({(tensor.microbatch, tensor.from_s) for tensor in stage.tensors if tensor.item == "activations"})
-    passes = "micro-batches" if len(stage.chunks) == 1 else "chunks of micro-batches"
+    one, more = ("micro-batch", "micro-batches") if len(stage.chunks) == 1 else ("chunk", "chunks of micro-batches")
+    passes = one if flying == 1 else more
     yield section(
         f"Stage {stage.stage}, {when} into the step: {len(stage.tensors):,} tensors, {flying} {passes} in flight",
         _largest(answer, stage),
@@ -377,9 +379,7 @@ def _alike(stages: Sequence[MemoryOfStage]) -> Iterator[tuple[MemoryOfStage, Mem
 
 def _largest(answer: MemoryAnswer, stage: MemoryOfStage) -> RichTable:
     """The tensors alive at the peak, those of one name and shape together, and the quickest change that drops each."""
-    groups: dict[tuple[object, ...], list[MemoryTensor]] = {}
-    for tensor in stage.tensors:
-        groups.setdefault((tensor.item, tensor.part, tensor.name, tensor.shape, tensor.dtype), []).append(tensor)
+    groups = grouped(((one.item, one.part, one.name, one.shape, one.dtype), one) for one in stage.tensors)
     sized = sorted(((sum(one.bytes for one in group), group) for group in groups.values()), key=lambda row: -row[0])
     table = headed(("GiB", "item", "tensor", "number", "gone with", "step"), "rlwrwr")
     for num_bytes, (first, *others) in sized[:_MOST_GROUPS]:

@@ -91,6 +91,10 @@ class ModelSpec(Spec):
     """Norms multiply by 1 + weight (Gemma, Qwen3-Next)."""
     norm_in_fp32: bool | None = None
     """Weights of norms multiply in fp32 before the cast back (OLMo 2); given none, as `zero_centered_norm`."""
+    rotary_in_fp32: bool = False
+    """Transformers rotates queries and keys in fp32 (OLMo 2, ERNIE 4.5)."""
+    packed_projections: Literal["none", "attention", "mlp", "all"] = "none"
+    """Projections of one matrix in transformers: query, key and value (GPT-NeoX), gate and up (GLM-4), or both."""
     bias: bool = False
     """Every linear layer of the block has a bias (and so has LayerNorm), unless a field below says otherwise."""
     norm_bias: bool | None = None

@@ -264,6 +264,8 @@ class MoESpec(Spec):
     """Step by which a balancing bias moves; given none, the trainer's."""
     router_in_fp32: bool | None = None
     """Transformers computes the router's logits in fp32. Given none: it does so where a bias balances."""
+    row_weights_in_fp32: bool | None = None
+    """Its router's weights stay in fp32, and the rows that they weight with them (Mixtral). Given none: as logits."""
     scoring_func: ScoringFunction | None = None
     """Function that turns router logits into scores. Given none: sigmoid under a balancing bias, else softmax."""
     norm_topk_prob: bool = True
@@ -289,7 +291,7 @@ class MoESpec(Spec):
     output_norm: bool = False
     """A norm over what routed and shared experts give together (A.X-K1)."""
     latent_norm: bool = False
-    """A norm over what experts give in that width, before it is projected back (Kimi-K3)."""
+    """A norm over the experts' outputs in the latent width, before they are projected back (Kimi-K3)."""
     router_z_loss_coef: NonNegativeFloat = 0.0
     """Weight of the loss on the square of the logits' log-sum-exp (ST-MoE)."""
 

@@ -20,7 +20,6 @@ import tomllib
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -29,9 +28,10 @@ import yaml
 from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
 from planner.errors import SpecError, shortened
+from planner.record import record
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class InputLimits:
     """The most that is read of one text."""
 
@@ -383,6 +383,11 @@ def shipped_table(name: str) -> Any:
 def load_yaml(path: str | Path, limits: InputLimits = JSON) -> dict[str, Any]:
     """The mapping in a YAML or JSON file; `-` is stdin. Raises SpecError for whatever is not one."""
     return parse_mapping(read_text(path, limits.num_bytes), label(path), limits)
+
+
+def read_saved(path: str | Path) -> tuple[dict[str, Any], str]:
+    """The mapping in a file that a command saved, and the file as messages name it."""
+    return load_yaml(path, SAVED), label(path)
 
 
 def parse_mapping(text: str, where: str, limits: InputLimits = JSON) -> dict[str, Any]:

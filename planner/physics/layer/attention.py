@@ -16,6 +16,8 @@ from planner.physics.layer.blocks import (
     cast_copy,
     dense_mlp,
     enter_tp,
+    gradient_sums,
+    is_packed,
     leave_tp,
     local_copies,
     norm,
@@ -72,11 +74,17 @@ def latent_qkv(model: ModelSpec, mla: MLASpec, shape: Shape, runtime: RuntimeSpe
     rope = rotary(heads * mla.qk_rope_head_dim + mla.qk_rope_head_dim, tokens, runtime, up)
     # rotation writes q anew and assembles k from its two parts: nope and the rope part shared by all heads
     assembled = BF16 * tokens * 2 * heads * qk_dim
+    backward_bytes, family, kernels = 2 * assembled, "rotary", (1, 1)
+    if runtime.runs_transformers:  # gradients of heads are copied to rows, and parts joined for both projections
+        backward_bytes = 4 * (1.5 * assembled + BF16 * tokens * (kv_width + heads * mla.v_head_dim))
+        family, kernels = "strided", (6, 16)
+        yield from gradient_sums("latents", 2, BF16 * shard * model.hidden_size, runtime)
     kept = (("q", qk_dim), ("k", qk_dim), ("v", v_width))
     yield Operator(
-        name="assemble q, k", kind="elementwise", family="rotary", modules=up,
-        forward_bytes=rope.forward_bytes + 2 * assembled, backward_bytes=rope.backward_bytes + 2 * assembled,
-        forward_kernels=rope.forward_kernels + 1, backward_kernels=rope.backward_kernels + 1,
+        name="assemble q, k", kind="elementwise", family=family, modules=up,
+        forward_bytes=rope.forward_bytes + 2 * assembled, backward_bytes=rope.backward_bytes + backward_bytes,
+        forward_kernels=rope.forward_kernels + kernels[0],
+        backward_kernels=rope.backward_kernels + kernels[1],
         saved=tuple(Saved(name, (tokens, heads, width), up) for name, width in kept),
     )  # fmt: skip
 
@@ -169,7 +177,7 @@ def _qkv(model: ModelSpec, shape: Shape, runtime: RuntimeSpec) -> Iterator[Item]
     rotates, own_keys = model.position_embedding == "rope", kv_heads * (not model.shares_keys)
     # eager: q and k are copies after rotation, and v is a view that keeps the whole buffer; else q, k, v are kept once
     keeps_buffer = rotates and not runtime.fused_rotary
-    parts = [("qkv", width, False)] if runtime.fused_projections else _three(model, heads, kv_heads)
+    parts = [("qkv", width, False)] if is_packed("attention", model, runtime) else _three(model, heads, kv_heads)
     products = []
     # three: rotation makes copies of queries and keys, and keeps nothing of what it reads
     copied = ("q", "k") if keeps_buffer else ()
@@ -181,6 +189,13 @@ def _qkv(model: ModelSpec, shape: Shape, runtime: RuntimeSpec) -> Iterator[Item]
             matmul(name, shape.tokens, columns, model.hidden_size, *tensors, biases=model.qkv_bias, modules=modules)
         )
     yield from enter_tp("qkv", products, model.hidden_size, shape, runtime)
+    if len(products) == 1 and runtime.runs_transformers:
+        # of chunks, the backward joins the gradients; each slice's is written among zeros, and all are added up
+        passes = 2 if model.num_attention_heads == model.num_key_value_heads else 11
+        yield Operator(
+            name="qkv slices", kind="elementwise", family="strided", working_bytes=0, backward_kernels=8,
+            backward_bytes=passes * BF16 * shape.tokens * width,
+        )  # fmt: skip
     if model.query_rank is not None:
         yield from _queries_up(model, model.query_rank, heads, shape, runtime)
     if model.qk_norm:
@@ -200,7 +215,7 @@ def _qkv(model: ModelSpec, shape: Shape, runtime: RuntimeSpec) -> Iterator[Item]
         yield _with_parameters(normed, weights * model.head_dim * model.norm_weight)
     if rotates:
         width = (heads + own_keys) * model.head_dim
-        operator = rotary(width, shape.tokens, runtime, ("op",), model.scales_rotation)
+        operator = rotary(width, shape.tokens, runtime, ("op",), model.scales_rotation, model.rotary_in_fp32)
         turned = (("rotated q", heads), ("rotated k", own_keys))
         rotated = [Saved(name, (shape.tokens, number, model.head_dim)) for name, number in turned]
         yield _with_saved(operator, *rotated) if keeps_buffer else operator

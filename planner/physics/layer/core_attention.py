@@ -151,7 +151,9 @@ def core_attention(model: ModelSpec, kind: LayerKind, shape: Shape, runtime: Run
     qk_dim, v_dim = head_dims(model)
     if model.mla is not None:
         kv_heads = heads
-    if runtime.repeats_keys and model.num_key_value_heads < model.num_attention_heads:
+    if (
+        runtime.repeats_keys or (runtime.runs_transformers and not runtime.flash_attention)
+    ) and model.num_key_value_heads < model.num_attention_heads:
         yield _repeated(shape, model.head_dim, heads, kv_heads)
         kv_heads = heads
     sinks = heads if model.attention_sinks else 0
@@ -164,7 +166,8 @@ def core_attention(model: ModelSpec, kind: LayerKind, shape: Shape, runtime: Run
     masks_scores = kind.attention in ("indexed", "sparse") and not runtime.fuses_sparse_attention
     if masks_scores or not runtime.flash_attention:
         dtype = "fp32" if masks_scores else "bf16"
-        yield from _unfused_core(shape, runtime, heads, qk_dim, v_dim, sinks, output, dtype)
+        is_capped = model.attn_logit_softcapping is not None
+        yield from _unfused_core(shape, runtime, heads, qk_dim, v_dim, sinks, output, dtype, is_capped)
         return
     core, span = ("core_attn",), shape.seq_length
     gathered = shape.tokens * (shape.cp - 1), kv_heads, qk_dim + v_dim
@@ -218,11 +221,14 @@ def _merged(shape: Shape, head_bytes: Number, kv_bytes: Number, qk_dim: int, v_d
 
 
 def _unfused_core(
-    shape: Shape, runtime: RuntimeSpec, heads: Number, qk_dim: int, v_dim: int, sinks: Number, output: Saved, dtype: str
-) -> Iterator[Operator]:
+    shape: Shape, runtime: RuntimeSpec, heads: Number, qk_dim: int, v_dim: int, sinks: Number, output: Saved,
+    dtype: str, is_capped: bool,
+) -> Iterator[Operator]:  # fmt: skip
     """QKᵀ, softmax and AV as three kernels, of which the softmax keeps the probabilities.
 
-    In fp32 a mask of the chosen keys is added to the scores in a pass of its own.
+    In fp32 a mask of the chosen keys is added to the scores in a pass of its own. Transformers scales, masks, casts to
+    fp32, takes the softmax and casts back one after another, and keeps probabilities of both widths; a cap is three
+    kernels more, and keeps its tanh.
     """
     core, q_len, keys, in_fp32 = ("core_attn",), shape.seq_length / shape.cp, shape.seq_length, dtype == "fp32"
     count = shape.micro_batch_size * heads
@@ -232,6 +238,17 @@ def _unfused_core(
     if runtime.dropout:  # reads and writes once more
         kept += scores._replace(name="dropped probabilities"), scores._replace(name="mask", dtype="uint8")
         kernels, read, written = 2, read + 2.5, 5.5
+    if runtime.runs_transformers:
+        wide = scores._replace(name="probabilities in fp32", dtype="fp32")
+        for name, family, forward, backward, num_kernels, tensors in (
+            ("scale, mask", "residual", 6 + 6 * is_capped, 5 + 7 * is_capped, 2 + 3 * is_capped, (wide,)),
+            ("casts", "cast", 6, 6, 2, (scores._replace(name="tanh"),) * is_capped),
+        ):
+            yield Operator(
+                name=name, kind="elementwise", family=family, modules=core, forward_bytes=forward * scores.num_bytes,
+                backward_bytes=backward * scores.num_bytes, forward_kernels=num_kernels, backward_kernels=num_kernels,
+                saved=tensors,
+            )  # fmt: skip
     yield Operator(
         name="scores", kind="gemm", modules=core, weight=False, count=count, m=q_len, n=keys, k=qk_dim, in_fp32=in_fp32,
     )  # fmt: skip

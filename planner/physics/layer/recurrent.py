@@ -120,6 +120,7 @@ def mamba2(model: ModelSpec, kind: LayerKind, shape: Shape, runtime: RuntimeSpec
     groups = maximum(mamba.n_groups / shape.tp, 1.0)
     both = 2 * groups * mamba.state_size
     yield from _project_in(model, mamba, 2 * width + both + heads, shape, runtime)
+    yield from _exchange_heads(2 * width + both + heads, width, shape)
     yield convolution("mamba convolution", width + both, mamba.conv_kernel, shape, mamba.conv_bias)
     head_dim, state, chunk = mamba.intermediate_size / mamba.num_heads, mamba.state_size, mamba.chunk_size
     flops = 2 * chunk * (groups * state + width) + 4 * width * state
@@ -146,6 +147,7 @@ def mamba1(model: ModelSpec, kind: LayerKind, shape: Shape, runtime: RuntimeSpec
     width, state, rank = mamba.intermediate_size / shape.tp, mamba.state_size, mamba.time_step_rank
     tokens, inner = shape.tokens, mamba.time_step_rank + 2 * mamba.state_size
     yield from _project_in(model, mamba, 2 * width, shape, runtime)
+    yield from _exchange_heads(2 * width, width, shape)
     kept = Saved("convolved", (tokens, width))
     yield convolution("mamba convolution", width, mamba.conv_kernel, shape, mamba.conv_bias, (kept,))
     yield matmul("mamba x", tokens, inner, width, Saved("dt, B, C", (tokens, inner)), wide=True)
@@ -232,6 +234,7 @@ def gated_delta(model: ModelSpec, kind: LayerKind, shape: Shape, runtime: Runtim
         _product(model, "delta gates", 2 * heads, shape, Saved("a, b", (tokens, 2 * heads))),
     ]  # fmt: skip
     yield from enter_tp("delta in", products, model.hidden_size, shape, runtime)
+    yield from _exchange_heads(both + 2 * heads, values, shape)
     yield convolution("delta convolution", 2 * keys + values, linear.conv_kernel or 1, shape, has_bias=False)
     # the logarithm of the decay and the step of each head
     yield _gates(tokens * heads, 2 * heads, BF16 + FP32)
@@ -261,6 +264,7 @@ def kimi_delta(model: ModelSpec, kind: LayerKind, shape: Shape, runtime: Runtime
     yield from enter_tp("delta in", products, model.hidden_size, shape, runtime)
     for name, columns in gates if rank is not None else ():
         yield matmul(f"{name} up", tokens, columns, rank or 0, Saved(name, (tokens, columns)))
+    yield from _exchange_heads(3 * keys + 2 * values + heads, values, shape)
     yield convolution("delta convolution", 2 * keys + values, linear.conv_kernel or 1, shape, has_bias=False)
     yield _gates(tokens * keys, heads + keys, FP32)
     yield _delta_rule(linear, heads, shape, decays=keys)
@@ -281,6 +285,7 @@ def lightning(model: ModelSpec, kind: LayerKind, shape: Shape, runtime: RuntimeS
         _product(model, "lightning gate", values, shape, Saved("gate", (tokens, values))),
     ]
     yield from enter_tp("lightning qkv", products, model.hidden_size, shape, runtime)
+    yield from _exchange_heads(2 * keys + 2 * values, values, shape)
     num_bytes = BF16 * tokens * (2 * keys + values)
     yield Operator(
         name="lightning activation", kind="elementwise", family="activation", modules=("op",),
@@ -302,6 +307,21 @@ def lightning(model: ModelSpec, kind: LayerKind, shape: Shape, runtime: RuntimeS
         ),
     )  # fmt: skip
     yield from _project_out(model, "lightning out", values, shape)
+
+
+def _exchange_heads(columns: Number, outputs: Number, shape: Shape) -> Iterator[Item]:
+    """Ranks of context parallelism exchange tokens for heads before a scan, which needs all tokens, and back behind it.
+
+    Heads are put in the order of their ranks and tokens in that of their texts by a copy each, both ways (Megatron-LM,
+    ssm/gated_delta_net and ssm/mamba_context_parallel).
+    """
+    num_bytes = BF16 * shape.tokens * (columns + outputs)
+    for backward in (False, True):
+        yield Collective(name="cp heads", kind="all_to_all", group="cp", num_bytes=num_bytes, backward=backward)
+    moved = 4 * num_bytes * (shape.cp > 1)
+    yield Operator(
+        name="cp order", kind="elementwise", family="copy", forward_bytes=moved, backward_bytes=moved, working_bytes=0.0
+    )
 
 
 def _of(model: ModelSpec) -> LinearAttentionSpec:

@@ -21,6 +21,7 @@ from planner.errors import SpecError
 from planner.specs.architectures import derivations, layer_lists, sections
 from planner.specs.architectures.derivations import Config, Derived, InexpressibleError, check_switches, first_of
 from planner.specs.architectures.layer_lists import without_unused_sections
+from planner.specs.base import filled
 from planner.specs.model import ModelSpec
 from planner.specs.model_parts import MLASpec, MoESpec
 from planner.specs.problems import nearest, spec_error
@@ -218,7 +219,7 @@ def router(config: Config) -> Derived:
         config, ("scoring_func", "score_function", "score_func", "moe_router_activation_func", "moe_router_activation")
     )
     fields["scoring_func"] = _SCORES.get(scores, scores) if isinstance(scores, str) else scores
-    return {name: value for name, value in fields.items() if value is not None}
+    return filled(fields.items())
 
 
 def _vision(config: Config, text_hidden: Any, where: str) -> Derived:

@@ -440,11 +440,11 @@ def laguna(config: Config) -> Derived:
 _TABLE = Path(__file__).parent / "vision.yaml"
 _NORMS = {"rms_norm": "rmsnorm", "layer_norm": "layernorm"}
 _MOST, _MOST_LAYERS = 10**9, 1000
-"""The largest number that is taken for a size, and for a number of layers or projectors."""
+"""The largest size that is believed, and the largest number of layers or projectors."""
 _SIDE = 896
 """Pixels along the side of an image, where a tower sees images as large as they are."""
 _PATCHES = 8192
-"""The most patches along the side of an image that are taken for a size."""
+"""The largest number of patches along an image's side that is believed."""
 
 
 @cache

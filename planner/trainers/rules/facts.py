@@ -10,7 +10,7 @@ from typing import Any, Final, Literal
 import numpy as np
 
 from planner.shape import RANK_ORDERS, Number, maximum, where
-from planner.specs.base import Named, Said, Texts
+from planner.specs.base import Named, Said, Texts, filled
 from planner.specs.model import ModelSpec
 from planner.specs.model_parts import SPARSE, MoESpec
 from planner.specs.training import GROUPS, TrainingSpec, tokens_split
@@ -150,7 +150,7 @@ def _state_widths(model: ModelSpec) -> dict[str, int]:
     for whose, sizes in own:
         widths[f"{whose}.num_attention_heads"] = sizes.num_attention_heads
         widths[f"{whose}.intermediate_size"] = sizes.intermediate_size
-    return {name: width for name, width in widths.items() if width is not None}
+    return filled(widths.items())
 
 
 def splits_states(model: ModelSpec, tp: Number) -> Any:
