@@ -6,12 +6,12 @@ it: storage, failures, spare nodes, price; what is not given has a default with 
 """
 
 import re
-from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
+from planner.record import record
 from planner.specs.base import Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Spec
 
 Bits = Literal[4, 8, 16]
@@ -65,7 +65,7 @@ ObjectiveName = Literal["lm", "dpo", "kto", "orpo"]
 Reference = Literal["model", "adapters", "precomputed"]
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Objective:
     """One objective."""
 
@@ -294,7 +294,7 @@ class Parallelism(Spec):
     """The decoder layers that full recompute covers, by number from 0 on; given none, `recompute_num_layers` says."""
     zero_stage: Literal[0, 1, 2, 3] | None = None
     """ZeRO's stage, the last of what data-parallel ranks shard: 0 nothing, 1 optimizer, 2 gradients, 3 weights; given
-    none, 1."""
+    none, 1, or the trainer's own where it has no 1."""
     fsdp: int | str | None = None
     """Fully sharded data parallel (zero_stage 3 where none is given); a number in it is the size of the group that
     shards whatever zero_stage says (HSDP)."""
