@@ -167,6 +167,7 @@ def _of_options(observation: Observation, asked: LayoutOptions) -> Plan:
     """The price of the options' layout; the log says the batch, the sequence and the GPUs that they leave out."""
     from planner.cli.inputs import read_described, read_job, read_parallelism
     from planner.layout.evaluate import evaluate
+    from planner.trainers.stated import of_today
 
     facts = observation.facts
     batch_said = asked.global_batch_size is not None or asked.batch_tokens is not None
@@ -177,7 +178,7 @@ def _of_options(observation: Observation, asked: LayoutOptions) -> Plan:
     }
     asked = replace(asked, **values)
     job = read_job(asked)
-    run = read_described(asked, job)
+    run = read_described(asked, replace(job, runtime_spec=of_today(job.runtime_spec)))
     return evaluate(
         run.model, run.cluster, run.training, read_parallelism(asked), runtime=run.runtime_spec,
         says_switches=run.says_switches,

@@ -45,9 +45,9 @@ COARSE = {
     "parameters_s": GRADIENTS,
     UNATTRIBUTED: REST,
 }
-"""The terms of a step that is planned, or observed by traces or timers, and what a rank's clock tells apart of each."""
+"""The coarser term that a rank's own clock can measure, for each term of a step that is planned or observed."""
 COARSER = {PASSES: PIPELINE, WAITS: PIPELINE}
-"""Terms that one timer of a log holds together."""
+"""Coarse terms that a log's timer does not tell apart, and what they are together."""
 
 
 class Compared(Spec):

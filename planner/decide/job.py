@@ -101,7 +101,7 @@ class Choice(Spec):
     execution: Texts = ()
     """Changes that affect seconds and bytes alone."""
     options: Texts = ()
-    """Words of the command line that make this the plan that is saved."""
+    """Options with which the command plans and saves this way to go on, not another."""
 
 
 class Failure(Spec):
@@ -394,5 +394,5 @@ class Clock:
         return {name: getattr(old, name).source for name in names} | rate
 
     def with_interim(self, num_gpus: int, step_s: float) -> Clock:
-        """The clock of a job whose checkpoint a split on some GPUs can write again."""
+        """The clock of a job whose old layout, split to `num_gpus`, loads the checkpoint to write it for a new one."""
         return replace(self, interim_gpus=num_gpus, interim_step_s=step_s)

@@ -18,9 +18,9 @@ from planner.errors import SpecError
 from planner.export.followed.shell_script import Script, read_script
 from planner.export.imported_run import ConfigFile, ImportedRun, json_of, yaml_of
 from planner.export.megatron.option_rows import Options, OptionWords, broken_rows, options_of, text
-from planner.export.trainer_files import filled, said_of, standing
+from planner.export.trainer_files import filled
 from planner.specs.base import Fields, Named, Said, Texts
-from planner.specs.expressions import text_of
+from planner.specs.expressions import standing, text_of, texts_of
 from planner.specs.expressions import value_of as computed
 from planner.specs.reading import literal, parse_python, shipped_table
 from planner.specs.units import is_count
@@ -425,6 +425,6 @@ def readings(trainer: str, settings: Said, /, **more: Any) -> Fields:
         names[name] = computed(expression, names)
     for row in standing(rows.get("wrong", ()), names):
         raise SpecError(text_of(row["says"], names), text_of(row["hint"], names))
-    told = {part: said_of(rows.get(part, ()), names) for part in ("notes", "refused")}
+    told = {part: texts_of(rows.get(part, ()), names) for part in ("notes", "refused")}
     found: Fields = filled({part: row for part, row in rows.items() if part not in _OF_TEXTS}, names)
     return found | told

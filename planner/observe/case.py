@@ -218,9 +218,9 @@ def layout_before(case: ObservedCase) -> Candidate | None:
 
 
 def running(case: ObservedCase) -> Candidate | None:
-    """The layout that the run has, as far as plan and log tell; it keeps free what a search keeps free.
+    """The layout that the run has, as far as plan and log tell, with the headroom that a search leaves.
 
-    What was measured above the price of its layout is no room for changes either.
+    Memory that was measured above the layout's price counts as used: changes may not have it.
     """
     known = stated_otherwise(case)
     candidate = known[-1].candidate if known else layout_before(case)

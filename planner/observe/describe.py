@@ -31,7 +31,7 @@ from planner.observe.record import FallBack, RunRecord
 from planner.observe.steady import steady
 from planner.observe.trainer_lines import TABLE, facts_of
 from planner.specs.base import Fields, Named, Texts
-from planner.specs.expressions import told
+from planner.specs.expressions import texts_of
 from planner.specs.reading import shipped_table
 from planner.specs.units import is_count
 
@@ -203,7 +203,7 @@ def described(record: RunRecord, trainer: str, sources: tuple[SourceFile, ...]) 
     refused = _refusal(record, facts, found.step_s)
     if refused:
         return Observation(**common, num_steps=sum(record.covers), series=_series(record), notes=(refused, *notes))
-    notes += [says for (says,) in told(shipped_table("observe/gap.yaml")["notes"], {"record": record})]
+    notes += texts_of(shipped_table("observe/gap.yaml")["notes"], {"record": record})
     return Observation(
         **common,
         step_s=found.step_s,
@@ -249,7 +249,7 @@ def _refusal(record: RunRecord, facts: JobFacts, step_s: float) -> str:
         "others": [one for one in _otherwise(record, facts, step_s) if abs(one[0] / step_s - 1) > MOST_APART],
     }  # fmt: skip
     rows = shipped_table("observe/gap.yaml")["refusals"]
-    return next((says for (says,) in told(rows, names)), "")
+    return next(iter(texts_of(rows, names)), "")
 
 
 def _otherwise(record: RunRecord, facts: JobFacts, step_s: float) -> Iterator[tuple[float, str]]:

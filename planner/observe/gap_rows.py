@@ -262,7 +262,7 @@ def seen(look: Fields, files: RunFiles) -> Finding | None:
         names["it"] = thing
         for name, text in (*look.get("let", {}).items(), ("seconds", look.get("seconds", "None"))):
             names[name] = value_of(text, names)
-        if value_of(look["when"], names):
+        if value_of(look["if"], names):
             where = text_of(look.get("where", ""), names)
             found.append(Finding(text_of(look["says"], names), names["seconds"], where))
     return max(found, key=lambda one: one.seconds or 0.0, default=None)

@@ -67,7 +67,7 @@ class KeptPrice(Spec):
     sensitivity: PositiveFloat
     """Change of the step by a change of all kernels, in natural logarithms."""
     job_width: NonNegativeFloat
-    """Half-width of the step that the job itself adds: experts, exchanges, the host, scale."""
+    """Half-width that the job adds to the step's interval beside kernels: experts, exchanges, the host, scale."""
     own_width: NonNegativeFloat
     """Half-width of the run's own steps and their digits."""
 

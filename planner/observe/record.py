@@ -270,7 +270,7 @@ class RunRecord:
         of_row[kind] = seconds if math.isnan(before_s) else before_s if math.isnan(seconds) else before_s + seconds
 
     def activity(self, kind: str, begin_s: float, end_s: float) -> None:
-        """Note something that took from one moment to another."""
+        """Note an activity beside steps, such as an evaluation, with its begin and end."""
         if math.isfinite(begin_s) and math.isfinite(end_s) and begin_s <= end_s:
             self.activities.append((kind, begin_s, end_s))
             self.time(begin_s)

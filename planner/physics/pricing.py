@@ -338,7 +338,7 @@ class Pricing:
 
     @property
     def offloaded_share(self) -> float:
-        """Share of the layers that keep on the host all that they keep: their inputs, where they are recomputed."""
+        """Share of layers whose saved activations wait in host memory; recomputed layers save their inputs alone."""
         layers = self.model.num_hidden_layers
         return min(self.runtime.offloaded_layers, layers - self.runtime.saves_products) / layers
 

@@ -303,7 +303,7 @@ def host_shortage(pricing: Pricing, shape: Shape) -> str:
 
 
 def host_rule(pricing: Pricing) -> Rule:
-    """The rule that what waits on the host has to fit there."""
+    """The rule that offloaded bytes have to fit in the host's memory."""
     return Rule(
         "host_memory",
         lambda model, training, shape: fits_host(pricing, shape),

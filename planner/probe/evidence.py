@@ -200,7 +200,7 @@ def conditions_of(ranks: Sequence[RankResult]) -> tuple[Condition, ...]:
 
 
 def conditions_of_states(states: Iterable[DeviceState]) -> Iterator[Condition]:
-    """Unusual conditions of one GPU, as often as it was seen under them."""
+    """Unusual conditions of one GPU; one that several samples show comes several times."""
     for state in states:
         is_busy = state.when == "before" and (state.busy_fraction or 0.0) > BUSY_FRACTION
         held = "" if state.other_bytes is None else f", which held {gib(state.other_bytes):.1f} GiB"

@@ -294,7 +294,7 @@ class Repeats(NamedTuple):
     most_s: float = 0.0
 
     def suffice(self, num_repeats: int, total_s: float, spread: Callable[[], float | None]) -> bool:
-        """True if so many repetitions are enough, which took `total_s` in all. `spread` gives that of their median."""
+        """True if so many repetitions, of `total_s` in all, are enough. `spread` works out their median's spread."""
         if num_repeats < self.fewest or total_s < min(self.steady_s, self.most_s):
             return False
         return total_s >= self.most_s or is_sure(spread())

@@ -169,7 +169,7 @@ class Entry:
     """The probability that it fits; empty where it is not known."""
     mfu: float
     manner: str
-    """How it is run, as far as the layout it is compared with is run otherwise."""
+    """How it is run, where the layout that it is compared with is run otherwise."""
     trade: str
 
     @property

@@ -45,7 +45,7 @@ def render_phases(run: PhasesAnswer) -> Parts:
 
 
 def says_run(run: PhasesAnswer) -> str:
-    """The sums in two sentences."""
+    """Tokens, days, cost and energy of all phases, in two sentences."""
     return sentence("phases_in_all", run=run, total=run.total)
 
 

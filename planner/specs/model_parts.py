@@ -291,7 +291,7 @@ class MoESpec(Spec):
     output_norm: bool = False
     """A norm over what routed and shared experts give together (A.X-K1)."""
     latent_norm: bool = False
-    """A norm over what experts give in that width, before it is projected back (Kimi-K3)."""
+    """A norm over the experts' outputs in the latent width, before they are projected back (Kimi-K3)."""
     router_z_loss_coef: NonNegativeFloat = 0.0
     """Weight of the loss on the square of the logits' log-sum-exp (ST-MoE)."""
 

@@ -169,7 +169,7 @@ class RuntimeSpec(Host, Limits, Overlaps, FineTuning, Memory, Kernels, Generatio
         return "hybridep" if hardware.nvlink_domain_size > hardware.gpus_per_node else "deepep"
 
     def for_zero_stage(self, zero_stage: int | None) -> "RuntimeSpec":
-        """This runtime with a sharding that has the ZeRO stage of a stated layout, where its own has not."""
+        """This runtime with a sharding library that offers a stated ZeRO stage, where its own does not."""
         if zero_stage is None or not self.sharding or zero_stage in SHARDED_STAGES[self.sharding]:
             return self
         value = next(value for value, stages in SHARDED_STAGES.items() if zero_stage in stages)

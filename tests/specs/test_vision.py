@@ -89,6 +89,7 @@ def size(kind: str, vision: dict[str, Any], text_hidden: int) -> int:
         ("muse_glimmer", {"model_type": "muse_glimmer_vision"}, 6656, "", 1_921_845_760),
         ("qianfan_ocr", {"model_type": "qianfan_ocr_vision"}, 4096, "", 337_583_104),
         ("phi4_multimodal", {"model_type": "phi4_multimodal_vision"}, 3072, "", 441_550_016),
+        ("mimo_v2", {"depth": 28}, 4096, "mimo-v2-flash", 309_507_375_296),
         ("hyperclovax_vision_v2", {"model_type": "qwen2_5_vl_vision"}, 4096, "", 3_097_709_312),
     ],
 )  # fmt: skip

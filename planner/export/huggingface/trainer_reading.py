@@ -147,7 +147,9 @@ def run_of_arguments(keyed: KeyedSettings, config: ConfigFile, tool: Dialect | N
     if run["num_gpus"] is None and re.search(r"\bFast(Language|Vision)?Model\.from_pretrained", config.text):
         run["num_gpus"], imported.assumed["num_gpus"] = 1, "1, as Unsloth trains without a launcher"
     _read_launch(imported, settings, config, tool, not keyed.script.words and tool.name in _BY_ACCELERATE)
-    set_model(imported, next((settings[name] for name in _MODEL if settings.get(name)), None), settings)
+    given = [str(settings[name]) for name in (*_MODEL, "model_type") if settings.get(name)]
+    # ms-swift's type of a model names it where its folder does not
+    set_model(imported, next(filter(model_called, given), given[0] if given else None), settings)
     run["model"] = run["model"] or exported_model(config.text)
     # what a file of DeepSpeed's or the arguments say comes before what the tool has unasked
     batch = number(said, *_BATCH) or (None if "micro_batch_size" in layout else number(settings, *_BATCH))

@@ -107,7 +107,9 @@ def beside_adapters(settings: Said, config: ConfigFile) -> Fields:
 def says_adapters(settings: Said) -> bool:
     """The settings of a trainer train adapters, by any of their words."""
     named = word(settings, "adapter", *_KINDS)
-    given = word(settings, "lora_r", "lora_rank", "lora_dim") not in ("", "0")
+    # DeepSpeed-Chat's `lora_dim` trains the weights too, unless it is told not to
+    names = ("lora_r", "lora_rank", *(("lora_dim",) if is_any_on(settings, "only_optimize_lora") else ()))
+    given = word(settings, *names) not in ("", "0")
     is_off = named in ("full", "freeze") or any(
         name in settings and not is_on(settings[name]) for name in ("use_peft", "use_lora")
     )
@@ -127,6 +129,8 @@ def read_fine_tuning(
         bits = 4 if word(settings, "adapter") == "qlora" or is_any_on(settings, "use_qlora", "q_lora") else None
         run["adapters"], unknown = read_adapters(settings, bits)
         imported.unknown |= unknown
+    elif word(settings, "lora_dim") not in ("", "0"):
+        imported.unknown["lora_dim"] = f"{settings['lora_dim']}, priced as all weights without only_optimize_lora"
     elif bits_of(settings) < 16:
         imported.unknown["quantization"] = f"weights of {bits_of(settings)} bits that are trained whole"
     for kind in _KINDS:
@@ -249,7 +253,7 @@ def read_adapters(settings: Said, bits: int | None = None) -> tuple[Fields, Name
     """
     adapters: Fields = {"base_bits": bits or bits_of(settings)}
     unknown: Named = {}
-    rank, dropout = first(settings, "r", "lora_r", "lora_rank"), first(settings, "lora_dropout")
+    rank, dropout = first(settings, "r", "lora_r", "lora_rank", "lora_dim"), first(settings, "lora_dropout")
     if rank is not None:
         adapters["rank"] = int(_number("r", rank))
     if dropout is not None:

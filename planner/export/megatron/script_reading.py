@@ -265,7 +265,7 @@ def named_refusals(options: Options, parsers: Collection[str] = _PARSERS["megatr
     for name, expression in sizes["names"].items():
         names[name] = value_of(expression, names)
     for name, row in sizes["refused"].items():
-        if row.get("by") in (None, *parsers) and value_of(row["when"], names):
+        if row.get("by") in (None, *parsers) and value_of(row["if"], names):
             if row.get("loses"):
                 # an older version went on with fewer layers than the model has
                 hint = "give the pipeline that these layers are for, or leave them out"

@@ -21,7 +21,7 @@ from planner.observe.observation import SavedPart
 from planner.observe.traces.events import TABLES, is_whole, ranks_of
 from planner.observe.traces.source import Progress, load_plain, trace_file
 from planner.specs.base import Fields, Ints, Said, Texts, grouped
-from planner.specs.expressions import told
+from planner.specs.expressions import texts_of
 from planner.specs.reading import DUMP, label, parse_json, printable
 
 UNATTRIBUTED = "unattributed"
@@ -470,7 +470,7 @@ def _verdict(groups: Sequence[FlightGroup]) -> str:
     waiting = [(_name(group), waits) for group in groups for waits in group.outstanding]
     differs, waits = next(iter(differing), None), min(waiting, key=lambda pair: not pair[1].missing, default=None)
     names = {"differs": differs, "waits": waits, "map": map}
-    return next(says for (says,) in told(TABLES["verdicts"], names))
+    return texts_of(TABLES["verdicts"], names)[0]
 
 
 def _name(group: FlightGroup) -> str:

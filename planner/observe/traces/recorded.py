@@ -40,7 +40,7 @@ from planner.observe.traces.events import (
 )
 from planner.observe.traces.source import Progress, read_kineto, trace_file
 from planner.specs.base import Named, Texts, filled, grouped
-from planner.specs.expressions import told
+from planner.specs.expressions import texts_of
 from planner.specs.reading import STDIN
 
 _COLLECTIVE_PATTERNS = [(kind, re.compile(text, re.IGNORECASE)) for kind, text in TABLES["collectives"].items()]
@@ -312,7 +312,7 @@ def _not_shown(ranks: Sequence[Sorted], reports: Sequence[RankReport], peers: Pe
         "ranks": ranks, "steps": [step for report in reports for step in report.steps],
         "communicates": any((events.group >= 0).any() for events in ranks), "num_matched": peers.num_matched,
     }  # fmt: skip
-    return tuple(says for (says,) in told(TABLES["not_shown"], names))
+    return tuple(texts_of(TABLES["not_shown"], names))
 
 
 _TERMS = {

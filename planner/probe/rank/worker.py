@@ -387,7 +387,7 @@ class Worker:
         return cast(OneProcess, results[0])
 
     def quiet(self, trainer: RankTrainer, chunks: tuple[ChunkSeconds, ...]) -> tuple[ChunkSeconds, ...]:
-        """The seconds of chunks on GPUs, also without the messages between stages."""
+        """Chunks with their seconds on GPUs measured once more, while no messages between stages are in flight."""
         if self.run.device == "cpu" or self.run.pp == 1:
             return chunks
         self.barrier()

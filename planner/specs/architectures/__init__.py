@@ -275,7 +275,7 @@ _DECIDES = re.compile(
     r"hidden_size|intermediate|latent|expert|_rank$|heads?$|layers?$|_dim$|kernel|block_size|gate$|gated?_|_size$|_freq$"
     r"|interval|pattern|mtp|nextn|attn_res|compress|conv_|state_size|shared?_|(?<!un)tied?_|merge|stride"
     r"|window|_expand$|d_(model|state|conv|ssm|rel)$|n_embd|hc_mult|(?<!norm_)(?<!grouped_)topk$|groups$|dense_replace"
-    r"|layer_(end|period|offset)|expert_num$|num_inputs$"
+    r"|layer_(end|period|offset)|expert_num$|num_inputs$|sparse_.*config$"
 )
 """Names of keys that may say sizes, layers or parts of a model."""
 _SAYS_NOTHING = re.compile(
@@ -285,7 +285,7 @@ _SAYS_NOTHING = re.compile(
     r"|mtp_hybrid|num_expert_group|n_shared_experts|zero_expert|index_share|index_topk_freq|^qk_head_dim|moe_layer_freq|block_dim"
     r"|attn_output_gate|expert_(parallel|capacity)|^(moe_|shared_|moe_shared_expert_)?intermediate_size$|^num_(hidden_layers|experts)$|^moe_k$|^head_dim"
     r"|group_norm_size|kda_|granularity|router_enable|^(use_)?sliding_window$|^no_rope_layer_interval$|^first_k_dense_replace$|^max_window_layers|attention_chunk|temperature|original_|tie_encoder|keep_last|generation|dtype"
-    r"|_kernels$|_overlap$|^mtp_layers_block|num_hash_layers|_conv_states$|^indexer_kv|output_gate_type|^[lr]m_head$"
+    r"|_kernels$|_overlap$|^mtp_layers_block|num_hash_layers|_conv_states$|^indexer_kv|output_gate_type|^[lr]m_head$|^spatial_merge"
 )
 """Names among them that say nothing of what a layer is."""
 
@@ -317,7 +317,8 @@ def _tell_unread(config: Config, read: set[str], where: str) -> None:
         for key, value in config.items()
         if key not in read
         and value not in (None, False, 0, "", [], {})
-        and not isinstance(value, (dict, float))
+        and not isinstance(value, float)
+        and (not isinstance(value, dict) or "sparse" in key)
         and _DECIDES.search(key)
         and not _SAYS_NOTHING.search(key)
         and not _is_listed(key, config)

@@ -83,7 +83,7 @@ def window(is_full: IsOne, key: str = "sliding_window") -> Callable[[Config], De
 
 
 def mixers(kind: str, is_full: IsOne) -> Callable[[Config], Derived]:
-    """A function that lists the layers of `kind` among those with full attention, or to chosen keys."""
+    """A function that says of each layer whether it mixes by `kind`, full attention, or attention to chosen keys."""
     names = ATTENTIONS | {"attention": "full", "indexed_attention": "indexed"}
     names |= dict.fromkeys((*STATE_NAMES, kind), kind)
 

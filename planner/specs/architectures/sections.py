@@ -70,10 +70,25 @@ def ling_layers(config: Config) -> Derived:
     size, layers = max(whole(config, "layer_group_size"), 1), num_layers(config)
     rest = layers // size * size
     kinds = types or ["full" if (i + 1) % size == 0 or i >= rest else linear for i in range(layers)]
-    # queries and keys of lightning attention are normed too
-    normed = bool(config.get("use_qk_norm")) * 2 * whole(config, "head_dim", 0)
-    sizes = tuple({"vector_parameters": normed} if kind == "lightning" and normed else {} for kind in kinds)
+    return _with_norms(kinds, bool(config.get("use_qk_norm")) * 2 * whole(config, "head_dim", 0))
+
+
+def _with_norms(kinds: list[str], num_weights: int) -> Derived:
+    """Layers of which those with lightning attention norm queries and keys by `num_weights` weights."""
+    sizes = tuple({"vector_parameters": num_weights} if kind == "lightning" and num_weights else {} for kind in kinds)
     return {"layer_types": lists.shortest(kinds), "layer_sizes": sizes if any(sizes) else None}
+
+
+def sala(config: Config) -> Derived:
+    """MiniCPM-SALA: listed layers of lightning attention among those of gated grouped attention."""
+    names = {"minicpm4": "full"} | dict.fromkeys(("lightning", "lightning-attn", "lightning_attn"), "lightning")
+    width = whole(config, "lightning_head_dim", 128)
+    other = {"use_output_gate": True, "use_output_norm": True, "lightning_nkv": config.get("lightning_nh")}
+    for key, value in other.items():
+        if config.get(key, value) != value:
+            raise InexpressibleError(f"{key}: lightning attention is read with {value} alone, not {config[key]!r:.60}")
+    normed = _with_norms(lists.listed(config, names, "mixer_types") or [], bool(config.get("qk_norm")) * 2 * width)
+    return normed | {"position_embedding": "rope" if config.get("attn_use_rope", True) else "none"}
 
 
 def glm5_next(config: Config) -> Derived:
@@ -425,11 +440,11 @@ def laguna(config: Config) -> Derived:
 _TABLE = Path(__file__).parent / "vision.yaml"
 _NORMS = {"rms_norm": "rmsnorm", "layer_norm": "layernorm"}
 _MOST, _MOST_LAYERS = 10**9, 1000
-"""The largest number that is taken for a size, and for a number of layers or projectors."""
+"""The largest size that is believed, and the largest number of layers or projectors."""
 _SIDE = 896
 """Pixels along the side of an image, where a tower sees images as large as they are."""
 _PATCHES = 8192
-"""The most patches along the side of an image that are taken for a size."""
+"""The largest number of patches along an image's side that is believed."""
 
 
 @cache
