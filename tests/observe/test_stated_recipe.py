@@ -25,9 +25,7 @@ def observed(folder: Path, **changes: Any) -> Observation:
 
 
 def planned_as(**layout: Any) -> Plan:
-    fused, _ = load_runtime("megatron").with_features(
-        {"cross_entropy_fusion": True}
-    )  # as `written` says
+    fused, _ = load_runtime("megatron").with_features({"cross_entropy_fusion": True})  # as `written` says
     return priced_plan("8b", 16, 8192, 128, runtime=fused, tp=2, pp=2, **layout)
 
 
