@@ -20,10 +20,10 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 from planner.errors import PlannerError, SpecError, printable
+from planner.record import record
 
 STDOUT = "-"
 PART = ".part"
@@ -42,7 +42,7 @@ _HERE = -100
 """AT_FDCWD: relative paths begin in the working directory."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class FolderFile:
     """One file of a folder that is written at once."""
 

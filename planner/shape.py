@@ -10,7 +10,8 @@ or ten thousand. Arrays of one `Shape` broadcast against each other.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields, replace
+from collections.abc import Sequence
+from dataclasses import fields
 from operator import attrgetter
 from typing import Any, Literal
 
@@ -19,6 +20,7 @@ import numpy.typing as npt
 
 from planner.errors import SpecError
 from planner.rank_orders import RANK_ORDERS as RANK_ORDERS
+from planner.record import record
 
 BoolArray = npt.NDArray[np.bool_]
 IntArray = npt.NDArray[np.int64]
@@ -81,7 +83,7 @@ def any_of(condition: Any) -> bool:
     return bool(condition.any()) if isinstance(condition, np.ndarray) else bool(condition)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record(kw_only=True)
 class Shape:
     """Sizes of the grid and of one micro-batch; tp·cp·pp·dp ranks are used. `Shape.of` checks them."""
 
@@ -165,13 +167,20 @@ class Shape:
         """Ranks that hold the same expert shard: tp·cp·dp / (ep·etp)."""
         return self.tp * self.cp * self.dp / (self.ep * self.etp)
 
+    @classmethod
+    def stacked(cls, shapes: Sequence[Shape]) -> Shape:
+        """Single shapes as one of arrays."""
+        return cls(**dict(zip(SIZES, map(np.array, zip(*map(_sizes, shapes), strict=True)), strict=True)))
+
     def take(self, index: Any) -> Shape:
         """The shapes at `index` of the arrays; scalars stay."""
-        values = {f.name: getattr(self, f.name) for f in fields(self)}
-        return replace(self, **{k: v[index] for k, v in values.items() if isinstance(v, np.ndarray) and v.ndim})
+        sizes = (size[index] if isinstance(size, np.ndarray) and size.ndim else size for size in _sizes(self))
+        return Shape(**dict(zip(SIZES, sizes, strict=True)))
 
 
-_sizes = attrgetter(*(f.name for f in fields(Shape)))
+SIZES = tuple(f.name for f in fields(Shape))
+"""Names of the sizes of a shape."""
+_sizes = attrgetter(*SIZES)
 
 NEAR_FRACTION = 0.03
 """Share by which another batch may be larger or smaller than the one asked for."""

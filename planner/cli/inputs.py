@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Collection
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import gcd
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -20,6 +20,7 @@ from planner.cli.options import (
     SearchOptions,
 )
 from planner.errors import SpecError
+from planner.record import record
 from planner.shape import liked_batch
 from planner.specs.base import Fields, Said, Spec, filled
 from planner.specs.cluster import ClusterSpec, parse_tiers
@@ -68,7 +69,7 @@ S = TypeVar("S", bound=Spec)
 J = TypeVar("J", bound=JobOptions)
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Job:
     """A model, the cluster and the trainer that train it, and how."""
 

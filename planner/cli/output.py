@@ -9,7 +9,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from os.path import realpath
 from threading import Timer
@@ -19,6 +18,7 @@ from planner.cli.options import SECTIONS
 from planner.distribution import install_line
 from planner.errors import PlannerError, SpecError
 from planner.files import STDOUT, refuse_to_overwrite, write_text
+from planner.record import record
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -31,7 +31,7 @@ MIN_WIDTH, MAX_WIDTH = 80, 100
 """Narrower terminals wrap lines rather than lose their ends; wider lines are harder to read."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Printing:
     """How an answer is printed."""
 

@@ -25,7 +25,7 @@ from planner.search.case import Case
 from planner.search.layouts import find_layouts
 from planner.search.search import search
 from planner.search.why.remedy import with_remedy
-from planner.shape import NEAR_FRACTION, divisors
+from planner.shape import NEAR_FRACTION, SIZES, divisors
 
 MOST_BATCHES = 2
 """Batches for which layouts are searched; each takes a few tenths of a second."""
@@ -176,7 +176,7 @@ def with_ranks(job: ResumedJob, dp: int, micro_batch_size: int, batch: int) -> C
 def _against_a_pin(candidate: Candidate, pins: Mapping[str, tuple[Any, ...]]) -> str | None:
     """The sentence on the first pinned axis that a layout has at another value; without stages it has no schedule."""
     shape = candidate.shape
-    values = {name: getattr(shape, name) for name in type(shape).__slots__ if name in pins}
+    values = {name: getattr(shape, name) for name in SIZES if name in pins}
     values |= {"rank_order": shape.rank_order, "recompute": setting_of(candidate).recompute}
     if shape.pp > 1:
         values["schedule"] = candidate.schedule
@@ -266,7 +266,7 @@ def loading(job: ResumedJob, candidate: Candidate, has_split: bool) -> Loads | N
 def row_axes(candidate: Candidate) -> dict[str, object]:
     """The axes of a candidate, by the names in a checkpoint's row."""
     shape = candidate.shape
-    sizes = {name: getattr(shape, name) for name in type(shape).__slots__}
+    sizes = {name: getattr(shape, name) for name in SIZES}
     layers = (candidate.split.counts, candidate.placement)
     return {**sizes, "layers": layers, "schedule": candidate.schedule, "rank_order": shape.rank_order}
 

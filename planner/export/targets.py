@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
+
+from planner.record import record
 
 if TYPE_CHECKING:
     from planner.answer import Plan
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from planner.specs.base import Texts
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class TrainerTarget:
     """A trainer whose files are written, and for some read."""
 
@@ -64,7 +65,7 @@ class TrainerTarget:
         return self.mark is not None and re.search(self.mark, text, re.MULTILINE) is not None
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class LauncherTarget:
     """A program that starts a trainer on every node."""
 

@@ -37,6 +37,7 @@ from planner.physics.cost import PartCost
 from planner.physics.memory import constants
 from planner.physics.operators import Saved
 from planner.physics.stage_memory import buffers, copied_gradients_bytes, fixed_workspace_bytes, moment_bytes
+from planner.record import record
 from planner.schedule.actions import ActionList
 from planner.schedule.orders import SCHEDULES
 from planner.schedule.replay import Timeline, replay
@@ -139,7 +140,7 @@ BACKWARDS = {"B": "backward", "I": "input gradients", "W": "weight gradients"}
 UNNAMED = "the formula counts other bytes than those of the tensors that are listed"
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Life:
     """The time in which a tensor exists, and the passes that make and free it; no pass for permanent ones."""
 
@@ -156,7 +157,7 @@ NOW = Life(0.0, 0.0)
 """The life of a tensor whose time is not known yet."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class LivingTensor:
     """A tensor with its life and its part; its bytes are not rounded yet."""
 

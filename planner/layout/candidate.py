@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from functools import cached_property, lru_cache
 from itertools import pairwise
 
@@ -33,6 +33,7 @@ from planner.layout.seconds import (
 from planner.physics.cost import CostTable, PartCost, sum_parts
 from planner.physics.pricing import Pricing
 from planner.physics.stage_memory import StageBytes, fixed_bytes, stage_memory
+from planner.record import record
 from planner.schedule.actions import HELD_BY_PLACE, ActionList, Schedule
 from planner.schedule.orders import SCHEDULES, build_schedule, in_flight_chunks, placement
 from planner.schedule.replay import Durations
@@ -52,7 +53,7 @@ _OWN_SECONDS = tuple(
 )
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Split:
     """Layers of each virtual stage; virtual stage j runs on rank j mod pp.
 
@@ -260,7 +261,7 @@ OUTSIDE_FIELDS = ("gradient_overlap_fraction", "parameter_overlap_fraction")
 """Fields of a runtime that no price of a stage depends on, only the seconds outside the pipeline."""
 
 
-@dataclass(frozen=True)
+@record(slots=False)
 class Candidate:
     """One layout: a shape with its prices, a split of the layers, and a schedule."""
 
@@ -438,9 +439,8 @@ def price_together(candidates: Sequence[Candidate], pricings: Sequence[Pricing])
         group.append(candidate)
     for pricing, group in alike:
         if len(group) > 1:
-            columns = {name: np.array([getattr(one.shape, name) for one in group]) for name in Shape.__slots__}
             modes = dict.fromkeys(mode for one in group for mode in one.split.priced_modes)
-            table = pricing.table(Shape(**columns), tuple(modes))
+            table = pricing.table(Shape.stacked([one.shape for one in group]), tuple(modes))
             for row, one in enumerate(group):
                 one._known_as(pricing, replace(table.take(row), shape=one.shape))
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from planner.errors import LayoutError, SpecError, Unsupported
 from planner.layout.candidate import Split, even_counts, parse_layout, splits_from_counts
 from planner.layout.seconds import MOST_ACTIONS, MOST_STAGES, replayed_actions
 from planner.physics.pricing import Pricing
+from planner.record import record
 from planner.schedule.orders import SCHEDULES, placement, violation
 from planner.shape import RANK_ORDERS, Shape, divisors
 from planner.specs.model import ModelSpec
@@ -20,7 +21,7 @@ from planner.trainers.rules.rule_rows import first_broken, rules_of
 _TRAINABLE = tuple(name for name, kind in SCHEDULES.items() if kind.trains_one_copy)
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class GivenLayout:
     """A stated layout in the terms of the search."""
 

@@ -7,7 +7,7 @@ by operator, as ZeRO shards them, and what is needed for a moment at the peak.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import chain
 from math import prod
 from typing import NamedTuple
@@ -25,6 +25,7 @@ from planner.physics.operators import BF16, FP32, NARROW_BYTES, Item, Operator, 
 from planner.physics.optimizers import states_of, tensors_of
 from planner.physics.pricing import Pricing
 from planner.physics.stage_memory import between_updates_bytes, fixed_workspace_bytes, moment_bytes
+from planner.record import record
 from planner.schedule.actions import HELD_BY_PLACE, ActionList, F
 from planner.schedule.replay import Timeline
 from planner.shape import FloatArray, Shape
@@ -33,7 +34,7 @@ from planner.specs.training import Recompute
 from planner.specs.units import gib
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class MemoryCurve:
     """Bytes that a rank's tensors take from each time on, until the next.
 
@@ -162,7 +163,7 @@ def _held_changes(candidate: Candidate, actions: ActionList) -> FloatArray:
     return changes
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Held:
     """One kept tensor, or bytes that belong to no tensor, whose `note` says why."""
 
@@ -246,7 +247,7 @@ def without(rows: Iterable[Held], kept: Sequence[Held]) -> list[Held]:
     return [Held("recomputed tensors", total, note="counted together, since some are kept in part")]
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Part:
     """A part of one virtual stage, with the operators that its price is the sum of."""
 

@@ -6,7 +6,6 @@ import json
 import logging
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Literal
 
@@ -16,6 +15,7 @@ from planner.answer import PricedLayout
 from planner.errors import PlannerError, SpecError, defect
 from planner.layout.evaluate import price_given
 from planner.layout.variation import SELDOM_SAID
+from planner.record import record
 from planner.specs.base import PositiveInt, Spec
 from planner.specs.cluster import ClusterSpec
 from planner.specs.hardware import HardwareSpec
@@ -75,7 +75,7 @@ class RunSpec(Spec):
     what shares a scale. Anything else is description."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Run:
     """A run as the arguments of `price_given`."""
 
@@ -99,7 +99,7 @@ class Run:
         return layout.model_copy(update={"id": self.id})
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class RunAnswer:
     """The answer to one line: a priced layout or an error."""
 

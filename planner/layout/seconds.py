@@ -6,7 +6,7 @@ Seconds of a step outside its pipeline: exposed data-parallel exchange, the opti
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -15,6 +15,7 @@ import numpy.typing as npt
 from planner.physics.cost import CostTable, PartCost
 from planner.physics.memory import sent_bytes
 from planner.physics.pricing import Pricing
+from planner.record import record
 from planner.schedule.actions import Schedule
 from planner.schedule.orders import (
     SCHEDULES,
@@ -81,7 +82,7 @@ def _hops_s(pricing: Pricing, table: CostTable, placement: Sequence[int]) -> flo
     return least_s if np.all(hops_s == least_s) else [float(hop_s) for hop_s in hops_s]
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Pipeline:
     """Results of the replay of one step; arrays are per rank."""
 

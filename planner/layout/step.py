@@ -16,7 +16,7 @@ The compute seconds of a step, cut into products, attention, memory-bound kernel
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import chain, groupby
 from typing import Literal, NamedTuple
 
@@ -31,6 +31,7 @@ from planner.physics.cost import PartCost
 from planner.physics.operators import Collective, Item, Operator, operators_of
 from planner.physics.passes import COMM_GROUPS, lateness
 from planner.physics.pricing import Pricing
+from planner.record import record
 from planner.schedule.replay import Timeline
 from planner.specs.model import LayerKind
 from planner.specs.training import Recompute
@@ -48,7 +49,7 @@ KINDS = ("F", "B", "I")
 Together = Literal["", "part", "pass"]
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class PassExchange:
     """A collective of a pass, or all collectives of a group in a part of it."""
 
@@ -71,7 +72,7 @@ Passes = Mapping[tuple[int, str], tuple[PassExchange, ...]]
 """Collectives of one micro-batch, by virtual stage and kind of action, in their order."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class _Beat:
     """Seconds of computing, and the collective behind them."""
 

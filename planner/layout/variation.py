@@ -22,7 +22,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from typing import Any
 
 from planner.answer import AS_PLANNED, PricedLayout, RobustStep, UnsaidSwitch
@@ -39,6 +39,7 @@ from planner.layout.confidence import (
 from planner.months.losses import with_sustained
 from planner.physics.passes import TEXT_TOKENS
 from planner.physics.pricing import Pricing
+from planner.record import record
 from planner.schedule.orders import SCHEDULES
 from planner.specs.base import LEAST_RATE
 from planner.specs.cluster import ClusterSpec, tiers_text
@@ -102,7 +103,7 @@ TOLD_FRACTION = 0.02
 """Least change of the step, as a fraction, for which an assumption is reported."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Variation:
     """One input changed: of the training, the cluster or the trainer, a size of the layout, or how it recomputes."""
 

@@ -13,13 +13,13 @@ that its interval holds the error of the prediction too.
 """
 
 import math
-from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal
 
 import numpy as np
 
 from planner.answer import SIGMAS_TO_END, PricedLayout, Sustained, half_width
+from planner.record import record
 from planner.shape import FloatArray
 from planner.specs.base import NonNegativeFloat, Spec
 from planner.specs.cluster import ClusterSpec
@@ -105,7 +105,7 @@ _ENOUGH = 0.01
 """Probability that every spare node is in use, at which there are enough of them."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record(kw_only=True)
 class Losses:
     """The figures that decide how much of its time a job trains."""
 
@@ -215,7 +215,7 @@ Taken = Literal["nothing", "gpu", "node", "switch"]
 DAYS_PER_YEAR = 365.25
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class FailureKind:
     """One kind of failure."""
 

@@ -38,7 +38,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -47,6 +47,7 @@ import numpy as np
 from planner.answer import MOST_GPUS, SIGMAS_TO_END, Goodput, Interval, PricedLayout, RunCost
 from planner.errors import SpecError
 from planner.months.losses import SECONDS_PER_DAY, Fact, Losses, all_in_repair, losses_of
+from planner.record import record
 from planner.shape import FloatArray
 from planner.specs.cluster import ClusterSpec
 from planner.specs.training import TrainingSpec
@@ -75,7 +76,7 @@ def return_pays_s(return_s: float, rate_fraction: float) -> float:
     return return_s / (1 - rate_fraction) if rate_fraction < 1 else math.inf
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Standstill:
     """The seconds in which a job stands, by part."""
 
@@ -101,7 +102,7 @@ _MOST = 300.0
 """Exponent beyond which nothing is ever trained; it keeps numbers finite."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record(kw_only=True)
 class Rhythm:
     """The seconds that decide how much of its time a job trains: numbers, or one entry a simulated run."""
 
@@ -184,7 +185,7 @@ ALIKE = 1e-3
 """Relative difference of cost below which two numbers of spare nodes count as equally cheap."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Spares:
     """A number of spare nodes, and what it costs a day."""
 
@@ -242,7 +243,7 @@ _MOST_GAPS = 256
 _FEWEST_GAPS = 8
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Simulated:
     """The runs' seconds of training that were asked for, and the wall seconds that they took."""
 

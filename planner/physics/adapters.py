@@ -8,10 +8,11 @@ before each of its products.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import chain
 
 from planner.physics.operators import BF16, FP32, Collective, Item, Operator, Saved
+from planner.record import record
 from planner.shape import Number, Shape
 from planner.specs.training import EXPERTS, AdapterSpec
 from planner.trainers.spec import RuntimeSpec
@@ -22,7 +23,7 @@ WHOLE = frozenset({"q down", "kv down", "experts up", "experts down"})
 """Products that every tensor-parallel rank has whole, or that other ranks split."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record(kw_only=True)
 class Shares:
     """Ranks that share the parts of one adapter: its A, its B, and the rows of its output and of its input."""
 

@@ -9,7 +9,6 @@ all others over the next.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Literal, NamedTuple
 
@@ -18,6 +17,7 @@ import numpy as np
 from planner.physics import memory
 from planner.physics.cost import PartCost, content, remembered
 from planner.physics.operators import BF16, FP32, NARROW_BYTES, Collective, Group
+from planner.record import record
 from planner.shape import FloatArray, Number, Shape, any_of, ceil, clip, floor, log2, maximum, minimum, where
 from planner.specs.cluster import ClusterSpec
 from planner.specs.hardware import LinkTier
@@ -302,7 +302,7 @@ def _exchange_tiers_s(
     return collective_tiers_s(collective.kind, narrow * num_bytes, size, stride, cluster, slow)
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Exchanges:
     """Seconds of exchanges of one model, in one training, on one cluster, under one trainer."""
 

@@ -8,17 +8,18 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, reduce
-from operator import attrgetter
+from operator import add, attrgetter
 from typing import Any, TypeVar
 
 import numpy as np
 
+from planner.record import record
 from planner.shape import Number, Shape, maximum, where
 from planner.specs.model import LayerKind
 from planner.specs.training import Recompute
 
 
-@dataclass(frozen=True, kw_only=True)
+@record(slots=False)
 class PartCost:
     """One part of a stage (a layer, the embedding, the head) on one rank: seconds of a micro-batch, bytes, parameters.
 
@@ -119,12 +120,9 @@ class PartCost:
     def static_bytes(self) -> Number:
         return self.weights_bytes + self.gradients_bytes + self.optimizer_bytes
 
-    def take(self, index: Any) -> PartCost:
-        """The costs with every array replaced by its entry at `index`."""
-        costs = zip(_NAMES, _costs(self), strict=True)
-        # as `_at` says, without a call for each
-        taken = {name: cost[index] if isinstance(cost, np.ndarray) and cost.ndim else cost for name, cost in costs}
-        return PartCost(**taken)
+    def take(self, index: Any, taken: dict[int, Number]) -> PartCost:
+        """The costs with every array replaced by its entry at `index`; `taken` has those by the arrays' identities."""
+        return PartCost(*[_at(cost, index, taken) if type(cost) is np.ndarray else cost for cost in _costs(self)])
 
     def stacked(self, parts: Sequence[PartCost], index: Any) -> PartCost:
         """The entries at `index` of several parts, one part's after the other's; this has them where all are the same.
@@ -132,7 +130,7 @@ class PartCost:
         Parts that share a quantity share its very array.
         """
         differing = {
-            name: np.concatenate([np.broadcast_to(_at(cost, index), len(index)) for cost in costs])
+            name: np.concatenate([np.broadcast_to(_at(cost, index, {}), len(index)) for cost in costs])
             for name, costs in zip(_NAMES, zip(*map(_costs, parts), strict=True), strict=True)
             if any(cost is not costs[0] for cost in costs)
         }
@@ -143,9 +141,9 @@ class PartCost:
 
         They run one after the other, so that the transient bytes of one are enough for all.
         """
-        scaled = {name: count * cost for name, cost in zip(_NAMES, _costs(self), strict=True)}
-        scaled["transient_bytes"] = where(count > 0, self.transient_bytes, 0.0)
-        return PartCost(**scaled)
+        scaled = [count * cost for cost in _costs(self)]
+        scaled[_TRANSIENT] = where(count > 0, self.transient_bytes, 0.0)
+        return PartCost(*scaled)
 
     def changed_by(self, before: PartCost, after: PartCost, count: int = 1) -> PartCost:
         """Cost of this part after `count` of its parts that cost `before` have come to cost `after`."""
@@ -159,13 +157,13 @@ class PartCost:
 
     def __add__(self, other: PartCost) -> PartCost:
         """Cost of both parts on one rank: a sum, but for the transient bytes, of which the larger number counts."""
-        both = zip(_NAMES, _costs(self), _costs(other), strict=True)
-        total = {name: cost + another for name, cost, another in both}
-        total["transient_bytes"] = maximum(self.transient_bytes, other.transient_bytes)
-        return PartCost(**total)
+        total = [*map(add, _costs(self), _costs(other))]
+        total[_TRANSIENT] = maximum(self.transient_bytes, other.transient_bytes)
+        return PartCost(*total)
 
 
 _NAMES = tuple(f.name for f in fields(PartCost))
+_TRANSIENT = _NAMES.index("transient_bytes")
 _costs = attrgetter(*_NAMES)
 
 
@@ -174,11 +172,16 @@ def sum_parts(parts: Iterable[PartCost]) -> PartCost:
     return reduce(PartCost.__add__, parts, PartCost())
 
 
-def _at(value: Number, index: Any) -> Number:
-    return value[index] if isinstance(value, np.ndarray) and value.ndim else value
+def _at(value: Number, index: Any, taken: dict[int, Number]) -> Number:
+    """The entry of an array at `index`, which is taken once; a number's own where one shape is asked for."""
+    if not isinstance(value, np.ndarray) or not value.ndim:
+        return value
+    if id(value) not in taken:
+        taken[id(value)] = value.item(index) if isinstance(index, int) else value[index]
+    return taken[id(value)]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record(kw_only=True)
 class CostTable:
     """Prices of one shape: a `PartCost` per layer kind and recompute mode, and one for each part of the end stages."""
 
@@ -205,19 +208,22 @@ class CostTable:
     """One multi-token-prediction block, and the embedding's copy for them; `mtp` is made of them."""
 
     def take(self, index: Any) -> CostTable:
+        """The prices at `index` of the arrays; parts that share an array share its entry."""
+        taken: dict[int, Number] = {}
+        head, beside = self.head.take(index, taken), self.head_beside_embedding
+        numbers = {
+            name: _at(getattr(self, name), index, taken) for name in ("p2p_s", "usable_bytes", "tail_s", "hidden_s")
+        }
         return CostTable(
             shape=self.shape.take(index),
-            layers={key: part.take(index) for key, part in self.layers.items()},
-            embedding=self.embedding.take(index),
-            head=self.head.take(index),
-            head_beside_embedding=self.head_beside_embedding.take(index),
-            mtp=None if self.mtp is None else self.mtp.take(index),
-            mtp_recomputed={mode: part.take(index) for mode, part in self.mtp_recomputed.items()},
-            p2p_s=_at(self.p2p_s, index),
-            usable_bytes=_at(self.usable_bytes, index),
-            tail_s=_at(self.tail_s, index),
-            hidden_s=_at(self.hidden_s, index),
-            mtp_parts=tuple(part.take(index) for part in self.mtp_parts),
+            layers={key: part.take(index, taken) for key, part in self.layers.items()},
+            embedding=self.embedding.take(index, taken),
+            head=head,
+            head_beside_embedding=head if beside is self.head else beside.take(index, taken),
+            mtp=None if self.mtp is None else self.mtp.take(index, taken),
+            mtp_recomputed={mode: part.take(index, taken) for mode, part in self.mtp_recomputed.items()},
+            mtp_parts=tuple(part.take(index, taken) for part in self.mtp_parts),
+            **numbers,
         )
 
 

@@ -9,11 +9,12 @@ d = head_dim, f = intermediate_size.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import reduce
 from operator import mul
 from typing import Any, Literal, NamedTuple
 
+from planner.record import record
 from planner.shape import Number, Shape, minimum, where
 from planner.specs.base import Texts
 from planner.trainers.documents import Documents, attended_fraction, rank_imbalance
@@ -64,7 +65,7 @@ class Saved(NamedTuple):
         return self.gemm_input or self.cast_copy
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record(kw_only=True)
 class Operator:
     """One computation of one micro-batch on one rank.
 
@@ -210,7 +211,7 @@ class Operator:
         return sum(tensor.bytes_in(dtype) for tensor in self.kept(recomputed))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record(kw_only=True)
 class Collective:
     """One exchange of a micro-batch among the ranks of `group`; `num_bytes` is the whole (gathered) tensor's size."""
 

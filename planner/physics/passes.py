@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -14,6 +13,7 @@ from planner.physics.communication import exchange_tiers_s, group_of
 from planner.physics.cost import PartCost
 from planner.physics.kernels import PassSeconds, is_narrow
 from planner.physics.operators import Collective, Item, Operator, collectives_of, operators_of
+from planner.record import record
 from planner.shape import Number, Shape, any_of, log2, maximum, minimum, where
 from planner.specs.cluster import ClusterSpec
 from planner.specs.machines import transport_of
@@ -70,7 +70,7 @@ class ExchangeSeconds(NamedTuple):
         return _way(self.exchange)
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Passes:
     """Seconds of parts of one model, in one training, on one cluster, under one trainer."""
 

@@ -21,7 +21,7 @@ True
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from typing import Any
 
 from planner.physics import compute, kernels, memory
@@ -47,6 +47,7 @@ from planner.physics.operators import (
 )
 from planner.physics.optimizers import state_costs, update_s
 from planner.physics.passes import COMM_GROUPS, Passes, lateness
+from planner.record import record
 from planner.shape import Number, Shape, maximum, minimum, where
 from planner.specs.cluster import ClusterSpec
 from planner.specs.model import LayerKind, ModelSpec
@@ -65,7 +66,7 @@ SHARDED = ("weights_bytes", "gradients_bytes", "optimizer_bytes", "reduce_s", "g
 """Fields of a part that its kernel alone does not decide: sharding, replicas and the optimizer do."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record(kw_only=True)
 class Pricing:
     """Prices shapes for one model, training, cluster and trainer, and one choice of modules for `selective`."""
 

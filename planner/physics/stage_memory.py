@@ -17,7 +17,7 @@ What a rank keeps in the host's memory is `host_bytes`; a layout whose host has 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from planner.physics import memory
@@ -27,13 +27,14 @@ from planner.physics.memory import bytes_of, constant_bytes, is_decoder_layer, r
 from planner.physics.operators import BF16, FP32, Item, Saved, num_parameters
 from planner.physics.optimizers import workspace_bytes
 from planner.physics.pricing import Pricing
+from planner.record import record
 from planner.shape import Number, Shape, minimum
 from planner.specs.units import GIB
 from planner.trainers.rules.rule_rows import Rule
 from planner.trainers.spec import RuntimeSpec
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class StageBytes:
     """Bytes of a rank at its peak, item by item; `total_bytes` is what the GPU must have."""
 

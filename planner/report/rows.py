@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal
 
 from planner.answer import AS_PLANNED, Goodput, Interval, Plan, PricedLayout, RobustStep, RunCost, StagePlan
+from planner.record import record
 from planner.report.format import (
     SURE,
     brief_digits,
@@ -40,7 +40,7 @@ MFU = "MFU of bf16"
 """The name of a step's FLOP/s over the GPU's peak, which is that of bf16 whatever products compute in."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Figure:
     """A key figure and how it is written."""
 
@@ -57,7 +57,7 @@ class Figure:
         return f"{self.brief} ({self.ends})" if self.ends else self.brief
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Table:
     """Rows of texts; `align` says of each column l, r, n (left, on one line) or w (left, and wraps)."""
 
@@ -72,7 +72,7 @@ class Table:
     """Sentences below it."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class ReportSection:
     """A part of a report, by the name that `--show` has for it."""
 
@@ -82,7 +82,7 @@ class ReportSection:
     """Tables, layouts beside each other, and lists of sentences."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class StageRow:
     """One pipeline stage, or a run of neighbouring stages that hold the same."""
 
@@ -134,7 +134,7 @@ def shown_cells(cells: Texts, mixes_recompute: bool) -> list[str]:
     return [cell for column, cell in enumerate(cells) if mixes_recompute or column != RECOMPUTE_COLUMN]
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class StepShare:
     """One item of the step, in seconds on the rank that decides it."""
 
@@ -151,7 +151,7 @@ class StepShare:
         return self.name, seconds(self.value_s, self.step_s), percent(self.fraction)
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Entry:
     """A layout in one line beside others: sizes, seconds, memory; how it is run and what it trades."""
 
@@ -270,7 +270,7 @@ def _first_to_last(*values: float) -> str:
     return first if first == last else f"{first}–{last}"
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Robust:
     """Steps of layouts under assumptions: `steps_s` has a row per layout, the best first, a column per assumption."""
 

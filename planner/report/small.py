@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import shlex
-from dataclasses import dataclass
 
 from planner.answer import Change, LargestModel, Layout, Plan, Room, StagePlan
 from planner.answer import is_small as is_small_job
+from planner.record import record
 from planner.report.format import digits, fits_with, gibibytes, sentence, sentences, signed_seconds, told
 from planner.report.rows import Figure, StepShare, cost_figures, quoted_figures
 from planner.specs.base import Texts
@@ -27,7 +27,7 @@ _CHECKPOINTING = {
 _WAYS = {"qlora": "--qlora", "lora": "--lora", "full": "all weights trained"}
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class MemoryItem:
     """An item of the fullest GPU's memory."""
 
@@ -183,7 +183,7 @@ _ASKED_ABOUT = ("checkpointing", "micro-batch", "trained")
 """Kinds of changes that are shown though they do not fit."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class ChangeRow:
     """A change, and the texts of its columns."""
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from textwrap import wrap
 
@@ -19,6 +19,7 @@ from rich.text import Text
 
 from planner.answer import Plan, PricedLayout
 from planner.layout.alive import MemoryAnswer, MemoryChange, MemoryOfStage
+from planner.record import record
 from planner.report import small
 from planner.report.format import (
     EVIDENCE_IN_BRIEF,
@@ -181,7 +182,7 @@ def _head(entry: Entry, width: int, figures: str) -> RichTable:
     return grid
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class _Block:
     """A part of the screen below a head: at least and at most so many lines, and what draws it in a number of lines."""
 

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain, pairwise
 from typing import Literal
 
 from planner.answer import Plan, PricedLayout, SearchReport
+from planner.record import record
 from planner.report import small
 from planner.report.format import (
     BREAKDOWN,
@@ -70,7 +70,7 @@ _FREE_LIMIT_S = 30.0
 """Seconds of a search without `--time-limit`."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Line:
     """A line at the top of a report: parts between which it may break."""
 
@@ -80,7 +80,7 @@ class Line:
     """False where it waits for the full report."""
 
 
-@dataclass(frozen=True)
+@record(slots=False)
 class View:
     """A plan as its reports show it; its sections are worked out when they are asked for."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from functools import wraps
 from threading import Lock
 from typing import NamedTuple, ParamSpec, Protocol, TypeVar, overload
@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.errors import SpecError
+from planner.record import record
 
 IntArray = NDArray[np.int32]
 
@@ -47,7 +48,7 @@ class Action(NamedTuple):
         return cls(match[2], int(match[1]), int(match[3]))
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@record(eq=False)
 class ActionList(Sequence[Action]):
     """Actions of one rank in order, kept as integer arrays: long lists are made, stored and compiled all at once."""
 
@@ -91,7 +92,7 @@ class ActionList(Sequence[Action]):
     __hash__ = None  # type: ignore[assignment]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@record(eq=False)
 class Schedule:
     """The actions of all ranks in their order, without times; the replay computes the times.
 

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
 from planner.errors import SpecError
+from planner.record import record
 from planner.schedule.actions import Schedule
 from planner.schedule.orders import SCHEDULES, build_schedule, violation
 from planner.schedule.replay import Durations, Timeline, makespan_s, replay
 from planner.schedule.synthesis import Synthesis, placements, synthesize
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class RankSeconds(Durations):
     """Seconds of one micro-batch on each rank, over all of its chunks; a schedule with vpp chunks cuts them evenly."""
 
@@ -36,7 +37,7 @@ class RankSeconds(Durations):
         return replay(schedule, self.durations(schedule.stage_to_rank, schedule.num_directions))
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class ScheduleComparison:
     """One schedule on these ranks; `refusal` says why it has no timeline where it is not defined for them."""
 
@@ -75,7 +76,7 @@ def compare(seconds: RankSeconds, num_microbatches: int, vpp: int | None = None)
     return rows
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class StragglerCost:
     """Seconds of a step with slow ranks: as they are, without slowness, and with layers moved off the slow ranks."""
 

@@ -11,11 +11,11 @@ from __future__ import annotations
 import csv
 import io
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
 from planner.errors import SpecError
+from planner.record import record
 from planner.schedule.actions import Action, ActionList, B, F, I, IntArray, Schedule, W, keeps_latest
 from planner.specs.reading import parse_rows
 
@@ -24,7 +24,7 @@ class DeadlockError(SpecError):
     """An error for action lists that cannot be run in their order, because ranks wait for each other."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@record(eq=False)
 class Graph:
     """Actions in a topological order; position 0 is a sentinel that ends at time 0, so actions are 1 … n."""
 

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Literal
 
 import numpy as np
 
 from planner.errors import SpecError
+from planner.record import record
 from planner.schedule import builders
 from planner.schedule.actions import HELD_BY_PLACE, Action, ActionList, Schedule, keeps_latest
 from planner.schedule.builders import interleaved_one_f_one_b, one_f_one_b, warm_up_chunks
@@ -39,7 +39,7 @@ Bound = Literal["one_f_one_b", "interleaved", "any_order", "split_backward"]
 any order, with a full or a split backward."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class ScheduleKind:
     """A named schedule: its generator and the shapes it is defined for."""
 

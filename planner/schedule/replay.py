@@ -14,7 +14,7 @@ A replayed schedule: start and end of each action, idle time by cause, activatio
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from functools import cached_property
 from itertools import chain
 from typing import Any
@@ -23,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.errors import SpecError
+from planner.record import record
 from planner.schedule.actions import B, F, I, IntArray, Schedule, W
 from planner.schedule.graph import Graph, compile_schedule, pair_positions
 from planner.shape import BoolArray
@@ -34,7 +35,7 @@ gradient that would be there with equally long stages too. imbalance: the rest o
 cause. transfer: the transfers themselves. drain: after its last action, until the last rank is done."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@record(eq=False)
 class Timing:
     """Seconds of all actions of a graph, as arrays of shape (n,) along its actions."""
 
@@ -51,7 +52,7 @@ class Timing:
     compute_s: FloatArray
 
 
-@dataclass(frozen=True, eq=False)
+@record(eq=False, slots=False)
 class Timeline:
     """Times of all actions of a replayed schedule.
 
@@ -206,7 +207,7 @@ STRETCH = 1 << 16
 """Number of actions whose numbers are Python's at a time."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Durations:
     """Seconds and bytes of one micro-batch on each virtual stage of the model (index = virtual stage).
 
@@ -307,7 +308,7 @@ def _saved_bytes(schedule: Schedule, graph: Graph, durations: Durations) -> Floa
     return saved
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@record(eq=False)
 class Costs:
     """Durations laid out along a graph's actions, arrays of shape (n,)."""
 
@@ -416,7 +417,7 @@ def _rows(*columns: IntArray | FloatArray) -> Iterator[tuple[Any, ...]]:
     return chain.from_iterable(zip(*(one[at : at + STRETCH].tolist() for one in columns), strict=True) for at in starts)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@record(eq=False)
 class Waves:
     """Seconds of a step of plain 1F1B on each rank (arrays along the ranks)."""
 

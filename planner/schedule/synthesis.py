@@ -12,11 +12,11 @@ import itertools
 import random
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
 from planner.errors import Infeasible
+from planner.record import record
 from planner.schedule.actions import KINDS, Action, B, F, I, Schedule, W
 from planner.schedule.bounds import in_flight_bounds_s
 from planner.schedule.builders import v_placement
@@ -33,7 +33,7 @@ Pick = Callable[["Shop", int, float], Task | float]
 to ask again (NEVER: when an input arrives)."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Problem:
     """A pipeline for which an order is wanted."""
 
@@ -190,7 +190,7 @@ WINDOW = 24
 """Number of tasks of a reference order, from the next one on, among which a rank looks for one that is ready."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class ByRule:
     """Picks a gradient, else a forward, else a weight gradient that fits into the wait for either."""
 
@@ -271,7 +271,7 @@ class ByReference:
         return until_s
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Synthesis:
     """The best order found, the best named schedule, and a lower bound on the makespan of every order."""
 

@@ -9,7 +9,7 @@ model.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from functools import reduce
 from typing import Literal
 
@@ -19,6 +19,7 @@ from planner.layout.seconds import reduce_overlap_fraction
 from planner.physics.cost import PartCost
 from planner.physics.optimizers import update_s
 from planner.physics.stage_memory import relaxed_peak_bytes
+from planner.record import record
 from planner.schedule.builders import v_placement
 from planner.schedule.orders import SCHEDULES, chunks_in_flight, in_flight_microbatches, placement
 from planner.search.chunks import fewest_of_kinds
@@ -28,7 +29,7 @@ from planner.shape import BoolArray, FloatArray, IntArray, Number, Shape
 from planner.specs.training import Recompute
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Orders:
     """Properties of the schedules of nodes (rows), for each of their ranks (columns)."""
 
@@ -104,21 +105,20 @@ def exceeds_all_ranks(shapes: PricedShapes, modes: Sequence[Recompute], orders: 
     needed = np.min([layer_bytes(shapes, mode, in_flight) for mode in modes], axis=0)
     mean = (counts * needed).sum(axis=0) / counts.sum()
     exists = shapes.ranks_exist(in_flight.shape[1])
-    free = free_bytes(shapes, modes, in_flight.shape[1])
-    layers_of_room = np.where(exists, free / mean, 0.0).sum(axis=1)
+    layers_of_room = np.where(exists, free_bytes(shapes, modes, in_flight.shape[1]) / mean, 0.0).sum(axis=1)
     taken = counts[:, :, 0] * np.where(exists, needed / mean, np.inf).min(axis=2)
     return np.asarray(taken.sum(axis=0) > layers_of_room * (1 + 1e-9))
 
 
 def layer_bytes(shapes: PricedShapes, mode: Recompute, in_flight: FloatArray) -> FloatArray:
     """Bytes that a layer of each kind (first axis) needs on ranks (last axis) with `in_flight` micro-batches."""
-    parts = [shapes.table.layers[kind, mode] for kind in shapes.pricing.model.kinds]
+    parts = {kind: shapes.table.layers[kind, mode] for kind in shapes.pricing.model.kinds}
     return np.array(
         [
             relaxed_peak_bytes(
-                shapes.static_bytes(part)[:, None], in_flight * shapes.part(part, "live_bytes")[:, None], 0.0
+                shapes.static_bytes(*each)[:, None], in_flight * shapes.part(each[1], "live_bytes")[:, None], 0.0
             )
-            for part in parts
+            for each in parts.items()
         ]
     )
 
@@ -184,20 +184,18 @@ def _with_exchange_s(
     work, slowest = shapes.work_s(base) - shapes.ends_s(), shapes.layer_s(base).max(axis=0)
     others = np.maximum(pps - 1, 1)
 
-    def step_s(num_layers: FloatArray) -> FloatArray:
-        held_by_others_s = steps * (work - num_layers * slowest) / others
-        exposed_s = ends_s + least_sum(layer_exchange_s, counts, num_layers)
-        return np.asarray(np.maximum(pipeline_s, held_by_others_s) + np.maximum(exposed_s, 0.0))
-
     fewest = np.maximum(vpps - 1 - shapes.folded, 0) * np.ceil(layers / (pps * vpps))
-    breaks = [(work - pipeline_s * others / steps) / slowest]
+    breaks = [fewest, (work - pipeline_s * others / steps) / slowest]
     before, exposed_s = np.zeros_like(work), ends_s
     order = np.argsort(layer_exchange_s, axis=0)
     for more_s, count in zip(np.take_along_axis(layer_exchange_s, order, axis=0), counts[order], strict=True):
         until_positive = np.where(more_s > 0, -exposed_s / np.where(more_s > 0, more_s, 1.0), count)
         breaks.append(before + np.clip(until_positive, 0, count))
         before, exposed_s = before + count, exposed_s + count * more_s
-    piped = np.min([step_s(np.clip(num_layers, fewest, layers)) for num_layers in (fewest, *breaks)], axis=0)
+    held = np.clip(breaks, fewest, layers)
+    exposed_s = ends_s + least_sum(layer_exchange_s[:, None], counts, held)
+    held_by_others_s = steps * (work - held * slowest) / others
+    piped = (np.maximum(pipeline_s, held_by_others_s) + np.maximum(exposed_s, 0.0)).min(axis=0)
     return np.asarray(np.where(pps == 1, pipeline_s + np.maximum(alone, 0.0), piped))
 
 
@@ -239,10 +237,12 @@ def all_optimizers_s(shapes: PricedShapes) -> FloatArray:
     """Seconds that the optimizer takes on the shards of the whole model, one rank's after the other's."""
     pricing, table = shapes.pricing, shapes.table
     counted = [(table.layers[kind, "none"], count) for kind, count in pricing.kind_counts.items()] + [(table.head, 1)]
-    total = np.zeros(len(shapes.kernel))
-    for part, count in counted:
-        total = total + count * update_s(shapes.counted(part), shapes.shape, pricing.cluster.hardware, pricing.runtime)
-    return total
+    hardware, runtime = pricing.cluster.hardware, pricing.runtime
+
+    def all_s() -> tuple[Number]:
+        return (sum(n * update_s(shapes.counted(part), shapes.shape, hardware, runtime) for part, n in counted),)
+
+    return shapes.once("optimizers", "all", all_s)[0]
 
 
 def chunked_bound_s(
@@ -332,7 +332,7 @@ def coarse_bound_s(shapes: PricedShapes, splits_backward: bool = False) -> Float
     work = shapes.work_s("none")
     quickest = np.min([shapes.part(shapes.table.layers[kind, "none"], "total_s") for kind in model.kinds], axis=0)
     busiest = np.maximum(work / shape.pp, np.ceil(model.num_hidden_layers / shape.pp) * quickest)
-    busiest = np.maximum(busiest, np.sum([shapes.part(part, "total_s") for part in shapes.last_parts], axis=0))
+    busiest = np.maximum(busiest, np.sum([shapes.part(part, "total_s") for part in shapes.last_parts.values()], axis=0))
     return np.asarray(np.maximum(shape.num_microbatches * busiest, shapes.trip_s("none", splits_backward)))
 
 
@@ -367,12 +367,14 @@ def busiest_rank_s(
     counts = shapes.pricing.kind_counts
     modes: tuple[Recompute, ...] = (base, FULL) if may_recompute else (base,)
     layers, least = shapes.table.layers, RARE * model.num_hidden_layers
-    held = [((layers[kind, base], layers[kind, FULL]), count) for kind, count in counts.items() if count >= least]
+    held: dict[PartName, tuple[PartCost, PartCost, int]] = {
+        kind: (layers[kind, base], layers[kind, FULL], count) for kind, count in counts.items() if count >= least
+    }
     if len(counts) > 1:
         plain, full = (cheapest([layers[kind, mode] for kind in model.kinds]) for mode in (base, FULL))
-        held.append(((plain, full), model.num_hidden_layers))
-    for layer, count in held:
-        busiest = _holding_bound_s(shapes, layer, count, may_recompute, orders.in_flight, beside_s, busiest)
+        held["least"] = plain, full, model.num_hidden_layers
+    for name, layer in held.items():
+        busiest = _holding_bound_s(shapes, name, layer, may_recompute, orders.in_flight, beside_s, busiest)
     if len(counts) > 1:
         busiest = np.where(exceeds_all_ranks(shapes, modes, orders), np.inf, busiest)
     return np.asarray(busiest)
@@ -396,22 +398,22 @@ def _trip_s(shapes: PricedShapes, base: Recompute, orders: Orders) -> FloatArray
 
 def _holding_bound_s(
     shapes: PricedShapes,
-    layer: tuple[PartCost, PartCost],
-    count: int,
+    name: PartName,
+    layer: tuple[PartCost, PartCost, int],
     may_recompute: bool,
     in_flight: FloatArray,
     beside_s: FloatArray,
     least_s: FloatArray,
 ) -> FloatArray:
-    """Least seconds of a micro-batch on the busiest rank for `count` layers; `least_s` or more.
+    """Least seconds of a micro-batch on the busiest rank for layer[2] layers; `least_s` or more.
 
     A layer costs layer[0], or layer[1] if it is recomputed whole. Ranks (columns) hold `in_flight` micro-batches;
     `beside_s` of a micro-batch's seconds are spent on no layer.
     """
-    plain, full = layer
+    plain, full, count = layer
     seconds = shapes.part(plain, "total_s")[:, None]
     again = np.maximum(shapes.part(full, "total_s")[:, None] - seconds, 1e-12)
-    static, live = shapes.static_bytes(plain)[:, None], shapes.part(plain, "live_bytes")[:, None]
+    static, live = shapes.static_bytes(name, plain)[:, None], shapes.part(plain, "live_bytes")[:, None]
     saved = np.maximum(live - shapes.part(full, "live_bytes")[:, None], 1.0)
     free = shapes.free_bytes(plain, in_flight.shape[1])
     roomy = np.floor(free / (static + in_flight * live))
@@ -422,20 +424,20 @@ def _holding_bound_s(
     most, spare_s, layer_s = np.where(exists, tight, 0.0), rate * free, seconds + rate * (static + in_flight * live)
     high = np.maximum(count * (seconds + again)[:, 0] + beside_s.max(axis=1), least_s)
 
-    def enough(rows: IntArray, busiest_s: FloatArray) -> BoolArray:
-        busy = np.maximum(busiest_s[:, None] - beside_s[rows], 0.0)
-        layers = np.minimum(busy / seconds[rows], most[rows])
+    def enough(busiest_s: FloatArray) -> BoolArray:
+        busy = np.maximum(busiest_s[:, None] - beside_s, 0.0)
+        layers = np.minimum(busy / seconds, most)
         if may_recompute:
-            layers = np.minimum(layers, np.maximum((busy + spare_s[rows]) / layer_s[rows], 0))
+            layers = np.minimum(layers, np.maximum((busy + spare_s) / layer_s, 0))
         return np.asarray(np.floor(layers + 1e-9).sum(axis=1) >= count)
 
     fits = most.sum(axis=1) >= count
-    rows = np.flatnonzero(fits)
-    rows = rows[~enough(rows, least_s[rows])]
+    rows = np.flatnonzero(fits & ~enough(least_s))
+    seconds, beside_s, most, spare_s, layer_s = (each[rows] for each in (seconds, beside_s, most, spare_s, layer_s))
     low, high = least_s[rows], high[rows]
-    for _ in range(BISECTIONS):
+    for _ in range(BISECTIONS if len(rows) else 0):
         middle = np.sqrt(low * high)
-        holds = enough(rows, middle)
+        holds = enough(middle)
         low, high = np.where(holds, low, middle), np.where(holds, middle, high)
     bound_s = np.where(fits, least_s, np.inf)
     bound_s[rows] = low

@@ -11,7 +11,7 @@ lowest bound is from the best step.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from itertools import chain
 
 import numpy as np
@@ -281,8 +281,7 @@ class Branch:
             if first.priced is not None:
                 together = first.priced.cost_table(np.array([node.row for node in group]))
             else:
-                columns = {f.name: np.array([getattr(node.shape, f.name) for node in group]) for f in fields(Shape)}
-                together = first.pricing.table(Shape(**columns))
+                together = first.pricing.table(Shape.stacked([node.shape for node in group]))
             self.tables |= {node.prices: together.take(row) for row, node in enumerate(group)}
 
     def _table(self, node: Open) -> CostTable:

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from planner.errors import SolverError
 from planner.layout.evaluate import pricing_of
 from planner.layout.variation import Variation
+from planner.record import record
 from planner.specs.base import filled
 from planner.specs.cluster import ClusterSpec
 from planner.specs.model import ModelSpec
@@ -22,7 +23,7 @@ from planner.specs.training import PINS, SearchLimits, TrainingSpec
 from planner.trainers.spec import RuntimeSpec
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Case:
     """The arguments of `plan`."""
 

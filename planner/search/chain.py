@@ -15,12 +15,13 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import reduce
 
 import numpy as np
 
 from planner.physics.stage_memory import relaxed_peak_bytes
+from planner.record import record
 from planner.search.ilp.node import (
     FULL,
     PASSES,
@@ -136,7 +137,7 @@ def _rows_of(node: Node, number: int, most_s: float) -> _Cells | _Line | None:
     return cells
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class _Rows:
     """Rows 5 to 7 of the program on any ranks that hold any layers, each as its parts: it is the largest of them."""
 
@@ -171,7 +172,7 @@ def _largest(parts: Sequence[FloatArray]) -> FloatArray:
     return reduce(np.maximum, parts)
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class _Cells:
     """Rows of the program for each rank, first layer and number of layers; infinite where memory is short."""
 
@@ -248,7 +249,7 @@ class _Cells:
         return _solution(self.node, np.array(ends[-2::-1]), self.number)
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class _Line:
     """Rows of layers of one kind, each the largest of parts that are linear in a rank's first layer and its number.
 

@@ -20,7 +20,7 @@ from planner.physics.stage_memory import host_rule
 from planner.schedule.orders import SCHEDULES, violation
 from planner.search.case import Case
 from planner.search.chunks import chunk_lengths
-from planner.shape import RANK_ORDERS, BoolArray, FloatArray, IntArray, Shape, distinct, divisors
+from planner.shape import RANK_ORDERS, SIZES, BoolArray, FloatArray, IntArray, Shape, distinct, divisors
 from planner.specs.cluster import ClusterSpec
 from planner.specs.model import ModelSpec
 from planner.specs.problems import closest, nearest
@@ -271,7 +271,7 @@ def _with_rank_orders(
     other = other.take(np.broadcast_to(is_legal(other), np.shape(other.tp)))
     columns = {
         name: np.concatenate([np.broadcast_to(getattr(part, name), np.shape(part.tp)) for part in (shape, other)])
-        for name in Shape.__slots__
+        for name in SIZES
     }
     return Shape(**columns)
 
@@ -279,7 +279,7 @@ def _with_rank_orders(
 def scalar(shape: Shape, index: int) -> Shape:
     """One shape of many, as Python numbers."""
     row = shape.take(index)
-    numbers = {name: getattr(row, name) for name in Shape.__slots__}
+    numbers = {name: getattr(row, name) for name in SIZES}
     return Shape(**{k: v.item() if isinstance(v, np.generic) else v for k, v in numbers.items()})
 
 

@@ -9,6 +9,7 @@ from itertools import pairwise
 import numpy as np
 
 from planner.physics.pricing import Pricing
+from planner.record import record
 from planner.schedule.orders import SCHEDULES, placement
 from planner.search.bounds import (
     Kinds,
@@ -35,8 +36,8 @@ BLOCK_RANKS = 1 << 16
 WIDTHS = (0, 2, 4, 8, 16, 32, 1 << 30)
 """Limits of pp between which nodes are bounded together; nodes of about as many ranks leave few columns idle."""
 
-FEW_CELLS = 1 << 13
-"""Ranks of nodes, times the ranks of wider ones, that are bounded with them: a call takes as long as so many do."""
+FEW_CELLS = 1 << 12
+"""Columns that nodes may leave idle beside wider ones, all nodes together: a call takes as long as so many do."""
 
 BOUNDLESS_BYTES = 1e18
 """More bytes than any GPU has."""
@@ -65,7 +66,7 @@ Prices = tuple[RuntimeSpec, Modules, Shape]
 """The runtime, the recomputed modules and the shape that a cost table belongs to."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Open:
     """A node not solved yet."""
 
@@ -96,7 +97,7 @@ def few_of_a_key(nodes: Sequence[Open]) -> list[Open]:
     return [node for of_key in taken.values() for node in of_key]
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Nodes:
     """Rows of shapes, each with a schedule that it may run."""
 
@@ -220,7 +221,8 @@ def nodes_of(shapes: PricedShapes, limits: SearchLimits) -> Iterator[tuple[IntAr
         vpps = np.array([vpp for _, _, vpp, _ in kinds])
         folded = np.array([placement(name, pp, vpp)[-1] == 0 for name, pp, vpp, _ in kinds])
         # where the pipeline folds, the head exchanges beside the embedding
-        chosen = replace(chosen, shape=replace(chosen.shape, vpp=vpps[kind]), folded=folded[kind], exchanged_s={})
+        known = {} if folded.any() else chosen.known
+        chosen = replace(chosen, shape=replace(chosen.shape, vpp=vpps[kind]), folded=folded[kind], known=known)
         setting = Setting(pricing.model, pricing.cluster, pricing.training, pricing.runtime, chosen.shape)
         legal = np.broadcast_to(takes_shapes(setting), index.shape)
         legal = np.flatnonzero(legal)
@@ -236,7 +238,7 @@ def _of_like_width(rows: IntArray, pps: IntArray) -> Iterator[IntArray]:
     held = rows[:0]
     for narrow, wide in pairwise(WIDTHS):
         new = rows[(pps[rows] > narrow) & (pps[rows] <= wide)]
-        if len(held) and len(new) and len(held) * int(pps[new].max()) > FEW_CELLS:
+        if len(held) and len(new) and len(held) * int(pps[new].max() - pps[held].max()) > FEW_CELLS:
             yield held
             held = rows[:0]
         held = np.sort(np.concatenate([held, new]))

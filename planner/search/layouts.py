@@ -6,7 +6,6 @@ The first layout of a search: the fastest of those that tuned recipes would try,
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import reduce
 from typing import Any
 
@@ -19,6 +18,7 @@ from planner.layout.evaluate import assemble, pricing_of
 from planner.layout.price import price_layout
 from planner.physics.pricing import Pricing
 from planner.physics.stage_memory import fits_host
+from planner.record import record
 from planner.search.branch import Branch
 from planner.search.case import PATIENCE_S, Case, Deadline
 from planner.search.enumerate import Bar, Rejections, by_runtime, enumerate_shapes, schedules_tried
@@ -49,7 +49,7 @@ Priced = Sequence[tuple[PricedShapes, SearchLimits]]
 """The same shapes, priced for one runtime each, with limits that name the schedules that it runs."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Standing:
     """A search over layouts in the middle: what its certificate would say if it ended now."""
 
@@ -81,7 +81,7 @@ News = Callable[[Standing], None]
 """A listener for the state of a search, called when it changes."""
 
 
-@dataclass(frozen=True)
+@record(slots=False)
 class FoundLayouts:
     """The end of one search over layouts."""
 

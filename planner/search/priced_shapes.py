@@ -12,8 +12,8 @@ sets together (`ModuleSets.together`), since for most shapes no set is fast enou
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import field, replace
 from functools import cached_property
 from itertools import combinations
 from typing import Literal
@@ -23,6 +23,7 @@ import numpy as np
 from planner.physics.cost import CostTable, PartCost
 from planner.physics.pricing import Pricing
 from planner.physics.stage_memory import relaxed_peak_bytes, static_bytes
+from planner.record import record
 from planner.schedule.orders import SCHEDULES, placement
 from planner.search.enumerate import scalar
 from planner.shape import BoolArray, FloatArray, IntArray, Number, Shape, distinct
@@ -114,7 +115,7 @@ def _spread(sets: Sequence[Modules]) -> list[Modules]:
     return [sets[round(index)] for index in np.linspace(0, len(sets) - 1, MAX_SETS)]
 
 
-@dataclass(frozen=True)
+@record(slots=False)
 class ModuleSets:
     """The sets of modules that are tried, each with the prices of all kernels."""
 
@@ -181,10 +182,11 @@ _OF_REFERENCE = ("reference_parameters", "reference_expert_parameters", "referen
 """Fields that are counted where forwards run without a gradient."""
 
 
-PartName = LayerKind | Literal["embedding", "head", "mtp"]
+PartName = LayerKind | Literal["embedding", "head", "mtp", "all", "least"]
+"""A part of the model, all of it together, or a layer no dearer than any."""
 
 
-@dataclass(frozen=True, slots=True)
+@record(slots=False)
 class PricedShapes:
     """Shapes (arrays) with the prices of their kernels, looked up once per distinct (tp, cp, ep, etp, micro-batch)."""
 
@@ -200,10 +202,14 @@ class PricedShapes:
     """The sets of modules that selective recompute may mean; None if it means the pricing's own set."""
     beaten: BoolArray | None = None
     """True for a shape that another recipe beats in every price, and whose prices are not kept; None if none is."""
-    exchanged_s: dict[PartName, tuple[FloatArray, FloatArray]] = field(default_factory=dict, compare=False, repr=False)
-    """Results of `exchanges_s`, which no set of modules, mode, schedule or vpp changes."""
-    static: dict[int, tuple[PartCost, FloatArray]] = field(default_factory=dict, compare=False, repr=False)
-    """Results of `static_bytes`, with the part that each is of."""
+    known: dict[tuple[str, PartName], tuple[FloatArray, ...]] = field(default_factory=dict, compare=False, repr=False)
+    """Results of `once`."""
+
+    def once(self, what: str, name: PartName, work_out: Callable[[], Sequence[Number]]) -> tuple[FloatArray, ...]:
+        """Numbers of a part for every shape that no set of modules, mode, schedule or vpp changes, worked out once."""
+        if (what, name) not in self.known:
+            self.known[what, name] = tuple(np.broadcast_to(each, self.kernel.shape) for each in work_out())
+        return self.known[what, name]
 
     def with_each_set(self, rows: IntArray) -> PricedShapes:
         """The shapes at `rows` once for each set of modules, priced so that selective recompute means that set."""
@@ -222,7 +228,7 @@ class PricedShapes:
         offset = np.repeat(np.arange(len(tables)) * len(used), len(rows))
         some = self.take(np.tile(rows, len(tables)))
         table = replace(table, layers=layers, mtp_recomputed=mtp)
-        return replace(some, table=table, kernel=np.tile(kernel, len(tables)) + offset, static={})
+        return replace(some, table=table, kernel=np.tile(kernel, len(tables)) + offset)
 
     def with_any_modules(self) -> PricedShapes:
         """The same shapes, priced so that a mixture of plain and full layers is no dearer than any set of modules.
@@ -230,7 +236,7 @@ class PricedShapes:
         `ModuleSets.together` says how.
         """
         assert self.module_sets is not None
-        return replace(self, table=self.module_sets.together, static={})
+        return replace(self, table=self.module_sets.together)
 
     @property
     def is_beaten(self) -> bool:
@@ -260,30 +266,21 @@ class PricedShapes:
             names = (*names, *_OF_REFERENCE)
         return PartCost(**{name: self.part(part, name) for name in names})
 
-    def static_bytes(self, part: PartCost) -> FloatArray:
-        """Bytes of a part's weights, gradients and optimizer under each shape's sharding; worked out once a part."""
-        if id(part) not in self.static:
-            runtime, dtype = self.pricing.runtime, self.pricing.training.dtype
-            num_bytes = np.asarray(static_bytes(self.counted(part), self.shape, runtime, dtype), dtype=float)
-            self.static[id(part)] = part, num_bytes
-        return self.static[id(part)][1]
+    def static_bytes(self, name: PartName, part: PartCost) -> FloatArray:
+        """Bytes of a part's weights, gradients and optimizer under each shape's sharding."""
+        runtime, dtype = self.pricing.runtime, self.pricing.training.dtype
+        return self.once("static", name, lambda: (static_bytes(self.counted(part), self.shape, runtime, dtype),))[0]
 
-    def exchanges_s(self, name: PartName, part: PartCost) -> tuple[FloatArray, FloatArray]:
-        """Seconds to reduce the gradients of a part, and to gather its weights; asked for once under each name."""
-        if name not in self.exchanged_s:
-            each = self.pricing.exchanges.part_s(self.counted(part), self.shape)
-            reduce_s, gather_s = (np.broadcast_to(seconds, self.kernel.shape) for seconds in each)
-            self.exchanged_s[name] = reduce_s, gather_s
-        return self.exchanged_s[name]
+    def exchanges_s(self, name: PartName, part: PartCost) -> tuple[FloatArray, ...]:
+        """Seconds to reduce the gradients of a part, and to gather its weights."""
+        return self.once("exchange", name, lambda: self.pricing.exchanges.part_s(self.counted(part), self.shape))
 
     def take(self, index: IntArray) -> PricedShapes:
         """The shapes at `index`."""
         beaten = None if self.beaten is None else self.beaten[index]
         shape, kernel, folded = self.shape.take(index), self.kernel[index], self.folded[index]
-        exchanged_s = {name: (reduce[index], gather[index]) for name, (reduce, gather) in self.exchanged_s.items()}
-        return replace(
-            self, shape=shape, kernel=kernel, folded=folded, beaten=beaten, exchanged_s=exchanged_s, static={}
-        )
+        known = {key: tuple(each[index] for each in values) for key, values in self.known.items()}
+        return replace(self, shape=shape, kernel=kernel, folded=folded, beaten=beaten, known=known)
 
     def cost_table(self, rows: IntArray) -> CostTable:
         """The prices of the shapes at `rows`, with a row for each."""
@@ -297,28 +294,28 @@ class PricedShapes:
     def tail_s(self) -> FloatArray:
         """Seconds at the end of each shape's step."""
         hidden_s = self._column(self.table.hidden_s)
-        return np.broadcast_to(self.pricing.tail_s(self.shape, hidden_s), self.kernel.shape)
+        return self.once("tail", "all", lambda: (self.pricing.tail_s(self.shape, hidden_s),))[0]
 
     @property
     def p2p_s(self) -> FloatArray:
         """Seconds of one transfer between stages."""
         return np.asarray(self.pricing.exchanges.p2p_s(self.shape))
 
-    @property
-    def last_parts(self) -> list[PartCost]:
+    @cached_property
+    def last_parts(self) -> dict[PartName, PartCost]:
         """Parts on the last virtual stage beside layers: the head, and multi-token prediction with its least bytes."""
         table = self.table
         if table.mtp is None:
-            return [table.head]
+            return {"head": table.head}
         parts = (table.mtp, *table.mtp_recomputed.values())
         least = {
             name: np.min([getattr(part, name) for part in parts], axis=0) for name in ("live_bytes", "transient_bytes")
         }
-        return [table.head, replace(table.mtp, **least)]
+        return {"head": table.head, "mtp": replace(table.mtp, **least)}
 
     def ends_s(self, quantity: str = "total_s") -> FloatArray:
         """Seconds of a micro-batch in the embedding, the head and multi-token prediction."""
-        parts = [self.table.embedding, *self.last_parts]
+        parts = [self.table.embedding, *self.last_parts.values()]
         return np.asarray(np.sum([self.part(part, quantity) for part in parts], axis=0))
 
     def work_s(self, mode: Recompute, quantity: str = "total_s") -> FloatArray:
@@ -352,7 +349,7 @@ class PricedShapes:
     def rank_ends_s(self, num_ranks: int) -> FloatArray:
         """Seconds of a micro-batch that each rank (columns) spends in embedding, head and multi-token prediction."""
         rank = np.arange(num_ranks)[None, :]
-        last_s = np.sum([self.part(part, "total_s") for part in self.last_parts], axis=0)
+        last_s = np.sum([self.part(part, "total_s") for part in self.last_parts.values()], axis=0)
         first_s = self.part(self.table.embedding, "total_s")
         return np.asarray((rank == 0) * first_s[:, None] + self.holds_last(rank) * last_s[:, None])
 
@@ -360,11 +357,12 @@ class PricedShapes:
         """Bytes that each rank (columns) has for layers like `layer`, less its other parts and the larger transient."""
         rank, last = np.arange(num_ranks)[None, :], self.last_parts
         transient = self.part(layer, "transient_bytes")
-        loss = np.max([transient, *(self.part(part, "transient_bytes") for part in last)], axis=0) - transient
-        beside = loss + sum(self.static_bytes(part) + self.part(part, "live_bytes") for part in last)
+        loss = np.max([transient, *(self.part(part, "transient_bytes") for part in last.values())], axis=0) - transient
+        beside = loss + sum(self.static_bytes(*part) + self.part(part[1], "live_bytes") for part in last.items())
         free = (self.pricing.usable_bytes(self.shape) - transient)[:, None]
         free = free - self.holds_last(rank) * beside[:, None]
-        return np.asarray(np.maximum(free - (rank == 0) * self.static_bytes(self.table.embedding)[:, None], 0.0))
+        embedding = self.static_bytes("embedding", self.table.embedding)[:, None]
+        return np.asarray(np.maximum(free - (rank == 0) * embedding, 0.0))
 
 
 def priced_shapes(pricing: Pricing, shape: Shape) -> PricedShapes:
@@ -430,7 +428,7 @@ def with_used_kernels(shapes: PricedShapes) -> PricedShapes:
     if used.all() or not used.any():
         return shapes
     place = np.maximum(np.cumsum(used) - 1, 0)
-    return replace(shapes, table=shapes.table.take(np.flatnonzero(used)), kernel=place[shapes.kernel], static={})
+    return replace(shapes, table=shapes.table.take(np.flatnonzero(used)), kernel=place[shapes.kernel])
 
 
 def _is_no_dearer(shapes: PricedShapes, others: PricedShapes) -> BoolArray:
@@ -463,11 +461,11 @@ def room_layers(shapes: PricedShapes, kind: LayerKind, schedules: Sequence[str] 
     folds = any(placement(name, 2, 2)[-1] == 0 for name in schedules if SCHEDULES[name].min_vpp == 2)
     shape, table = shapes.shape, shapes.table
     parts = [table.layers[kind, mode] for mode in ("none", "selective", "full")]
-    static = shapes.static_bytes(parts[0])
+    static = shapes.static_bytes(kind, parts[0])
     live = np.min([shapes.part(part, "live_bytes") for part in parts], axis=0)
     transient = np.min([shapes.part(part, "transient_bytes") for part in parts], axis=0)
     usable = shapes.pricing.usable_bytes(shape) - transient
-    ends = (shapes.static_bytes(table.embedding), (not folds) * shapes.static_bytes(table.head))
+    ends = shapes.static_bytes("embedding", table.embedding), (not folds) * shapes.static_bytes("head", table.head)
     room = np.zeros(len(shapes.kernel))
     pps = np.asarray(shape.pp)
     for pp in distinct(pps):
@@ -495,6 +493,8 @@ def fits(shapes: PricedShapes, schedules: Sequence[str] = ()) -> BoolArray:
 
 def least_sum(values: FloatArray, counts: IntArray, number: FloatArray) -> FloatArray:
     """The least sum of `number` items, if there are counts[k] items of the value values[k]."""
+    if len(counts) == 1:
+        return np.asarray(values[0] * np.clip(number, 0, counts[0]))
     order = np.argsort(values, axis=0)
     values, ordered = np.take_along_axis(values, order, axis=0), counts[order]
     taken = np.clip(number - (np.cumsum(ordered, axis=0) - ordered), 0, ordered)

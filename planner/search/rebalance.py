@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import inf
 
 import numpy as np
@@ -28,6 +28,7 @@ from planner.layout.candidate import Candidate, Split
 from planner.layout.evaluate import whole_run_of
 from planner.layout.price import layout_again, reprice
 from planner.physics.cost import PartCost
+from planner.record import record
 from planner.schedule.orders import SCHEDULES
 from planner.search.bounds import busiest_rank_s, schedule_bound_s
 from planner.search.case import Deadline
@@ -138,7 +139,7 @@ def _moves(candidate: Candidate, most_targets: int | None) -> Iterator[Candidate
                 yield candidate.with_split(recounted(split, tuple(moved), model))
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Rebalanced:
     """The same layout before and after layers moved, both priced with the measured slowness of the ranks."""
 

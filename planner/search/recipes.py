@@ -11,7 +11,7 @@ The recipe in the answer: the switches, the worth of each, what rules refuse, an
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import chain
 
 from planner.answer import Offer, PricedLayout, RecipeGain, RecipeRefusal
@@ -20,6 +20,7 @@ from planner.layout.candidate import Candidate
 from planner.layout.variation import other_values, recipe_of, setting_of, settled, under
 from planner.physics.kernels import is_narrow
 from planner.physics.stage_memory import fits_host
+from planner.record import record
 from planner.search.case import Case, Deadline
 from planner.trainers.load import has_dtype, switches_of
 from planner.trainers.rules.recipe import Setting, broken_recipe_rules
@@ -74,7 +75,7 @@ REPLAN_GAIN = 0.02
 """Gain of the moves around the winner, as a share of the step, from which on the layouts are searched again."""
 
 
-@dataclass(frozen=True)
+@record(slots=False)
 class Recipes:
     """The recipes that a search may choose from."""
 

@@ -7,13 +7,14 @@ the fastest, the one comes first that loses least where an assumption fails and 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from planner.answer import Plan, Recommendation
 from planner.errors import SpecError
 from planner.layout.candidate import Candidate
 from planner.layout.price import parallelism_of
 from planner.layout.variation import NUM_LAYOUTS, assumed_steps, setting_of
+from planner.record import record
 from planner.search.case import Case
 from planner.search.enumerate import schedule_options
 from planner.search.rebalance import level_split
@@ -94,7 +95,7 @@ MOST_CHUNKINGS = 5
 """Smaller numbers of chunks that are tried in the place of a layout's own."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Recommended:
     """The layouts near the fastest, the one recommended first, and their steps under each assumption."""
 

@@ -20,7 +20,6 @@ import tomllib
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -29,9 +28,10 @@ import yaml
 from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
 from planner.errors import SpecError, shortened
+from planner.record import record
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class InputLimits:
     """The most that is read of one text."""
 

@@ -6,12 +6,12 @@ it: storage, failures, spare nodes, price; what is not given has a default with 
 """
 
 import re
-from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
+from planner.record import record
 from planner.specs.base import Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Spec
 
 Bits = Literal[4, 8, 16]
@@ -65,7 +65,7 @@ ObjectiveName = Literal["lm", "dpo", "kto", "orpo"]
 Reference = Literal["model", "adapters", "precomputed"]
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Objective:
     """One objective."""
 

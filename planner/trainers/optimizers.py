@@ -6,8 +6,9 @@ Bytes moved were counted operation by operation, each tensor read and written on
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal
+
+from planner.record import record
 
 OptimizerName = Literal[
     "adamw",
@@ -30,7 +31,7 @@ LEAST_PAGED = 100_000
 """Elements below which a tensor's states stay on the GPU (bitsandbytes: get_state_buffer)."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Optimizer:
     """One optimizer; what it keeps and moves of matrices, and of all other parameters."""
 

@@ -9,10 +9,11 @@ Whether a value goes with a GPU, a model, a layout and the other switches is sai
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
 from planner.errors import Unsupported
+from planner.record import record
 from planner.specs.base import Fields, Said, Texts
 from planner.specs.expressions import value_of
 from planner.specs.reading import shipped_table
@@ -45,7 +46,7 @@ ROUTING = ("moe_router", "moe_preprocess")
 """Modules of a mixture's layer that a CUDA graph replays up to the exchange, where the host must know token counts."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Switch:
     """One switch of a trainer."""
 

@@ -57,11 +57,6 @@ def grid(model: ModelSpec) -> list[Shape]:
     return shapes
 
 
-def stacked(shapes: list[Shape]) -> Shape:
-    """The same shapes as one, of arrays."""
-    return Shape(**{f.name: np.array([getattr(shape, f.name) for shape in shapes]) for f in fields(Shape)})
-
-
 def named_parts(table: CostTable) -> Iterator[tuple[str, PartCost]]:
     for (kind, mode), part in table.layers.items():
         yield f"{kind} {mode}", part
@@ -85,7 +80,8 @@ def test_an_array_of_shapes_costs_what_its_elements_cost(name: str, runtime: str
     pricing = pricing_of(name, runtime, "fp8" if runtime == "megatron" else "bf16")
     shapes = grid(pricing.model)
     many = {
-        key: np.broadcast_to(value, len(shapes)) for key, value in quantities(pricing.table(stacked(shapes))).items()
+        key: np.broadcast_to(value, len(shapes))
+        for key, value in quantities(pricing.table(Shape.stacked(shapes))).items()
     }
     for index in range(0, len(shapes), 1 if len(shapes) < 40 else 5):
         for key, value in quantities(pricing.table(shapes[index])).items():
@@ -96,7 +92,7 @@ def test_an_array_of_shapes_costs_what_its_elements_cost(name: str, runtime: str
 @pytest.mark.parametrize("index", [3, np.array([5, 0])])
 def test_take_gives_the_tables_of_some_shapes(name: str, index: Any) -> None:
     pricing = pricing_of(name)
-    shape = stacked(grid(pricing.model))
+    shape = Shape.stacked(grid(pricing.model))
     taken, priced = quantities(pricing.table(shape).take(index)), quantities(pricing.table(shape.take(index)))
     for key, value in priced.items():
         np.testing.assert_allclose(taken[key], value, rtol=1e-12, err_msg=key)
@@ -108,7 +104,7 @@ def test_take_gives_the_tables_of_some_shapes(name: str, index: Any) -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_recomputing_more_keeps_less_and_costs_more(name: str, runtime: str) -> None:
     pricing = pricing_of(name, runtime)
-    table = pricing.table(stacked(grid(pricing.model)))
+    table = pricing.table(Shape.stacked(grid(pricing.model)))
     for kind in pricing.model.kinds:
         none, selective, full = (table.layers[kind, mode] for mode in ("none", "selective", "full"))
         assert np.all(full.live_bytes < selective.live_bytes)

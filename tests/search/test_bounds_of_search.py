@@ -294,7 +294,7 @@ def test_what_cannot_fit_is_screened_out() -> None:
     shapes, _ = enumerate_shapes(case_of(problem))
     priced = priced_shapes(problem.pricing, shapes)
     kind = problem.model.kinds[0]
-    weights = 8 * np.asarray(priced.static_bytes(priced.table.layers[kind, "none"])) / np.asarray(shapes.pp)
+    weights = 8 * np.asarray(priced.static_bytes(kind, priced.table.layers[kind, "none"])) / np.asarray(shapes.pp)
     hopeless = weights > 0.3 * 2**30
     assert hopeless.any()
     assert not fits(priced)[hopeless].any()

@@ -15,9 +15,10 @@ repeat with a period p (for instance, every second one has a sliding window), th
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from typing import Any, Literal, NamedTuple, Protocol
 
+from planner.record import record
 from planner.search.ilp.node import FULL, Node, Recurring, recurring
 from planner.specs.model import LayerKind
 
@@ -68,7 +69,7 @@ def _empty_problem() -> Any:
     return pulp.LpProblem("split", pulp.LpMinimize)
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Formulation:
     """The variables and rows of one integer program, and what they mean."""
 
@@ -175,7 +176,7 @@ class Chunks(NamedTuple):
     """Number of layers that the last virtual stage holds fewer than `length`."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class LayersOnRanks:
     """Layers of each rank, as expressions that the other rows are made of."""
 
@@ -380,7 +381,7 @@ def _difference(ends: Sequence[Expression], index: int) -> Expression:
     return ends[index] - (ends[index - 1] if index else 0)
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class RecomputedLayers:
     """Layers that are recomputed whole, as expressions."""
 
@@ -417,7 +418,7 @@ def add_recompute(program: Formulation, node: Node, layers: LayersOnRanks) -> Re
     return RecomputedLayers(by_kind, settings)
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class RankSums:
     """Sums over what each rank holds, in seconds or bytes, linear in its layers; a slow rank's seconds are longer.
 

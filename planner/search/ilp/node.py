@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
@@ -16,6 +16,7 @@ from planner.physics.cost import CostTable, PartCost, sum_parts
 from planner.physics.memory import sent_bytes
 from planner.physics.pricing import Pricing
 from planner.physics.stage_memory import fixed_bytes
+from planner.record import record
 from planner.schedule.orders import (
     SCHEDULES,
     Bound,
@@ -46,7 +47,7 @@ Runs = Sequence[tuple[LayerKind, int]]
 """The model's layers as maximal runs of equal layers: kind and number of layers of each run."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record(kw_only=True)
 class Node:
     """One shape whose layers are to be split: schedule, prices and limits, as the rows of the program need them.
 
@@ -143,7 +144,7 @@ def layers_before(runs: Runs) -> IntArray:
     return np.concatenate([np.zeros((1, len(kinds)), int), np.cumsum(layers[:, None] == np.arange(len(kinds)), axis=0)])
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Chain:
     """Sums of a node's layers: a stage holds the layers first … last − 1, and recomputes the first so many whole."""
 
@@ -207,7 +208,7 @@ def of_kinds(node: Node, quantity: str, mode: Recompute) -> FloatArray:
     return np.stack(np.broadcast_arrays(*(getattr(part, quantity) for part in parts)), axis=-1)
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Solution:
     """The split as the solver chose it."""
 
@@ -255,7 +256,7 @@ of the mean kind. Layers that repeat in a pattern are counted exactly.
 """
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class RecomputeChoice:
     """One way to recompute that a trainer can be told: a mode for most layers, and how many are recomputed whole."""
 

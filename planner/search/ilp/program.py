@@ -36,11 +36,11 @@ import math
 import textwrap
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from itertools import pairwise
 
 from planner.errors import SolverError
 from planner.physics.stage_memory import relaxed_peak_bytes
+from planner.record import record
 from planner.schedule.orders import Bound
 from planner.search.ilp.formulation import (
     Expression,
@@ -326,7 +326,7 @@ class SolverFailed(SolverError):
     """The solver gave no answer that holds, though time was left; other programs may still be solved."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Program:
     """The integer program of a node, and the expressions that its solution is read from."""
 

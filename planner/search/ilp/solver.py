@@ -20,9 +20,10 @@ import math
 import time
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Literal
 
+from planner.record import record
 from planner.search.ilp.formulation import INTEGER, Formulation
 from planner.search.ilp.formulation import value as value_of
 
@@ -47,7 +48,7 @@ With it HiGHS 1.15.1 calls some feasible programs infeasible.
 """
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Claim:
     """The answer of a solver, as it gave it."""
 
@@ -143,7 +144,7 @@ TOLERANCE = 1e-5
 """Part of the size of a row's terms by which it may be violated, as HiGHS's rounded integers do by up to 1e-6."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Checked:
     """An answer that holds: a split that satisfies every row, or that there is none."""
 

@@ -8,7 +8,7 @@ The integer program behind a plan as text, with its numbers.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from planner.answer import Plan, PricedLayout
@@ -20,6 +20,7 @@ from planner.layout.evaluate import evaluate, price_given, runtime_of
 from planner.layout.price import price_layout, reprice
 from planner.layout.variation import Variation
 from planner.physics.pricing import Pricing
+from planner.record import record
 from planner.report.causes import largest_cause, now, says_best, says_misfit, says_slower
 from planner.search.case import Case, Deadline
 from planner.search.ilp.node import node_of
@@ -242,7 +243,7 @@ def soon(case: Case, known: Candidate | None, start: RuntimeSpec) -> Plan:
     return found.standing(found.best).plan()
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Outcome:
     """The layout that is chosen under a change, beside the step that the present choice would take under it."""
 

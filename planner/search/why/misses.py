@@ -10,7 +10,7 @@ arithmetic of bytes: no seconds are priced.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import inf, prod
 from operator import attrgetter
 from typing import Any
@@ -24,6 +24,7 @@ from planner.layout.given import given_layout
 from planner.physics.cost import CostTable
 from planner.physics.layers import model_totals
 from planner.physics.pricing import Pricing
+from planner.record import record
 from planner.schedule.orders import SCHEDULES, violation
 from planner.search.bounds import exceeds_all_ranks, layer_bytes
 from planner.search.case import Case
@@ -99,7 +100,7 @@ def _too_many_ranks(case: Case) -> str:
     )
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class BrokenRule:
     """A rule that leaves no shape over."""
 
@@ -177,7 +178,7 @@ class NothingFits(Infeasible):
         super().__init__(self.where, rejections=rejections)
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Miss:
     """A layout that does not fit, and how much it lacks."""
 
@@ -287,9 +288,10 @@ def least_state_bytes(case: Case) -> float:
     shapes = _smallest(case)
     if shapes is None:
         return 0.0
-    ends = [shapes.static_bytes(part) for part in (shapes.table.embedding, shapes.table.head)]
+    table = shapes.table
+    ends = [shapes.static_bytes("embedding", table.embedding), shapes.static_bytes("head", table.head)]
     layers = [
-        number * shapes.static_bytes(shapes.table.layers[kind, "none"])
+        number * shapes.static_bytes(kind, table.layers[kind, "none"])
         for kind, number in shapes.pricing.kind_counts.items()
     ]
     return float((sum([*ends, *layers]) / np.asarray(shapes.shape.pp)).min())

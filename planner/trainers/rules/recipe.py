@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from functools import cache, cached_property
 from typing import Any
 
 from planner.errors import SpecError
+from planner.record import record
 from planner.shape import Shape, all_of
 from planner.specs.base import Fields, Said, Texts
 from planner.specs.cluster import ClusterSpec
@@ -21,7 +22,7 @@ from planner.trainers.spec import RuntimeSpec
 from planner.trainers.switches import SWITCHES, Value
 
 
-@dataclass(frozen=True)
+@record(slots=False)
 class Setting:
     """The things that rules of recipes look at: a job, a runtime with its switches, and a layout if there is one."""
 
@@ -53,7 +54,7 @@ class Setting:
         return (self.shape is None and bool(names_in(text) & SIZES)) or value_at(text, self.names, self.shape)
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class RecipeRule:
     """One constraint on the value of a switch: a row of `recipes` in rules.yaml."""
 

@@ -6,13 +6,14 @@ A condition judges one shape, or an array of them, in one call.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from math import inf
 from typing import Any, Final, Literal
 
 import numpy as np
 
+from planner.record import record
 from planner.shape import Shape
 from planner.specs.base import Fields, Said, Texts
 from planner.specs.expressions import as_expression, names_in, truth, value_of
@@ -37,7 +38,7 @@ def value_at(text: str, names: Said, shape: Shape | None) -> Any:
     return value_of(text, known | sizes, np.ndarray in map(type, sizes.values()))
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Rule:
     """One hard constraint of a trainer."""
 
