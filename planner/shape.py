@@ -193,14 +193,14 @@ def divisors(number: int, most: int) -> list[int]:
     return sorted({d for pair in ((d, number // d) for d in small) for d in pair if d <= most})
 
 
-def liked_batch(num_sequences: float, num_gpus: int) -> int | None:
-    """The nearest multiple of the largest divisor of `num_gpus` that has one within NEAR_FRACTION; None if none has.
+def liked_batch(num_sequences: float, num_gpus: int, near_fraction: float = NEAR_FRACTION) -> int | None:
+    """The nearest multiple of the largest divisor of `num_gpus` that has one within `near_fraction`; None if none has.
 
     The more of the number of GPUs divides the batch, the more sizes data parallelism can have with no GPU idle. The
     batch itself is the answer where no larger divisor has a multiple nearby.
     """
     for divisor in reversed(divisors(num_gpus, num_gpus)):
         near = max(round(num_sequences / divisor), 1) * divisor
-        if abs(near - num_sequences) <= NEAR_FRACTION * num_sequences:
+        if abs(near - num_sequences) <= near_fraction * num_sequences:
             return near
     return None

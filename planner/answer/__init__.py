@@ -232,11 +232,11 @@ class RiskOffer(Spec):
     """A faster layout that is likelier to run out of memory, and the risk that has to be accepted for it."""
 
     oom_risk: Fraction
-    """The largest risk with which it is chosen."""
+    """The value of `--oom-risk` under which it is chosen."""
     oom_probability: Fraction
-    """Its own risk."""
+    """Probability that this layout runs out of memory."""
     step_s: PositiveSeconds
-    """Seconds of its step; with that risk, the search finds no slower one."""
+    """Seconds of its step; a search under that `--oom-risk` finds one at least as fast."""
 
 
 class Plan(Spec):

@@ -7,11 +7,11 @@ import logging
 import sys
 from collections.abc import Sequence
 from pathlib import PurePath
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from planner.cli import options as o
 from planner.cli.options import Word
-from planner.cli.output import show, tell
+from planner.cli.output import show, tell, waiting
 from planner.errors import SpecError, printable
 from planner.files import write_text
 
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from pydantic import BaseModel
 
     from planner.physics.layers import ModelTotals
+    from planner.specs.base import Fields, Texts
     from planner.specs.hardware import HardwareSpec
     from planner.specs.model import ModelSpec
 
@@ -98,7 +99,7 @@ def _totals(model: ModelSpec) -> ModelTotals:
     return model_totals(model, load_runtime(o.DEFAULT_RUNTIME), model.training.seq_length if model.training else 1)
 
 
-def _model(model: ModelSpec) -> tuple[str, ...]:
+def _model(model: ModelSpec) -> Texts:
     """One line of the list of models."""
     from planner.report.format import large
 
@@ -123,7 +124,8 @@ def _trace(source: str | None, shard: str | None, output: str | None, force: boo
             "plan models trace: names no module", "plan models trace module:FILE.py:FACTORY -o my-model.yaml"
         )
     shards = None if shard is None else {str(key): str(value) for key, value in load_yaml(shard).items()}
-    model = trace(source, PurePath(output or "traced").stem, shards)
+    with waiting("tracing the module"):
+        model = trace(source, PurePath(output or "traced").stem, shards)
     text = yaml.safe_dump(
         model.model_dump(mode="json", exclude_defaults=True), sort_keys=False, width=118, default_flow_style=None
     )
@@ -173,7 +175,7 @@ def _section(profile: HardwareSpec) -> str:
     return xgmi if profile.is_amd else nvlink if is_joined else cards
 
 
-def _columns(profile: HardwareSpec) -> tuple[str, ...]:
+def _columns(profile: HardwareSpec) -> Texts:
     """One line of the list of hardware."""
     peaks, tiers = profile.peak_tflops, profile.tiers
     short = list(profile.aliases[:2])
@@ -190,11 +192,11 @@ def _columns(profile: HardwareSpec) -> tuple[str, ...]:
     )
 
 
-def _plain(spec: BaseModel) -> dict[str, Any]:
+def _plain(spec: BaseModel) -> Fields:
     return spec.model_dump(mode="json", exclude_none=True)
 
 
-def _show_yaml(data: dict[str, Any]) -> None:
+def _show_yaml(data: Fields) -> None:
     """Print YAML that `--model` or `--hardware` can read. PyYAML breaks a line one word after `width`."""
     import yaml
 
@@ -204,7 +206,7 @@ def _show_yaml(data: dict[str, Any]) -> None:
     sys.stdout.write(text)
 
 
-def _show_table(heads: tuple[str, ...], rows: Sequence[tuple[str, ...]], widths: Sequence[int] = ()) -> None:
+def _show_table(heads: Texts, rows: Sequence[Texts], widths: Sequence[int] = ()) -> None:
     """Names and aliases on the left, numbers on the right; columns are at least as wide as `widths` say."""
     from planner.report.pieces import headed
 

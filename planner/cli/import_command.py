@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import typer
 
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from planner.export.export import Bundle
     from planner.export.imported_run import ImportedRun
     from planner.layout.runs import Run
+    from planner.specs.base import Fields, Named
 
 _log = logging.getLogger(__name__)
 _SHOWN = 8
@@ -50,7 +51,7 @@ class ReadOptions:
     set_: list[str] | None = None
     no_search: bool = False
 
-    def variables(self) -> dict[str, str]:
+    def variables(self) -> Named:
         """The variables of `--set NAME=VALUE`. Raises SpecError for what is none."""
 
         found = {}
@@ -61,7 +62,7 @@ class ReadOptions:
             found[name] = value
         return found
 
-    def given(self) -> dict[str, Any]:
+    def given(self) -> Fields:
         """Fields of the run that the user gives; null where he does not."""
         from planner.specs.phases import lengths_in
 
@@ -127,7 +128,7 @@ def import_command(
     })  # fmt: skip
 
 
-def _otherwise(imported: ImportedRun, run: dict[str, Any], file: str) -> list[dict[str, Any]]:
+def _otherwise(imported: ImportedRun, run: Fields, file: str) -> list[Fields]:
     """The step and the memory if a setting that is not understood says what it could."""
     from planner.layout.runs import parse_run
 
@@ -163,7 +164,7 @@ def _report(
     imported: ImportedRun,
     evaluated: Plan,
     refused: list[str],
-    others: list[dict[str, Any]],
+    others: list[Fields],
     own: Plan | None,
     why: str,
 ) -> Iterator[RenderableType]:
@@ -188,7 +189,7 @@ def _report(
         yield section("What the planner would do instead, and why", why)
 
 
-def _told(text: str, other: dict[str, Any] | None) -> str:
+def _told(text: str, other: Fields | None) -> str:
     """A setting, and the price if it says what it could."""
     if other is None:
         return text
@@ -226,8 +227,8 @@ def check_command(
     with waiting("checking"):
         olds = {} if against is None else {file: _beside(against, file) for file in files}
         before = {old: priced(old, searches=False, **how) for old in dict.fromkeys(olds.values())}
-        checks: list[Check] = []
-        failed: dict[str, PlannerError] = {}
+        checks = []
+        failed = {}
         for file in files:
             try:
                 checks.append(check(file, before.get(olds.get(file, "")), searches=searches, **how))
@@ -340,5 +341,5 @@ def _texts(bundle: Bundle) -> str:
     return "\n".join(f"==> {file.name} <==\n{file.text}" for file in bundle.with_manifest())
 
 
-def _with_texts(bundle: Bundle) -> dict[str, Any]:
+def _with_texts(bundle: Bundle) -> Fields:
     return {**bundle.manifest(), "texts": {file.name: file.text for file in bundle.files}}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import replace
 from math import gcd
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -22,7 +22,7 @@ from planner.cli.options import (
 from planner.errors import SpecError
 from planner.record import record
 from planner.shape import liked_batch
-from planner.specs.base import Spec
+from planner.specs.base import Fields, Said, Spec, filled
 from planner.specs.cluster import ClusterSpec, parse_tiers
 from planner.specs.hardware import Efficiency, HardwareSpec, LinkTier
 from planner.specs.machines import with_host, with_network
@@ -106,7 +106,7 @@ def read_job(asked: JobOptions, said: set[str] | None = None) -> Job:
     if asked.model == asked.hardware == "-":
         raise SpecError("--model and --hardware: both read standard input", "name a file for one of them")
     model, hardware = load_model(asked.model), _hardware(asked)
-    asked, adapters = in_gpus(asked, hardware), read_adapters(asked)
+    asked, adapters = in_gpus(asked, hardware.gpus_per_node), read_adapters(asked)
     tunes = adapters is not None or asked.finetune
     usual = TUNING_RUNTIME if tunes else todays(DEFAULT_RUNTIME, hardware.architecture)
     name = asked.runtime or (usual if model.traced is None else MODULE_RUNTIME)
@@ -143,7 +143,7 @@ def _hardware(asked: JobOptions) -> HardwareSpec:
     return hardware if asked.host is None else with_host(hardware, asked.host, "--host")
 
 
-def _cluster(asked: JobOptions, hardware: HardwareSpec, assumed: dict[str, Any]) -> ClusterSpec:
+def _cluster(asked: JobOptions, hardware: HardwareSpec, assumed: Fields) -> ClusterSpec:
     """The GPUs and the network between them, with what --assume says of host and network."""
     if (host_us := assumed.pop("host_us", None)) is not None:
         efficiency = checked(Efficiency, hardware.efficiency.model_dump() | {"host_us": host_us}, where="--assume")
@@ -164,17 +164,17 @@ def _note_doubts(asked: JobOptions, cluster: ClusterSpec, tunes: bool) -> None:
                   cluster.node_size, rest)  # fmt: skip
 
 
-def in_gpus(asked: J, hardware: HardwareSpec) -> J:
+def in_gpus(asked: J, node_size: int) -> J:
     """The options with --nodes as --gpus. SpecError where both are given and differ."""
     if asked.nodes is None:
         return asked
-    gpus = asked.nodes * (asked.gpus_per_node or hardware.gpus_per_node)
+    gpus = asked.nodes * (asked.gpus_per_node or node_size)
     if asked.gpus not in (None, gpus):
         raise SpecError(f"--gpus {asked.gpus} and --nodes {asked.nodes}: {gpus} GPUs", f"--gpus {gpus}")
     return replace(asked, gpus=gpus, nodes=None)
 
 
-def _network(text: str, hardware: HardwareSpec, values: Mapping[str, Any]) -> tuple[LinkTier, ...]:
+def _network(text: str, hardware: HardwareSpec, values: Said) -> tuple[LinkTier, ...]:
     """The tiers of --tier. Raises SpecError where they do not go with the rest of the cluster."""
     if "network_gb_per_s" in values:
         raise SpecError("--tier and --assume network_gb_per_s: both given", "leave network_gb_per_s out")
@@ -218,7 +218,7 @@ def read_described(asked: LayoutOptions, job: Job) -> Job:
     switches = _switches(asked, job, describes=True)
     if switches == DEFAULT:
         return replace(job, says_switches=True)
-    stated: Recipe = switches or {}
+    stated = switches or {}
     # a dtype alone sums gradients no narrower, as in a plan; recipes of benchmarks say so
     wide = job.runtime_spec.model_copy(update={"narrow_gradient_bytes": None})
     runtime, _ = described(wide, job.cluster.hardware, job.model, stated)
@@ -246,7 +246,7 @@ def _assumed(text: str, runtime: RuntimeSpec) -> tuple[dict[str, float | bool], 
     """`tp_overlap_fraction=0,ep_overlap=false` as fields with their values, and as switches with theirs."""
     fields = [field for field in RuntimeSpec.model_fields if "overlap" in field] + [*_ASSUMED, *_OF_CLUSTER]
     has = switches_of(runtime)
-    assumed: dict[str, float | bool] = {}
+    assumed = {}
     switches = []
     for part in filter(None, text.split(",", _MAX_ENTRIES)):
         field, _, value = part.partition("=")
@@ -270,13 +270,13 @@ def option(field: str) -> str:
     return "--" + _OPTION_OF.get(field, field).replace("_", "-")
 
 
-def given_of(asked: JobOptions, spec: type[Spec]) -> dict[str, Any]:
+def given_of(asked: JobOptions, spec: type[Spec]) -> Fields:
     """Values of the fields of `spec` that options were given for."""
     pairs = ((field, getattr(asked, _OPTION_OF.get(field, field), None)) for field in spec.model_fields)
-    return {field: value for field, value in pairs if value is not None}
+    return filled(pairs)
 
 
-def _checked(spec: type[S], values: Mapping[str, Any]) -> S:
+def _checked(spec: type[S], values: Said) -> S:
     spelling = {field: option(field) for field in spec.model_fields}
     tuples = {field: value for field, value in values.items() if isinstance(value, tuple)}
     spelling |= {f"{field}[{i}]": option(field) for field, value in tuples.items() for i in range(len(value))}
@@ -306,13 +306,13 @@ def _training(asked: JobOptions, model: ModelSpec, adapters: AdapterSpec | None)
     objective = read_objective(asked, adapters)
     batches = read_batches(asked, seq_length, objective)
     seq_length = batches.get("seq_length", seq_length)
-    values: dict[str, Any] = {
+    values = {
         "seq_length": seq_length, "global_batch_size": objective.row.num_sequences, "adapters": adapters,
         "objective": objective, "tokens": None if asked.tokens is None else count_of("tokens", asked.tokens),
         **batches, "operations": _operations(asked),
     }  # fmt: skip
     others = {name: getattr(asked, name) for name in ("dtype", "moe_imbalance", "straggler_fraction")}
-    values |= {name: value for name, value in others.items() if value is not None}
+    values |= filled(others.items())
     _checked(TrainingSpec, values)  # the batch is counted in sequences of a sane length
     batch = _global_batch_size(asked, model, seq_length, tunes=tunes)
     if objective.has_pairs and batch % 2:
@@ -482,7 +482,7 @@ def read_adapters(asked: JobOptions) -> AdapterSpec | None:
     return checked(AdapterSpec, given, spelling=spelling)
 
 
-def read_batches(asked: JobOptions, seq_length: int, objective: ObjectiveSpec) -> dict[str, Any]:
+def read_batches(asked: JobOptions, seq_length: int, objective: ObjectiveSpec) -> Fields:
     """The fields of a training that the options of examples say; SpecError names the option."""
     if asked.batching not in (None, "packed", "padded"):
         raise SpecError(f"--batching: {asked.batching[:60]!r} is none of packed and padded", "--batching packed")
@@ -490,7 +490,7 @@ def read_batches(asked: JobOptions, seq_length: int, objective: ObjectiveSpec) -
         raise SpecError("--epochs: without --examples, nothing says how long one is", "add --examples 50k")
     if asked.examples is not None and asked.tokens is not None:
         raise SpecError("--examples and --tokens: both given", "leave --tokens out")
-    fields: dict[str, Any] = {}
+    fields: Fields = {}
     if asked.example_lengths is None:
         if asked.batching == "padded":
             raise SpecError("--batching padded: nothing says how long examples are", "add --example-lengths 400:2048")

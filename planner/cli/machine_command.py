@@ -6,7 +6,6 @@ import datetime
 import logging
 import shlex
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from planner.cli import options as o
@@ -283,7 +282,7 @@ def _measured(kind: Device, quick: bool, budget_s: float | None, output: str, ra
     from planner.profile.measurements import MeasurementRecord, shapes_to_measure, sidecar
 
     monitor = monitor_of(kind)  # before anything of this process is on the GPU
-    path: Path | None = None if output == STDOUT else sidecar(output, quick)
+    path = None if output == STDOUT else sidecar(output, quick)
     record = MeasurementRecord(machine_of(kind), quick, datetime.date.today().isoformat(), path)
     if record.num_kept:
         _log.info("%s: %d measurements of an earlier run are kept", path, record.num_kept)

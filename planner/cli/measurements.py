@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import logging
 import os
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from planner.errors import SpecError
 from planner.saved import as_saved
 from planner.specs.cluster import ClusterSpec
 from planner.specs.hardware import HardwareSpec
 from planner.specs.problems import checked
-from planner.specs.reading import SAVED, label, load_yaml, printable
+from planner.specs.reading import printable, read_saved
 
 if TYPE_CHECKING:
     from planner.observe.observation import Observed
     from planner.probe.result import ProbeResult
+    from planner.specs.base import Fields
     from planner.trainers.calibration import Calibration
     from planner.trainers.spec import RuntimeSpec
 
@@ -25,18 +26,18 @@ _NOT_EDITED = "measurements are not for editing: run plan probe plan.json -o pro
 
 def read_probe(path: str) -> ProbeResult:
     """The probe's result in a file, `-` for stdin; SpecError where the file holds none."""
-    data, where = load_yaml(path, SAVED), label(path)
+    data, where = read_saved(path)
     if not is_probe(data):
         raise SpecError(f"{where}: is no probe's result", "save one with plan probe plan.json -o probe.json")
     return probe_of(data, where)
 
 
-def is_probe(data: dict[str, Any]) -> bool:
+def is_probe(data: Fields) -> bool:
     """True if what a file held is a probe's result."""
     return {"comparisons", "run", "ranks"} <= data.keys()
 
 
-def probe_of(data: dict[str, Any], where: str) -> ProbeResult:
+def probe_of(data: Fields, where: str) -> ProbeResult:
     """The probe's result in what a file held; SpecError where a field is wrong, or was edited."""
     from planner.probe.result import ProbeResult
 
@@ -56,7 +57,7 @@ def read_calibration(path: str, cluster: ClusterSpec, trainer: str) -> Calibrati
     notes, what was refused or left out as warnings."""
     from planner.observe.judge import is_observed, observed_of
 
-    data, where = load_yaml(path, SAVED), label(path)
+    data, where = read_saved(path)
     if is_observed(data):
         calibration = _by_run(observed_of(data, where), cluster, trainer, where)
     elif is_probe(data):

@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from planner.cli import options as o
 from planner.cli.options import LayoutOptions, Word
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from planner.answer import Plan
     from planner.observe.follower import Expected, FollowedRun, Follower
     from planner.observe.observation import Observation, Observed
+    from planner.specs.base import Fields
 
 _log = logging.getLogger(__name__)
 MOST_FILES = 100_000
@@ -138,11 +139,11 @@ def _planned(path: str, asked: LayoutOptions) -> Plan | Observed:
     from planner.cli.inputs import option
     from planner.observe.judge import is_observed, observed_of
     from planner.plan_file import plan_of
-    from planner.specs.reading import SAVED, label, load_yaml
+    from planner.specs.reading import read_saved
 
     if given := _given(asked):
         raise SpecError(f"--plan and {option(given[0])}: both given", "the plan says the job: leave the options out")
-    data, where = load_yaml(path, SAVED), label(path)
+    data, where = read_saved(path)
     return observed_of(data, where) if is_observed(data) else plan_of(data, where)
 
 
@@ -166,24 +167,25 @@ def _of_options(observation: Observation, asked: LayoutOptions) -> Plan:
     """The price of the options' layout; the log says the batch, the sequence and the GPUs that they leave out."""
     from planner.cli.inputs import read_described, read_job, read_parallelism
     from planner.layout.evaluate import evaluate
+    from planner.trainers.stated import of_today
 
     facts = observation.facts
     batch_said = asked.global_batch_size is not None or asked.batch_tokens is not None
-    values: dict[str, Any] = {
+    values: Fields = {
         "gpus": asked.gpus or facts.num_gpus,
         "seq_length": asked.seq_length or facts.seq_length,
         "global_batch_size": asked.global_batch_size if batch_said else facts.global_batch_size,
     }
     asked = replace(asked, **values)
     job = read_job(asked)
-    run = read_described(asked, job)
+    run = read_described(asked, replace(job, runtime_spec=of_today(job.runtime_spec)))
     return evaluate(
         run.model, run.cluster, run.training, read_parallelism(asked), runtime=run.runtime_spec,
         says_switches=run.says_switches,
     )  # fmt: skip
 
 
-def _of_arguments(stated: dict[str, Any], asked: LayoutOptions) -> Plan | None:
+def _of_arguments(stated: Fields, asked: LayoutOptions) -> Plan | None:
     """The price of the run that the log dumps, with what the options add; None where something is missing."""
     from planner.cli.measurements import with_history
     from planner.export.imported_run import ImportedRun
@@ -213,29 +215,24 @@ def _of_arguments(stated: dict[str, Any], asked: LayoutOptions) -> Plan | None:
 
 def _doubt(observation: Observation, asked: LayoutOptions) -> str:
     """The reason why a prediction may be of another GPU: on a guessed one, a step ten times as long means nothing."""
-    if asked.hardware is not None or _named(observation.facts.hardware):
+    from planner.probe.evidence import named_profiles
+
+    if asked.hardware is not None or named_profiles(observation.facts.hardware or ""):
         return ""
     return f"the log names no GPU that is known, and {o.DEFAULT_HARDWARE} is a guess: add --hardware"
 
 
-def _named(device: str | None) -> list[str]:
-    """The profiles of which a device's name speaks."""
-    from planner.probe.evidence import is_named
-    from planner.specs.registry import hardware_names, load_hardware
-
-    return [name for name in hardware_names() if device and is_named(load_hardware(name), device)]
-
-
 def _hardware(device: str | None) -> str:
     """The GPU that the log names: of several profiles the one with most words of its name."""
-    named = _named(device)
+    from planner.probe.evidence import named_profiles, spelled
+
+    named = named_profiles(device or "")
     if not named or device is None:
         _log.warning("--hardware is not given: predicted for %s", o.DEFAULT_HARDWARE)
         return o.DEFAULT_HARDWARE
-    words = device.lower()
-    best = max(named, key=lambda name: (sum(part in words for part in name.split("-")), name == o.DEFAULT_HARDWARE))
-    _log.info("--hardware %s: the log names %s", best, device)
-    return best
+    best = max(named, key=lambda known: (spelled(known, device), known.name == o.DEFAULT_HARDWARE))
+    _log.info("--hardware %s: the log names %s", best.name, device)
+    return best.name
 
 
 _UNFOLLOWED = "plan observe FILE without --follow says where the seconds of the whole run went"

@@ -317,8 +317,8 @@ def declared(command: Callable[..., None], name: str, words: Sequence[str] | Non
     command line whose words are all known, the options that it names are enough, and soon built.
     """
     own = inspect.signature(command, eval_str=True).parameters
-    rows: list[tuple[CliOption | None, inspect.Parameter]] = []
-    shared: dict[str, type] = {}
+    rows = []
+    shared = {}
     for parameter in own.values():
         options = parameter.annotation
         if not (isinstance(options, type) and is_dataclass(options)):

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path, PurePath
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, BinaryIO
 
 import typer
 
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from planner.cli.inputs import Job
     from planner.decide.phases import Batch, Phase, PhasesAnswer
     from planner.search.case import Case
+    from planner.specs.base import Named, Texts
     from planner.specs.phases import PhaseSpec
     from planner.specs.training import TrainingSpec
 
@@ -109,10 +110,10 @@ def evaluate_command(
         return
     from planner.cli.inputs import read_described, read_job, read_parallelism
     from planner.layout.evaluate import evaluate
-    from planner.trainers.stated import as_consented, consented
+    from planner.trainers.stated import consented, of_today
 
     job = read_job(asked)
-    job = replace(job, runtime_spec=as_consented(job.runtime_spec, ()))
+    job = replace(job, runtime_spec=of_today(job.runtime_spec))
     run, parallelism = read_described(asked, job), read_parallelism(asked)
     shape = Printing(json, full, show)
     refuse_to_overwrite(output, force)
@@ -123,7 +124,7 @@ def evaluate_command(
     answer(plan, shape, output, force, own)
 
 
-def _own_choice(job: Job, allow: tuple[str, ...]) -> PricedLayout | None:
+def _own_choice(job: Job, allow: Texts) -> PricedLayout | None:
     """The planner's choice for the same job, under the same consent; None where it finds no layout that fits."""
     from planner.search.search import planned
     from planner.specs.training import SearchLimits
@@ -178,15 +179,16 @@ def _lines(file: BinaryIO, path: str) -> Iterator[str]:
 def replan_command(asked: SearchOptions, path: str, keep: str | None, json: bool, output: str | None,
                    force: bool) -> None:  # fmt: skip
     """Answer how the job of a saved plan goes on with `--gpus`."""
-    from planner.cli.inputs import Job, listed, read_limits
+    from planner.cli.inputs import Job, in_gpus, listed, read_limits
     from planner.decide.resume import replan
     from planner.plan_file import read_plan
     from planner.report.runs import render_resume
 
     _check_running(asked, path)
-    assert asked.gpus is not None
     refuse_to_overwrite(output, force)
     old = read_plan(path)
+    asked = in_gpus(asked, old.cluster.node_size)
+    assert asked.gpus is not None
     training = _training_of(asked, old)
     job = Job(old.model.spec, old.cluster, training, old.runtime, old.runtime_spec, {})
     limits = read_limits(asked, job)
@@ -206,7 +208,7 @@ def _check_running(asked: SearchOptions, path: str) -> None:
             option = "--" + name.replace("_", "-")
             ways = {"batch_tokens": "give sequences: -b", "allow": "move a switch: --switch NAME=VALUE"}
             raise SpecError(f"{option}: the running job's comes from {path}", ways.get(name, f"leave {option} out"))
-    if asked.gpus is None:
+    if asked.gpus is None and asked.nodes is None:
         raise SpecError("--gpus: is missing", f"for example plan --from {path} --gpus 1984")
 
 
@@ -218,7 +220,7 @@ def _training_of(asked: SearchOptions, old: Plan) -> TrainingSpec:
     from planner.specs.training import OperationsSpec, TrainingSpec
 
     names = ("global_batch_size", "moe_imbalance", "straggler_fraction")
-    changed: dict[str, Any] = {name: getattr(asked, name) for name in names if getattr(asked, name) is not None}
+    changed = {name: getattr(asked, name) for name in names if getattr(asked, name) is not None}
     if asked.tokens is not None:
         changed["tokens"] = count_of("tokens", asked.tokens)
     spelling = {name: option(name) for spec in (TrainingSpec, OperationsSpec) for name in spec.model_fields}
@@ -329,7 +331,7 @@ def _batches(spec: PhaseSpec, last: int, seq_length: int) -> Iterator[Batch]:
     yield Batch(last, left)
 
 
-def _paths(output: str | None, names: list[str], force: bool) -> dict[str, str]:
+def _paths(output: str | None, names: list[str], force: bool) -> Named:
     """The files of a folder's plans by phase, none of which may be there already; empty where a file is asked for."""
 
     if output is None or output == STDOUT:
@@ -344,7 +346,7 @@ def _paths(output: str | None, names: list[str], force: bool) -> dict[str, str]:
     return paths
 
 
-def _save(run: PhasesAnswer, output: str, paths: dict[str, str], force: bool) -> None:
+def _save(run: PhasesAnswer, output: str, paths: Named, force: bool) -> None:
     """Write one file, or a folder with a plan of each phase and the whole run."""
 
     if not paths:

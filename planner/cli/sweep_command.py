@@ -75,9 +75,9 @@ def sweep_command(
     goal = _goal(asked, deadline, usd)
     answer = _swept(asked, goal)
     if plot is not None:
-        from planner.report.plots import draw_sweep
+        from planner.report.plots import drawn_sweep, write_picture
 
-        draw_sweep(answer, plot, force)
+        write_picture(drawn_sweep(answer), plot, force)
     if csv is not None:
         write_text(csv, as_csv(answer), force)
     if csv == STDOUT:
@@ -154,7 +154,7 @@ def _axes(asked: SweepOptions) -> dict[str, list[Any]]:
     """The values of each option that was given, beside --gpus."""
     from planner.cli.inputs import listed, option
 
-    axes: dict[str, list[Any]] = {}
+    axes = {}
     for name in (*TEXTS, *NUMBERS):
         text = getattr(asked, name)
         if text is None:
@@ -234,13 +234,7 @@ def by_nodes(node_size: int) -> Callable[[int, int], list[int]]:
 
 def doubling(first: int, last: int) -> list[int]:
     """The first number and its doubles up to the last one."""
-    return list(_doubles(first, last))
-
-
-def _doubles(first: int, last: int) -> Iterator[int]:
-    while first <= last:
-        yield first
-        first *= 2
+    return [first * 2**times for times in range((last // first).bit_length())]
 
 
 def next_command(

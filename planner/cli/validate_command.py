@@ -6,7 +6,7 @@ import logging
 from pathlib import Path
 
 from planner.cli.options import Word
-from planner.cli.output import tell
+from planner.cli.output import tell, waiting
 from planner.errors import PlannerError, SpecError
 
 _log = logging.getLogger(__name__)
@@ -44,14 +44,16 @@ def validate_command(
     if family == accuracy.PAIRS:
         if regret:
             raise SpecError(f"--family {family}: has no --regret", "leave them out, or name another family")
-        pairs = priced_pairs()
+        with waiting("pricing pairs of runs"):
+            pairs = priced_pairs()
         tell(accuracy.pairs_json(pairs) if json else accuracy.render_pairs(pairs))
         return
-    scored = evaluate_rows([row for row in rows if family in (None, "all", row.family)])
+    with waiting("pricing published runs"):
+        scored = evaluate_rows([row for row in rows if family in (None, "all", row.family)])
+        pairs = [] if family or regret else priced_pairs()
     if regret:
         tell(accuracy.regret_json(scored) if json else accuracy.render_regret(scored, family is not None))
     else:
-        pairs = [] if family else priced_pairs()
         tell(accuracy.agreement_json(scored, pairs) if json else accuracy.render_agreement(scored, pairs))
 
 

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from planner.layout.alive import MemoryAnswer, MemoryOfStage
     from planner.layout.candidate import Candidate
     from planner.serve.controls import Question
+    from planner.specs.base import Fields, Named
 
 _log = logging.getLogger(__name__)
 MOST_FILES = 6
@@ -51,7 +52,7 @@ def show_command(
       plan show plan.json --show rejected,proof
       plan show plan.json --page report.html --trace trace.json
     """
-    from planner.specs.reading import SAVED, label, load_yaml
+    from planner.specs.reading import read_saved
 
     if page is not None or trace is not None:
         plan = _saved_plan(file, alternative, [path for path in (page, trace) if path is not None], force)
@@ -61,7 +62,7 @@ def show_command(
             _write_trace(plan, file, micro_batches, trace, force)
         return
     form = Printing(json, full, show)
-    data, where = load_yaml(file, SAVED), label(file)
+    data, where = read_saved(file)
     rendered = _drawn(data, where, form, alternative)
     tell(data if json else rendered)
 
@@ -70,7 +71,7 @@ _IMPORTED = {"source", "evaluated", "run"}
 """Keys of what `plan import --json` prints."""
 
 
-def _drawn(data: dict[str, Any], where: str, form: Printing, alternative: int | None) -> RenderableType:
+def _drawn(data: Fields, where: str, form: Printing, alternative: int | None) -> RenderableType:
     """The answer in a file as the command that saved it shows it: of the first kind whose keys are there."""
     from planner.plan_file import plan_of, with_alternative
     from planner.specs.problems import checked
@@ -114,7 +115,7 @@ def _drawn(data: dict[str, Any], where: str, form: Printing, alternative: int | 
     return render(plan, None, form.names) if form.full or form.names else screen(plan)
 
 
-def _drawn_runs(data: dict[str, Any], where: str) -> RenderableType:
+def _drawn_runs(data: Fields, where: str) -> RenderableType:
     """The phases of a run, or the trial to do next."""
     from planner.decide.next import NextAnswer
     from planner.decide.phases import PhasesAnswer
@@ -239,9 +240,9 @@ def memory_command(
     _note_fewer(candidate, chosen.best.parallelism.num_microbatches)
     fullest = max(answer.stages, key=lambda one: one.memory.total_bytes)
     if plot is not None:
-        from planner.report.plots import draw_memory
+        from planner.report.plots import drawn_memory, write_picture
 
-        draw_memory(fullest, plot, force)
+        write_picture(drawn_memory(fullest), plot, force)
     if snapshot is not None:
         _write_snapshot(answer, fullest, candidate, snapshot, force)
     data = answer.model_dump(mode="json") if json or output is not None else None
@@ -301,9 +302,9 @@ def _side(path: str) -> Compared:
     from planner.decide.compare import of_observation, of_plan, of_probe
     from planner.observe.judge import is_observed, observed_of
     from planner.plan_file import plan_of
-    from planner.specs.reading import SAVED, label, load_yaml
+    from planner.specs.reading import read_saved
 
-    data, where = load_yaml(path, SAVED), label(path)
+    data, where = read_saved(path)
     if is_probe(data):
         return of_probe(probe_of(data, where), where)
     if is_observed(data):
@@ -315,7 +316,7 @@ def _side(path: str) -> Compared:
     return of_plan(plan_of(data, where), where)
 
 
-def _priced(data: dict[str, Any], where: str) -> Any:
+def _priced(data: Fields, where: str) -> Any:
     """The price of a run in the form of `plan evaluate --runs`."""
     from planner.layout.evaluate import evaluate
     from planner.layout.runs import parse_run
@@ -349,7 +350,7 @@ def serve_command(asked: SearchOptions, port: Whole = None, open: bool = False) 
     serve(listener, app, lambda address: _ready(address, open))
 
 
-def start_of(asked: SearchOptions) -> dict[str, str]:
+def start_of(asked: SearchOptions) -> Named:
     """The options given, as texts. Raises SpecError where a file is missing or wrong, or stdin would be read again."""
     start = {field.name: _text(getattr(asked, field.name)) for field in fields(asked)}
     start = {name: text for name, text in start.items() if text}
@@ -373,7 +374,7 @@ def read_question(options: Mapping[str, str], said: set[str] | None = None) -> Q
     from planner.serve.controls import Question
 
     rows = rows_of(SearchOptions)
-    values: dict[str, Any] = {}
+    values: Fields = {}
     for name, text in options.items():
         if name not in rows:
             raise SpecError(f"--{name.replace('_', '-')[:60]}: no such option", "`plan -h` lists the options")

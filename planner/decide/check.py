@@ -17,7 +17,7 @@ from planner.export.spelling import broken_rules_of_recipe
 from planner.layout.evaluate import evaluate
 from planner.layout.runs import Run, parse_run
 from planner.months.losses import SECONDS_PER_DAY
-from planner.specs.base import Spec
+from planner.specs.base import Fields, Named, Said, Spec, Texts
 from planner.specs.shipped import DEFAULT_HARDWARE
 from planner.specs.training import SearchLimits
 from planner.trainers.stated import consented, freed, switched
@@ -40,7 +40,7 @@ class CheckedFile(Spec):
     model: str
     hardware: str
     num_gpus: int
-    refused: tuple[str, ...] = ()
+    refused: Texts = ()
     """Rules of the trainer that it breaks: it would not start."""
     fits: bool
     oom_probability: float | None = None
@@ -52,9 +52,9 @@ class CheckedFile(Spec):
     tokens_per_day: float
     usd_per_day: float | None = None
     """Dollars of a day of all GPUs; null where no price is known."""
-    unknown: dict[str, str] = Field(default_factory=dict)
+    unknown: Named = Field(default_factory=dict)
     """Settings that the reader does not know, with their values: they may change seconds or bytes."""
-    notes: tuple[str, ...] = ()
+    notes: Texts = ()
     """Assumptions where the file says nothing."""
     better: str = ""
     """The layout that the planner would choose; empty where it is this one, or was not asked for."""
@@ -103,7 +103,7 @@ class Check(Spec):
             return UNKNOWN
         return WORSE if self.is_slower or self.is_fuller else STARTS_AND_FITS
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> Fields:
         """Plain data, with what follows from it."""
         return {
             **self.model_dump(mode="json", exclude={"comparison"}),
@@ -182,7 +182,7 @@ def priced(
     return Priced(checked, plan)
 
 
-def completed(imported: ImportedRun, given: Mapping[str, Any]) -> dict[str, Any]:
+def completed(imported: ImportedRun, given: Said) -> Fields:
     """The run with what the user gives beside the file; on the default GPU where neither names one."""
     hardware = given.get("hardware") or imported.run.get("hardware") or DEFAULT_HARDWARE
     return imported.complete(**{**given, "hardware": hardware})

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from itertools import groupby
 from statistics import median
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import Field
 
@@ -14,8 +14,8 @@ from planner.errors import SpecError
 from planner.layout.price import reprice
 from planner.layout.step import compute_terms
 from planner.observe.observation import Observation
-from planner.probe.result import ProbeResult, RankResult
-from planner.specs.base import Spec
+from planner.probe.result import ProbeResult
+from planner.specs.base import Fields, Spec
 from planner.trainers.switches import Value
 
 PASSES, WAITS, GRADIENTS, OPTIMIZER, REST = "passes_s", "waits_s", "exposed_dp_s", "optimizer_s", "overhead_s"
@@ -45,9 +45,9 @@ COARSE = {
     "parameters_s": GRADIENTS,
     UNATTRIBUTED: REST,
 }
-"""The terms of a step that is planned, or observed by traces or timers, and what a rank's clock tells apart of each."""
+"""The coarser term that a rank's own clock can measure, for each term of a step that is planned or observed."""
 COARSER = {PASSES: PIPELINE, WAITS: PIPELINE}
-"""Terms that one timer of a log holds together."""
+"""Coarse terms that a log's timer does not tell apart, and what they are together."""
 
 
 class Compared(Spec):
@@ -221,8 +221,8 @@ def _measured_terms(result: ProbeResult, step_s: float) -> dict[str, float]:
     """The seconds of the rank that computed longest, as shares of the step. Stages alone have a whole step only."""
     if result.mode == "stages":
         return {"replayed_s": step_s}
-    busiest = max(result.ranks, key=_computed_s)
-    passes_s = _computed_s(busiest)
+    busiest = max(result.ranks, key=lambda rank: rank.busy_s)
+    passes_s = busiest.busy_s
     reduced_s, optimizer_s, gathered_s = (
         median(getattr(step, name) for step in busiest.steps) for name in ("reduce_s", "optimizer_s", "gather_s")
     )
@@ -234,10 +234,6 @@ def _measured_terms(result: ProbeResult, step_s: float) -> dict[str, float]:
         OPTIMIZER: optimizer_s,
     }
     return terms | {REST: step_s - sum(terms.values())}
-
-
-def _computed_s(rank: RankResult) -> float:
-    return sum(timed.end_s - timed.start_s for timed in rank.actions)
 
 
 FIGURES = ("step_s", "tokens_per_s")
@@ -266,7 +262,7 @@ class Comparison(Spec):
     waterfalls: tuple[tuple[WaterfallTerm, ...], ...]
     """For each side but the first, the terms whose differences add up to that of the steps."""
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> Fields:
         """Plain data in the contract's form; `waterfall` is of the second side, `waterfalls` of all but the first."""
         rows = [[{"term": row.term, "seconds": row.seconds} for row in rows] for rows in self.waterfalls]
         return {

@@ -21,7 +21,7 @@ from planner.months.losses import Fact, Losses, Taken, losses_of, stated
 from planner.months.whole_run import Standstill, break_even_s, going_on_s, return_pays_s, waiting_s
 from planner.search.case import Case, Deadline
 from planner.search.recipes import pinned
-from planner.specs.base import Spec
+from planner.specs.base import Fields, Named, Spec, Texts
 from planner.specs.cluster import ClusterSpec
 from planner.specs.problems import check_names
 from planner.specs.training import SearchLimits, TrainingSpec
@@ -77,7 +77,7 @@ class Choice(Spec):
     """Tokens a second, over those of the old plan."""
     oom_probability: float | None = None
     loads: Loads = "as_is"
-    needs: tuple[str, ...] = ()
+    needs: Texts = ()
     """Things that must be done for the checkpoint to load, each the end of a sentence."""
     back_s: float = 0.0
     """Seconds from the failure until the job trains so; of a job that waits, beside the wait. Where GPUs were added,
@@ -96,12 +96,12 @@ class Choice(Spec):
     """Seconds of training at the old rate that are lost until the old layout runs again, after the usual repair."""
     lost_until_repair_s_interval: tuple[Difference, Difference] | None = None
     """The same for the ends of the repair's interval; below 0 where more is trained than at the old rate."""
-    convergence: tuple[str, ...] = ()
+    convergence: Texts = ()
     """Changes that may affect what is learned: batch, order of the data, numerics."""
-    execution: tuple[str, ...] = ()
+    execution: Texts = ()
     """Changes that affect seconds and bytes alone."""
-    options: tuple[str, ...] = ()
-    """Words of the command line that make this the plan that is saved."""
+    options: Texts = ()
+    """Options with which the command plans and saves this way to go on, not another."""
 
 
 class Failure(Spec):
@@ -173,14 +173,14 @@ class Resume(Spec):
     num_spare_nodes_cheapest: int | None = None
     num_spare_nodes_advised: int | None = None
     """The fewest of which one is free in 99% of the failures that take a node."""
-    sources: dict[str, str] = Field(default_factory=dict)
+    sources: Named = Field(default_factory=dict)
 
     @property
     def chosen(self) -> Choice:
         """The recommended choice."""
         return self.choices[self.recommended]
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> Fields:
         """Plain data, with the sum of each number of spare nodes."""
         data = self.model_dump(mode="json")
         for row, nodes in zip(data["spares"], self.spares, strict=True):
@@ -386,7 +386,7 @@ class Clock:
         return Standstill({"detection": old.detection_s, "start": old.standby_restart_s, "read": transfer(old)})
 
     @property
-    def sources(self) -> dict[str, str]:
+    def sources(self) -> Named:
         """The origin of each figure."""
         old = self.old
         names = ("detection_s", "restart_s", "standby_restart_s", "repair_s", "node_loss_fraction", "storage_gb_per_s")
@@ -394,5 +394,5 @@ class Clock:
         return {name: getattr(old, name).source for name in names} | rate
 
     def with_interim(self, num_gpus: int, step_s: float) -> Clock:
-        """The clock of a job whose checkpoint a split on some GPUs can write again."""
+        """The clock of a job whose old layout, split to `num_gpus`, loads the checkpoint to write it for a new one."""
         return replace(self, interim_gpus=num_gpus, interim_step_s=step_s)

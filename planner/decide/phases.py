@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from planner.answer import Goodput, Interval, Plan, PricedLayout, RunCost
 from planner.errors import PlannerError, SpecError
@@ -25,7 +25,7 @@ from planner.schedule.orders import violation
 from planner.search.case import Case
 from planner.search.safest import exceeds_risk
 from planner.search.search import planned, search
-from planner.specs.base import Spec
+from planner.specs.base import Fields, Spec
 from planner.specs.training import SearchLimits, TrainingSpec
 from planner.specs.units import gib
 from planner.trainers.rules.recipe import broken_recipe_rules, rules_for
@@ -175,7 +175,7 @@ class PhasesAnswer(Spec):
     total: RunTotal
     changes: tuple[LayoutChange, ...]
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> Fields:
         """Plain data in the contract's form; the plans in it are such as commands read."""
         data = self.model_dump(mode="json", exclude={"phases": {"__all__": {"plan"}}})
         for phase, told in zip(self.phases, data["phases"], strict=True):

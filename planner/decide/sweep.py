@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import NormalDist
 from typing import Any
 
@@ -23,7 +23,7 @@ from planner.search.safest import exceeds_risk
 from planner.search.search import search
 from planner.search.why.recipe import side_by_side
 from planner.search.why.remedy import least_that
-from planner.specs.base import Spec
+from planner.specs.base import Fields, Spec, filled
 from planner.trainers.switches import Value
 
 
@@ -150,13 +150,18 @@ NEIGHBOURS = 3
 """Numbers of nodes tried below the one that was found, should the condition be met there after all."""
 
 
+@dataclass(frozen=True, slots=True)
 class PlannedNodes:
     """Points of one job by their number of nodes, each planned once."""
 
-    def __init__(self, trial: Trial, plan_all: PlanTrials, most_nodes: int) -> None:
-        self.trial, self.plan_all, self.most_nodes = trial, plan_all, most_nodes
-        self.size = trial.case.cluster.node_size
-        self.points: dict[int, Point] = {}
+    trial: Trial
+    plan_all: PlanTrials
+    most_nodes: int
+    points: dict[int, Point] = field(default_factory=dict)
+
+    @property
+    def size(self) -> int:
+        return self.trial.case.cluster.node_size
 
     def point(self, num_nodes: int) -> Point:
         self.plan([num_nodes])
@@ -228,7 +233,7 @@ class Sweep(Spec):
     def pareto(self) -> list[int]:
         """Points that no other beats in both: days against dollars, or tokens per second against GPUs."""
         pairs = {number: _pair(point) for number, point in enumerate(self.points) if point.fits}
-        found = {number: pair for number, pair in pairs.items() if pair is not None}
+        found = filled(pairs.items())
         return [number for number, pair in found.items() if not any(_beats(other, pair) for other in found.values())]
 
     @property
@@ -246,7 +251,7 @@ class Sweep(Spec):
             "fastest": least(lambda point: (point.days, point.usd) if point.days else (-(point.tokens_per_s or 0.0),)),
         }
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> Fields:
         """Plain data in the contract's form."""
         points = [point.model_dump(mode="json") for point in self.points]
         return {"points": points, "pareto": self.pareto, "answers": self.answers, "goal": self.goal.model_dump()}

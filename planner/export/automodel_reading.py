@@ -27,7 +27,7 @@ from planner.export.megatron.keyed_reading import EXPERT_TARGETS, add_lora, read
 from planner.export.megatron.option_rows import options_of
 from planner.export.named_models import model_called, moe_of
 from planner.export.torchtitan_reading import run_of_settings
-from planner.specs.base import Named
+from planner.specs.base import Named, filled
 
 _MODES = {"True": "full", "False": "none", "None": "none"}
 _NO_EXTRA = {
@@ -108,12 +108,17 @@ def read_nemo_rl(config: ConfigFile) -> ImportedRun:
     if not any(path.startswith("policy.") for path in settings):
         raise SpecError("no settings of a policy", "give the file that --config names, or put it beside the script")
     gpus = readings("nemo-rl-cluster", settings)["num_gpus"]
-    is_megatron = is_on(settings.get("policy.megatron_cfg.enabled"))
+    said = {name: settings.get(f"policy.{name}.enabled") for name in ("megatron_cfg", "dtensor_cfg")}
+    # where neither says it, the part is meant whose sizes are given
+    unsaid = any(path.startswith("policy.megatron_cfg.") for path in settings) and not is_on(said["dtensor_cfg"])
+    is_megatron = unsaid if said["megatron_cfg"] is None else is_on(said["megatron_cfg"])
     imported = _of_megatron(settings, gpus) if is_megatron else _of_automodel("nemo-rl", settings, gpus)
     imported.source = "nemo-rl"
     tunes = re.search(r"\brun_(sft|dpo|rm)\b", config.text)
-    is_rl = tunes is None and not any(path.startswith(("sft.", "dpo.")) for path in settings)
-    imported.put(readings("nemo-rl", settings, is_rl=is_rl, cp=imported.run["parallelism"].get("cp", 1)))
+    kinds = {path.partition(".")[0] for path in settings} & {"sft", "dpo", "rm"}
+    kind = tunes[1] if tunes else next(iter(kinds), "")
+    layout = imported.run["parallelism"]
+    imported.put(readings("nemo-rl", settings, kind=kind, cp=layout.get("cp", 1), micro=layout["micro_batch_size"]))
     return imported
 
 
@@ -124,7 +129,11 @@ def _merged(config: ConfigFile, depth: int = 0) -> Settings:
         own = mapping_of(config.text)
         parent, overrides = own.get("defaults"), flat(own)
     else:
-        words = read_script(config.text, config.beside).words
+        script = read_script(config.text, config.beside)
+        words = script.words
+        if not any("policy." in word for word in words):  # of a command that a variable hands on, to ray.sub
+            held = (" ".join(value) for value in script.variables.values())
+            words = next((text.split() for text in held if "policy." in text), words)
         overrides = overrides_of(words)
         named = (after for word, after in pairwise(words) if word in ("--config", "-c"))
         parent = next(named, None) or next(iter(options_of(words).get("--config", [])), None)
@@ -133,6 +142,8 @@ def _merged(config: ConfigFile, depth: int = 0) -> Settings:
     before = _merged(ConfigFile(text, where), depth + 1) if text is not None else {}
     if text is not None:
         overrides.pop("defaults", None)
+    elif parent:
+        overrides["defaults"] = str(parent)
     return {**before, **overrides}
 
 
@@ -152,7 +163,7 @@ def _of_megatron(settings: Settings, gpus: int | None) -> ImportedRun:
         ):
             keys[key], names[key] = value, path
     if is_on(keys.pop("activation_checkpointing", False)):
-        keys = {"recompute_granularity": "full", **{k: v for k, v in keys.items() if v is not None}}
+        keys = {"recompute_granularity": "full", **filled(keys.items())}
         if keys["recompute_granularity"] == "full":
             keys |= {"recompute_method": "uniform", "recompute_num_layers": 1}
     else:

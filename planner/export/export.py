@@ -44,7 +44,7 @@ class Bundle:
     inputs_sha256: str
     planner_version: str
     job: Fields
-    """Facts of the job that the files may leave out: model, hardware, GPUs and tokens of a sequence."""
+    """Facts of the job that the files may leave out: model, hardware, GPUs, tokens of a sequence, texts, imbalance."""
     files: tuple[ExportFile, ...]
     notes: Texts
     """Things that the plan does not decide and the export had to."""
@@ -152,11 +152,23 @@ def bundle_of(plan: Plan, to: str | Iterable[str], image: str | None = None, for
             "hardware": plan.cluster.hardware.name,
             "num_gpus": plan.parallelism.num_gpus_used,
             "seq_length": plan.training.seq_length,
+            **_unwritten(plan),
         },
         files=(*written.files, *_launcher_files(plan, written.command, launchers, image)),
         notes=(*written.notes, *unfit),
         first_run=_first_run(written.command, launchers),
     )
+
+
+_UNWRITTEN = {
+    "document_lengths", "batching", "moe_imbalance", "moe_peak_imbalance", "moe_spread", "straggler_fraction",
+}  # fmt: skip
+
+
+def _unwritten(plan: Plan) -> Fields:
+    """Facts of the data and the ranks that a plan is priced with, and no trainer's file says."""
+    said = plan.training.model_dump(mode="json", include=_UNWRITTEN, exclude_defaults=True)
+    return said if plan.model.spec.moe is None else {"moe_imbalance": plan.training.moe_imbalance, **said}
 
 
 def _first_run(command: LaunchCommand | None, launchers: Sequence[str]) -> str:

@@ -11,7 +11,7 @@ import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import BaseModel, Field, PositiveInt, ValidationError
 
@@ -23,6 +23,7 @@ from planner.export.targets import READERS, SOURCES, UNMARKED
 from planner.specs.base import Fields, Named, Said
 from planner.specs.reading import STDIN, label, parse_yaml, read_configuration_text, shipped_table, text_beside
 from planner.specs.shipped import Kind, find
+from planner.specs.training import DocumentLength
 
 _SUFFIXES = (".yaml", ".yml", ".json", ".sh", ".py", ".toml")
 
@@ -99,6 +100,12 @@ class _Job(BaseModel):
     hardware: str | None = None
     num_gpus: PositiveInt | None = None
     seq_length: PositiveInt | None = None
+    document_lengths: list[DocumentLength] | None = None
+    batching: Literal["packed", "padded"] | None = None
+    moe_imbalance: float | None = None
+    moe_peak_imbalance: float | None = None
+    moe_spread: float | None = None
+    straggler_fraction: float | None = None
 
 
 class _Manifest(BaseModel):

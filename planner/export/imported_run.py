@@ -11,7 +11,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
 from planner.errors import LayoutError, SpecError
-from planner.specs.base import Fields, Named, Said
+from planner.specs.base import Fields, Named, Said, filled
 from planner.specs.model import ModelSpec
 from planner.specs.reading import parse_json, parse_yaml, printable, shipped_table, text_beside
 from planner.specs.registry import load_model, model_names
@@ -207,7 +207,7 @@ class ImportedRun:
         Raises SpecError for a field that is still missing.
         """
         self._refuse_unknown_grid()
-        added = {name: value for name, value in given.items() if value is not None}
+        added = filled(given.items())
         if self.again is not None and "model" in added:
             other = self.again(added["model"])
             self.run["parallelism"], self.run["features"] = other.run["parallelism"], other.run["features"]
@@ -216,7 +216,7 @@ class ImportedRun:
         if self.pads and "document_lengths" in added:
             longest = max(entry["length"] for entry in added["document_lengths"])
             run |= {"batching": "padded", "seq_length": min(run["seq_length"] or longest, longest)}
-        axes = {name: size for name, size in (("tp", tp), ("pp", pp)) if size is not None}
+        axes = filled((("tp", tp), ("pp", pp)))
         layout = run["parallelism"] = {**run["parallelism"], **axes}
         if "num_gpus" in added and added["num_gpus"] != self.run.get("num_gpus"):
             layout.pop("dp", None)
@@ -242,7 +242,7 @@ class ImportedRun:
         if self.optimizer_instances > 1:
             shards = run["num_gpus"] // (layout["tp"] * layout["pp"] * self.optimizer_instances)
             layout["fsdp"] = max(1, shards)
-        return {name: value for name, value in run.items() if value is not None}
+        return filled(run.items())
 
     def _refuse_missing(self, run: Fields) -> None:
         """Raise SpecError for a field that is still missing, or whose model nobody knows."""

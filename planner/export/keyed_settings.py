@@ -11,15 +11,16 @@ import re
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
+from itertools import takewhile
 from typing import Any
 
 from planner.errors import SpecError
 from planner.export.followed.shell_script import Script, read_script
 from planner.export.imported_run import ConfigFile, ImportedRun, json_of, yaml_of
 from planner.export.megatron.option_rows import Options, OptionWords, broken_rows, options_of, text
-from planner.export.trainer_files import filled, said_of, standing
+from planner.export.trainer_files import filled
 from planner.specs.base import Fields, Named, Said, Texts
-from planner.specs.expressions import text_of
+from planner.specs.expressions import standing, text_of, texts_of
 from planner.specs.expressions import value_of as computed
 from planner.specs.reading import literal, parse_python, shipped_table
 from planner.specs.units import is_count
@@ -226,7 +227,11 @@ def flat(data: Said, prefix: str = "") -> Settings:
 
 def _of_script(config: ConfigFile, calls: re.Pattern[str] | None) -> KeyedSettings:
     script = read_script(config.text, config.beside)
-    options = options_of(script.words)
+    # words of an option end where the program begins, whose own file may stand behind it
+    options = {
+        option: list(takewhile(lambda word: word != "-m" and not word.endswith(".py"), words))
+        for option, words in options_of(script.words).items()
+    }
     settings, unread, program = Settings(), Named(), ""
     for name in [word for word in script.words if word.endswith((".yaml", ".yml")) and not word.startswith("-")]:
         if any(name in words for option, words in options.items() if option not in ("--config", "--config-path")):
@@ -237,8 +242,7 @@ def _of_script(config: ConfigFile, calls: re.Pattern[str] | None) -> KeyedSettin
             unread[name] = "is not beside the file"
     # words of the command line come before the file that it names
     settings |= dict(word.split("=", 1) for word in script.words if re.match(r"[a-z_]\w*=", word))
-    for name, words in options.items():
-        values = [word for word in words if not word.endswith(".py")]
+    for name, values in options.items():
         key = name.lstrip("-").replace("-", "_")
         unset = script.unset.get(name)
         settings[key] = (
@@ -421,6 +425,6 @@ def readings(trainer: str, settings: Said, /, **more: Any) -> Fields:
         names[name] = computed(expression, names)
     for row in standing(rows.get("wrong", ()), names):
         raise SpecError(text_of(row["says"], names), text_of(row["hint"], names))
-    told = {part: said_of(rows.get(part, ()), names) for part in ("notes", "refused")}
+    told = {part: texts_of(rows.get(part, ()), names) for part in ("notes", "refused")}
     found: Fields = filled({part: row for part, row in rows.items() if part not in _OF_TEXTS}, names)
     return found | told

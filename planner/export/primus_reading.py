@@ -17,7 +17,7 @@ from planner.export.megatron.keyed_reading import add_lora, read_keys
 from planner.export.megatron.option_rows import PRIMUS_SCHEDULES, options_of
 from planner.export.named_models import Model, exported_gpus, model_called, moe_of, num_layers_of
 from planner.export.torchtitan_reading import of_today, run_of_settings
-from planner.specs.base import Texts
+from planner.specs.base import Texts, filled
 from planner.specs.reading import kind_of, parse_mapping, printable
 
 Tree = dict[str, Any]
@@ -299,7 +299,7 @@ def run_of_keys(values: Tree, written: Tree, named: Model | None = None) -> Impo
     """
     if named is None:
         check_is_transformer(values)
-    keys = {key: value for key, value in values.items() if value is not None}
+    keys = filled(values.items())
     if "num_query_groups" in values and values["num_query_groups"] is None:
         keys.pop("group_query_attention", None)
     if values.get("tensor_model_parallel_size") == 1:

@@ -46,7 +46,9 @@ def refuse(target: str, reasons: Sequence[Reason], hint: str) -> None:
 
 def hint_for(plan: Plan, runtime: str, model_rules: Iterable[Rule] = ()) -> str:
     """The way out of a refusal: another trainer, another plan, or another choice in this one."""
-    model_rules = tuple(model_rules)
+    model_rules, layout = tuple(model_rules), plan.parallelism
+    if plan.model.spec.traced is not None and (runtime != "torch-eager" or layout.tp * layout.cp * layout.pp > 1):
+        return "plan again with --tp 1 --cp 1 --pp 1, and export that plan --to torch, which runs the module"
     if broken_rules((rule for rule in model_rules if rule in rules_of("whole_model")), plan):
         return _hint_for_fine_tuning(plan)
     if broken_rules(model_rules, plan):
@@ -80,7 +82,7 @@ def _hint_for_model(plan: Plan, runtime: str) -> str:
         if not broken_rules(rules_of("export megatron", runtime=older), plan):
             return f"plan again with --runtime megatron@{version}, which can say it"
     if broken_rules(rules_of("unwritten"), plan):
-        return "no target describes such a model: write your own files by what `plan report` shows"
+        return "no target describes such a model: write your own files by what `plan show --full` prints"
     return "leave out of the model's spec what is named here, if the model may be trained without"
 
 

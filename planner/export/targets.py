@@ -135,7 +135,7 @@ _TRAINERS = (
     ),
     TrainerTarget(
         "ms-swift", None, "megatron.keyed_reading:read_swift",
-        mark=r"(^|\s)megatron\s+(sft|pt|rlhf)\b|Megatron\w*Arguments\(|megatron_\w+_main"
+        mark=r"(^|\s)megatron\s+(sft|pt|rlhf)\b|swift/cli/_megatron/|Megatron\w*Arguments\(|megatron_\w+_main"
         r"|\A(?s:(?=.*^(tuner_type|max_length|recompute_granularity):)(?=.*^(micro|global)_batch_size:)(?=.*^model:))",
     ),
     TrainerTarget(

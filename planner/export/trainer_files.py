@@ -14,7 +14,7 @@ import yaml
 
 from planner.answer import Plan
 from planner.specs.base import Fields, Named, Said, Texts
-from planner.specs.expressions import text_of, value_of
+from planner.specs.expressions import standing, text_of, texts_of, value_of
 from planner.specs.reading import shipped_table
 from planner.specs.units import GIB
 
@@ -294,7 +294,7 @@ def filled(row: Any, values: Said) -> Any:
 
 def notes_of(name: str, plan: Plan, /, **more: Any) -> list[str]:
     """The notes of a trainer on a plan, by rows of notes.yaml; `more` are names that only they read."""
-    return said_of(shipped_table("export/notes.yaml")["notes"][name], names_of(plan) | more)
+    return texts_of(shipped_table("export/notes.yaml")["notes"][name], names_of(plan) | more)
 
 
 def placeholders_of(name: str) -> tuple[Placeholder, ...]:
@@ -305,7 +305,7 @@ def placeholders_of(name: str) -> tuple[Placeholder, ...]:
 
 def imports_of(name: str, names: Said) -> list[str]:
     """The lines that a file of source begins with, by rows of notes.yaml."""
-    return said_of(shipped_table("export/notes.yaml")["imports"][name], names)
+    return texts_of(shipped_table("export/notes.yaml")["imports"][name], names)
 
 
 def requirements_of(name: str, plan: Plan | None, /, **more: Any) -> tuple[Requirement, ...]:
@@ -313,16 +313,6 @@ def requirements_of(name: str, plan: Plan | None, /, **more: Any) -> tuple[Requi
     names = more if plan is None else names_of(plan) | more
     rows = standing(shipped_table("export/notes.yaml")["requirements"][name], names)
     return tuple(Requirement(**{key: text_of(cell, names) for key, cell in row.items() if key != "if"}) for row in rows)
-
-
-def standing(rows: Iterable[Named], names: Said) -> list[Named]:
-    """The rows whose condition holds; one without a condition always does."""
-    return [row for row in rows if value_of(row.get("if", "True"), names)]
-
-
-def said_of(rows: Iterable[Named], names: Said) -> list[str]:
-    """The texts of the rows whose condition holds."""
-    return [text_of(row["says"], names) for row in standing(rows, names)]
 
 
 def as_json(data: Any) -> str:

@@ -76,7 +76,7 @@ def _num_gpus(settings: Settings) -> int | None:
 
 def _of_megatron(settings: Settings, model: str, is_rl: bool) -> ImportedRun:
     starts = (f"{_ACTOR}megatron.", "engine.", f"{_ACTOR}optim.override_optimizer_config.",
-              "optim.override_optimizer_config.")  # fmt: skip
+              "optim.override_optimizer_config.", f"{_ACTOR}optim.", "optim.")  # fmt: skip
     keys, names = Settings(), Named()
     for path, value in settings.items():
         start = next((start for start in starts if path.startswith(start)), None)

@@ -35,7 +35,7 @@ from planner.trainers.generations import described
 from planner.trainers.load import has_dtype, load_runtime, since_of
 from planner.trainers.rules.recipe import export_rules_for
 from planner.trainers.spec import BEFORE_FLASH, RuntimeSpec
-from planner.trainers.stated import as_consented
+from planner.trainers.stated import of_today
 
 
 def assemble(
@@ -188,7 +188,7 @@ def evaluate(
     model = model_of(model)
     says_switches = not isinstance(runtime, str) if says_switches is None else says_switches
     if isinstance(runtime, str):
-        runtime = as_consented(load_runtime(runtime), ())
+        runtime = of_today(load_runtime(runtime))
         if isinstance(parallelism, PricedLayout) and parallelism.recipe:
             says_switches, (runtime, _) = True, runtime.with_features(parallelism.recipe)
         else:

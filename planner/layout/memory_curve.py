@@ -400,6 +400,8 @@ def optimizer(pricing: Pricing, shape: Shape, one: Parameter) -> Iterator[Held]:
     if not one.operator.trained:
         return
     total = float(memory.optimizer_bytes(one.dense, one.expert, shape, runtime, _states_bytes(pricing, one)))
+    if not total:  # offloaded, all of it
+        return
     is_plain = runtime.optimizer == "adamw" and not (runtime.master_remainders or runtime.optimizer_offload_fraction)
     if states is None or not is_plain:
         note = f"{total / prod(one.dims):.3g} bytes on this rank for each parameter"

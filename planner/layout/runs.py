@@ -51,6 +51,11 @@ class RunSpec(Spec):
     document_lengths: tuple[DocumentLength, ...] | None = None
     batching: Literal["packed", "padded"] = "packed"
     """Examples that are packed, or padded to the longest of a micro-batch."""
+    moe_imbalance: float | str | None = None
+    """Tokens on the most loaded expert rank over the mean, or a histogram; null: as such runs route."""
+    moe_peak_imbalance: float | None = None
+    moe_spread: float | None = None
+    straggler_fraction: float | None = None
     dtype: Dtype = "bf16"
     adapters: AdapterSpec | None = None
     """Adapters that are trained in the place of the weights."""
@@ -166,14 +171,15 @@ def parse_run(data: dict[str, Any], where: str = "run") -> Run:
         "network_gb_per_s": network_gb_per_s(spec.inter_node, spec.gpus_per_node or hardware.gpus_per_node),
     }
     of_training = TrainingSpec.model_fields.keys() & RunSpec.model_fields.keys()
-    training = spec.model_dump(include=set(of_training))
+    training = spec.model_dump(include=set(of_training), exclude_none=True)
     if spec.dtype == "bf16" and spec.precision_recipe == "fp16":
         training["dtype"] = "fp16"
     model = _model(spec.model, f"{where}: run: model")
     used = {"precision_recipe": spec.precision_recipe, **features}
     dated = runtime_of_its_day(spec.runtime, hardware.architecture, model, spec.parallelism, used)
     runtime, unknown = described(dated, hardware, model, used)
-    training |= imbalance_of(model, features, runtime, spec.adapters is not None).fields
+    if spec.moe_imbalance is None:
+        training |= imbalance_of(model, features, runtime, spec.adapters is not None).fields
     return Run(
         id=run_id,
         model=model,

@@ -31,7 +31,7 @@ from planner.observe.traces.events import (
 from planner.observe.traces.events import OTHER as OTHER_FAMILY
 from planner.observe.trainer_lines import TABLE
 from planner.physics.passes import COMM_GROUPS
-from planner.specs.base import Fields, Named
+from planner.specs.base import Fields, Named, grouped
 from planner.specs.expressions import text_of, value_of
 from planner.specs.reading import shipped_table
 
@@ -288,10 +288,8 @@ def typical(ranks: Sequence[Traced]) -> Traced:
 
     A late rank shows as waits of this one, a slow stage as what it does itself. Of an even number the lower middle one.
     """
-    by_stage: dict[int | None, list[Traced]] = defaultdict(list)
-    for rank in ranks:
-        by_stage[rank.stage].append(rank)
-    middle = [sorted(own, key=lambda rank: rank.middle(compute_s))[(len(own) - 1) // 2] for own in by_stage.values()]
+    stages = grouped((rank.stage, rank) for rank in ranks).values()
+    middle = [sorted(own, key=lambda rank: rank.middle(compute_s))[(len(own) - 1) // 2] for own in stages]
     return max(middle, key=lambda rank: rank.passes_s)
 
 
@@ -422,7 +420,7 @@ def beside_steps(observation: Observation) -> tuple[Term, ...]:
 
     low_s, high_s = observation.step_s_spread or (step_s, step_s)
     between_s = max(wall.idle_s, wall.overlap_s)
-    names: Fields = {
+    names = {
         "o": observation, "wall": wall, "made_again": made_again, "low_s": low_s, "high_s": high_s, "longer": longer,
         "slow": lambda kind: sum(outlier.extra_s for outlier in outliers if outlier.kind == kind),
         "warm_up_s": observation.warmup_extra_s if observation.num_warmup_steps else 0.0,

@@ -8,9 +8,7 @@ measured by `plan probe` and `plan profile`.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import median
 from typing import NamedTuple
 
 from planner.answer import Plan
@@ -20,7 +18,7 @@ from planner.layout.confidence import MEMORY_WIDTH, hardware_width
 from planner.layout.price import reprice
 from planner.observe.accounts import GAP_TABLE
 from planner.observe.judge import differences
-from planner.observe.observation import GapCause, Observation, Observed, ObservedMemory
+from planner.observe.observation import GapCause, Observation, Observed
 from planner.observe.traces.recorded import ObservedFiles
 from planner.physics.memory import communicators
 from planner.profile.probed import (
@@ -28,16 +26,15 @@ from planner.profile.probed import (
     MOST_FACTOR,
     MOST_SPREAD,
     REPEATS,
+    context_of,
+    fragmentation_of,
     least_factor,
-    opinion_of_context,
-    opinion_of_fragmentation,
 )
 from planner.specs.base import Fields, Texts
 from planner.specs.cluster import ClusterSpec
 from planner.specs.expressions import told
 from planner.specs.hardware import HardwareSpec
-from planner.specs.units import GIB
-from planner.trainers.calibration import Calibration, Factor, Quantity, Share
+from planner.trainers.calibration import Calibration, Factor
 
 LEAST_STEPS = 10
 """Fewest steps of a log behind its warm-up: the median of fewer may be that of a slow minute."""
@@ -75,7 +72,7 @@ def evidence_of(observed: Observed, plan: Plan | None, cluster: ClusterSpec | No
     width = math.hypot(spread, observation.step_s_precision_fraction)
     has_log = bool(observation.series.seconds) or not isinstance(observed, ObservedFiles)
     causes = [cause for cause in observed.causes if cause.name in OF_THE_STEP]
-    names: Fields = {
+    names = {
         "o": observation, "plan": plan, "cluster": cluster, "has_log": has_log, "causes": causes, "width": width,
         "why": observed.says.removeprefix("no verdict: ") if observed.prediction else "", "called": _called,
         "differences": differences, "LEAST_STEPS": LEAST_STEPS, "MOST_DRIFT": MOST_DRIFT, "MOST_SPREAD": MOST_SPREAD,
@@ -207,35 +204,15 @@ def common_factor(run: PricedRun, evidence: RunEvidence, calibration: Calibratio
 
 def reserved(run: PricedRun, observation: Observation) -> Fields:
     """The fields of a calibration for memory outside the allocator, and for what it holds beyond what is allocated."""
-    fields = {"context_gib": _context(run, observation.memory), "fragmentation_fraction": _held(observation.memory)}
-    return {name: number for name, number in fields.items() if number is not None}
-
-
-def _held(memory: Sequence[ObservedMemory]) -> Share | None:
-    ratios = [
-        rank.max_reserved_bytes / rank.max_allocated_bytes - 1
-        for rank in memory
-        if rank.max_reserved_bytes and rank.max_allocated_bytes
-    ]
-    if not ratios:
-        return None
-    fraction = median(ratios)
-    opinion = opinion_of_fragmentation(fraction)
-    return Share(value=min(1.0, max(0.0, fraction)), source=_ranks(len(ratios)), **opinion)
-
-
-def _context(run: PricedRun, memory: Sequence[ObservedMemory]) -> Quantity | None:
-    """Memory in use on the device beyond the allocator's, less what communicators take."""
-    outside = [
-        rank.device_bytes - rank.max_reserved_bytes for rank in memory if rank.device_bytes and rank.max_reserved_bytes
-    ]
-    if not outside:
-        return None
-    hardware = run.cluster.hardware
-    exchanged = float(communicators(run.candidate().shape)) * hardware.reserved.communicator_bytes
-    context_gib = (median(outside) - exchanged) / GIB
-    opinion = opinion_of_context(context_gib)
-    return Quantity(value=max(0.0, context_gib), source=_ranks(len(outside)), **opinion)
+    rows = [(rank.max_reserved_bytes, rank.max_allocated_bytes, rank.device_bytes) for rank in observation.memory]
+    held = [(reserved, allocated) for reserved, allocated, _ in rows if reserved and allocated]
+    outside = [in_use - reserved for reserved, _, in_use in rows if reserved and in_use]
+    fields: Fields = {"fragmentation_fraction": fragmentation_of(held, _ranks(len(held)))} if held else {}
+    if outside:
+        each_bytes = run.cluster.hardware.reserved.communicator_bytes
+        exchanged = float(communicators(run.candidate().shape)) * each_bytes
+        fields["context_gib"] = context_of([each - exchanged for each in outside], _ranks(len(outside)))
+    return fields
 
 
 def _ranks(count: int) -> str:

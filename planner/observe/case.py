@@ -19,7 +19,7 @@ from planner.observe.observation import GapRemedy, Observation, Observed, Predic
 from planner.observe.traces.recorded import Recorded
 from planner.schedule.orders import SCHEDULES
 from planner.shape import RANK_ORDERS, Shape
-from planner.specs.base import Fields, Said, Texts
+from planner.specs.base import Fields, Said, Texts, grouped
 from planner.specs.problems import checked
 from planner.specs.training import Parallelism, SearchLimits
 from planner.trainers.generations import described, runtime_of_its_day
@@ -218,9 +218,9 @@ def layout_before(case: ObservedCase) -> Candidate | None:
 
 
 def running(case: ObservedCase) -> Candidate | None:
-    """The layout that the run has, as far as plan and log tell; it keeps free what a search keeps free.
+    """The layout that the run has, as far as plan and log tell, with the headroom that a search leaves.
 
-    What was measured above the price of its layout is no room for changes either.
+    Memory that was measured above the layout's price counts as used: changes may not have it.
     """
     known = stated_otherwise(case)
     candidate = known[-1].candidate if known else layout_before(case)
@@ -359,7 +359,7 @@ def recipe_terms(case: ObservedCase) -> tuple[Term, ...]:
 def _costs(case: ObservedCase) -> tuple[tuple[str, Term], ...]:
     """Each setting that the log states otherwise than what it is held against, with what that costs by the price."""
     before = layout_before(case)
-    terms = list[tuple[str, Term]]()
+    terms = []
     theirs = "the plan"
     if case.earlier is not None:
         theirs = "the earlier run"
@@ -378,9 +378,8 @@ def _costs(case: ObservedCase) -> tuple[tuple[str, Term], ...]:
 def slower_settings(case: ObservedCase, row_of_switch: Mapping[str, str]) -> dict[str, list[tuple[str, Term]]]:
     """The settings that the log states otherwise than the plan or an earlier run, and that cost `LEAST_WORD` of the
     step, by the row of the gap that each is of."""
-    found: dict[str, list[tuple[str, Term]]] = {}
-    least_s = LEAST_WORD * case.prediction.step_s if case.prediction is not None else 0.0
-    for name, term in _costs(case) if case.prediction is not None else ():
-        if name not in _OF_LAYOUT and term.seconds > least_s:
-            found.setdefault(row_of_switch.get(name, "recipe"), []).append((name, term))
-    return found
+    if case.prediction is None:
+        return {}
+    least_s = LEAST_WORD * case.prediction.step_s
+    costly = [(name, term) for name, term in _costs(case) if name not in _OF_LAYOUT and term.seconds > least_s]
+    return grouped((row_of_switch.get(name, "recipe"), (name, term)) for name, term in costly)

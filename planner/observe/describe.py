@@ -31,7 +31,7 @@ from planner.observe.record import FallBack, RunRecord
 from planner.observe.steady import steady
 from planner.observe.trainer_lines import TABLE, facts_of
 from planner.specs.base import Fields, Named, Texts
-from planner.specs.expressions import told
+from planner.specs.expressions import texts_of
 from planner.specs.reading import shipped_table
 from planner.specs.units import is_count
 
@@ -42,7 +42,7 @@ _PARTS_OF_FORWARD_BACKWARD = ("forward_s", "backward_s")
 
 def breakdown_of(record: RunRecord, step_s: float) -> dict[str, float]:
     """The seconds of a step by its timers, and what they leave."""
-    found: dict[str, float] = {}
+    found = {}
     for term, names in TABLE["timer_terms"].items():
         if highs := next(filter(None, (_highs(record, name) for name in names)), None):
             found[term] = median(highs)
@@ -76,8 +76,9 @@ def timers_of(record: RunRecord) -> Iterator[Timer]:
 
 
 def data_s(record: RunRecord) -> float | None:
-    """Mean seconds in a step of waiting for a batch, on the rank that waits longest."""
-    values = next(filter(None, (_highs(record, name) for name in TABLE["data_timers"])), None)
+    """Mean seconds in a step of waiting for a batch, on the rank that waits longest, behind the first row of steps."""
+    known = (_highs(record, name)[record.early[name] * (len(record.numbers) > 1) :] for name in TABLE["data_timers"])
+    values = next(filter(None, known), None)
     return math.fsum(values) / len(values) if values else None
 
 
@@ -152,7 +153,7 @@ MOST_APART = 0.1
 """Share by which what one log says of its step in two ways may differ."""
 LEAST_APART, LEAST_OF_WHOLE_S = 5, 20.0
 """Fewest lines whose times say a step; times of whole seconds say one of fewer only in their sum."""
-COUNTS = ("num_alloc_retries", "num_ooms")
+COUNTS = ("num_alloc_retries", "num_ooms", "num_host_ooms")
 MEMORY_KINDS = ("allocated_bytes", "max_allocated_bytes", "max_reserved_bytes", "device_bytes")
 
 
@@ -167,6 +168,7 @@ def _beside_steps(record: RunRecord) -> Fields:
         "memory_series": tuple(memory_series(record)),
         "failed_allocations": tuple(record.failed_allocations),
         "hung_collectives": tuple(record.hung_collectives),
+        "not_numbers": record.not_numbers,
         "rank_spreads": tuple(_spreads(record)),
         "data_s": data_s(record),
         "watts_per_gpu": record.middle("watts_per_gpu"),
@@ -182,7 +184,7 @@ def described(record: RunRecord, trainer: str, sources: tuple[SourceFile, ...]) 
     """The observation of a record, whose statistics are robust."""
     _complete_first_row(record)
     facts = facts_of(record, trainer)
-    common: Fields = {"sources": sources, "facts": facts, **_beside_steps(record)}
+    common = {"sources": sources, "facts": facts, **_beside_steps(record)}
     _last_run(record)
     notes = list(record.notes)
     if record.duplicates:
@@ -201,7 +203,7 @@ def described(record: RunRecord, trainer: str, sources: tuple[SourceFile, ...]) 
     refused = _refusal(record, facts, found.step_s)
     if refused:
         return Observation(**common, num_steps=sum(record.covers), series=_series(record), notes=(refused, *notes))
-    notes += [says for (says,) in told(shipped_table("observe/gap.yaml")["notes"], {"record": record})]
+    notes += texts_of(shipped_table("observe/gap.yaml")["notes"], {"record": record})
     return Observation(
         **common,
         step_s=found.step_s,
@@ -239,7 +241,7 @@ def _refusal(record: RunRecord, facts: JobFacts, step_s: float) -> str:
     """The reason why no step can be said; empty where there is none."""
     seconds = np.frombuffer(record.seconds, dtype=float)
     low, high = seconds[seconds < step_s], seconds[seconds > step_s]
-    names: Fields = {
+    names = {
         "record": record, "seconds": record.seconds, "step_s": step_s, "pairwise": pairwise,
         "LEAST_OF_RUN": LEAST_OF_RUN, "MOST_APART": MOST_APART,
         "near": np.count_nonzero(np.abs(seconds / step_s - 1) < 0.03),
@@ -247,7 +249,7 @@ def _refusal(record: RunRecord, facts: JobFacts, step_s: float) -> str:
         "others": [one for one in _otherwise(record, facts, step_s) if abs(one[0] / step_s - 1) > MOST_APART],
     }  # fmt: skip
     rows = shipped_table("observe/gap.yaml")["refusals"]
-    return next((says for (says,) in told(rows, names)), "")
+    return next(iter(texts_of(rows, names)), "")
 
 
 def _otherwise(record: RunRecord, facts: JobFacts, step_s: float) -> Iterator[tuple[float, str]]:

@@ -141,7 +141,7 @@ WINDOW_STEPS = 100
 SILENT_S = 1800.0
 """Seconds without a step that ring the alarm: evaluations and checkpoints take minutes, a hang takes for ever."""
 BURST = 50
-"""Lines about a log that is read faster than it was written, before they become rarer."""
+"""Lines printed about a log that is read faster than it was written; after them every n-th is."""
 EXPLAINED = {"checkpoint", "evaluation", "gc"}
 """Marks of a row that say why it may be long."""
 Expected = tuple[Plan | Observed | None, str]

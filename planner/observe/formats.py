@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 import re
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -29,7 +28,7 @@ from planner.observe.record import (
     text_of,
     whole,
 )
-from planner.specs.base import Fields, Said, Texts
+from planner.specs.base import Fields, Said, Texts, grouped
 from planner.specs.units import GB, GIB, KIB, MIB
 
 UNITS = {"": 1.0, "s": 1.0, "ms": 1e-3, "GB": GB, "KiB": KIB, "MiB": MIB, "GiB": GIB}
@@ -60,6 +59,25 @@ def hung_work(record: RunRecord, line: FoundLine) -> None:
     rank, sequence = map(int, line.match.groups())
     if not any((one.rank, one.sequence) == (rank, sequence) for one in record.hung_collectives):
         _add_hung(record, rank, sequence)
+
+
+def stuck(record: RunRecord, line: FoundLine) -> None:
+    """`[PG ID 0 … Rank 6] ProcessGroupNCCL's watchdog got stuck for 480 seconds without making progress`: no number."""
+    _add_hung(record, int(line.match[1]), 0, seconds=float(line.match[2]))
+
+
+def not_a_number(record: RunRecord, line: FoundLine) -> None:
+    """A line whose loss or norm of gradients is no number; the step is the one that the lines before it have."""
+    step = record.numbers[-1] if record.numbers else 0
+    before = record.not_numbers
+    record.not_numbers = (before[0] + 1, before[1], step) if before else (1, step, step)
+
+
+def with_data(record: RunRecord, line: FoundLine) -> None:
+    """LeRobot's `step:9 … updt_s:0.302 data_s:13.330`: an update, and the wait for its batch before it."""
+    data_s = line.numbers["data"]
+    if record.step(int(line.match["step"]), line.numbers["s"] + data_s, rank=line.rank):
+        record.timer("data_loading", data_s)
 
 
 def _add_hung(record: RunRecord, rank: int, sequence: int, **said: Any) -> None:
@@ -282,9 +300,7 @@ def automodel(record: RunRecord, line: FoundLine) -> None:
 
 
 def finish_bars(record: RunRecord) -> None:
-    bars: dict[float, list[tuple[float, float, float]]] = defaultdict(list)
-    for step, elapsed_s, total, rate in record.means:
-        bars[total].append((step, elapsed_s, rate))
+    bars = grouped((total, (step, elapsed_s, rate)) for step, elapsed_s, total, rate in record.means)
     asked = float(record.facts.get("num_steps_asked", 0))
     longest = max(bars, key=lambda total: (total == asked, max(at for _, at, _ in bars[total])), default=None)
     if longest is not None:

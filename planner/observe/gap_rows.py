@@ -80,7 +80,7 @@ class RunFiles(ObservedCase):
     def accounts(self) -> tuple[tuple[Account, Account | None], ...]:
         """Every rank with a GPU's trace, and what was planned of its stage."""
         candidate, grid = self.candidate, grid_of(self)
-        known: dict[int, Account] = {}
+        known = {}
         if candidate is not None and self.ranks and self.prediction and self.prediction.kind == "plan":
             pipeline = candidate.run()
             known = {n: planned(candidate, pipeline, n, "in the plan") for n in range(int(candidate.shape.pp))}
@@ -262,7 +262,7 @@ def seen(look: Fields, files: RunFiles) -> Finding | None:
         names["it"] = thing
         for name, text in (*look.get("let", {}).items(), ("seconds", look.get("seconds", "None"))):
             names[name] = value_of(text, names)
-        if value_of(look["when"], names):
+        if value_of(look["if"], names):
             where = text_of(look.get("where", ""), names)
             found.append(Finding(text_of(look["says"], names), names["seconds"], where))
     return max(found, key=lambda one: one.seconds or 0.0, default=None)

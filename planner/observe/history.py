@@ -14,7 +14,6 @@ import json
 import logging
 import math
 import os
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -34,10 +33,10 @@ from planner.observe.observation import Observed
 from planner.plan_file import plan_of
 from planner.profile.probed import LEAST_SENSITIVE, TRANSFER_WIDTH
 from planner.saved import KEY, as_saved, with_digest
-from planner.specs.base import Named, NonNegativeFloat, NonNegativeInt, PositiveFloat, Spec, Texts
+from planner.specs.base import Named, NonNegativeFloat, NonNegativeInt, PositiveFloat, Spec, Texts, grouped
 from planner.specs.cluster import ClusterSpec
 from planner.specs.problems import checked
-from planner.specs.reading import SAVED, label, load_yaml, printable
+from planner.specs.reading import SAVED, load_yaml, printable, read_saved
 from planner.specs.registry import hardware_names, load_hardware
 from planner.trainers.calibration import Calibration, Factor
 from planner.trainers.load import RUNTIMES, load_runtime, switches_of
@@ -68,7 +67,7 @@ class KeptPrice(Spec):
     sensitivity: PositiveFloat
     """Change of the step by a change of all kernels, in natural logarithms."""
     job_width: NonNegativeFloat
-    """Half-width of the step that the job itself adds: experts, exchanges, the host, scale."""
+    """Half-width that the job adds to the step's interval beside kernels: experts, exchanges, the host, scale."""
     own_width: NonNegativeFloat
     """Half-width of the run's own steps and their digits."""
 
@@ -110,10 +109,7 @@ def posterior(runs: Sequence[KeptPrice], hardware_width: float) -> KernelPosteri
     apart = max(0.0, hardware_width**2 - TRANSFER_WIDTH**2)
     precision = 1 / max(math.sqrt(apart) / SIGMAS_TO_END, LEAST_PRIOR) ** 2
     weighted = 0.0
-    jobs = defaultdict(list)
-    for run in runs:
-        jobs[run.job].append(run)
-    known = [_job(together) for together in jobs.values()]
+    known = [_job(together) for together in grouped((run.job, run) for run in runs).values()]
     for mean, variance in known:
         precision += 1 / variance
         weighted += mean / variance
@@ -199,7 +195,7 @@ def keep(folder: Path, name: str, text: str) -> bool:
 
 def kept_files(folder: Path) -> dict[str, tuple[int, int]]:
     """The runs' files with their sizes and times; none where the folder cannot be listed."""
-    found: dict[str, tuple[int, int]] = {}
+    found = {}
     try:
         with os.scandir(folder) as entries:
             for entry in entries:
@@ -348,8 +344,7 @@ def text_of(run: KeptRun) -> str:
 
 def read_kept(path: Path) -> KeptRun:
     """The run in a file; SpecError where it holds none, or was edited."""
-    data = load_yaml(path, SAVED)
-    where = label(path)
+    data, where = read_saved(path)
     if not isinstance(data.get("plan"), dict):
         raise SpecError(f"{where}: is no run that plan validate --add kept", f"rm {where}")
     data = as_saved(data, where, f"rm {where} forgets the run; plan validate --add keeps it again")

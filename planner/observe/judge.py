@@ -17,7 +17,7 @@ from planner.saved import as_saved
 from planner.specs.base import Fields, Texts
 from planner.specs.expressions import told
 from planner.specs.problems import checked
-from planner.specs.reading import SAVED, label, load_yaml
+from planner.specs.reading import read_saved
 from planner.specs.units import GIB
 
 
@@ -289,8 +289,7 @@ _HINT = "an observation is not for editing: run plan observe … -o observed.jso
 
 def read_observed(path: str) -> Observed:
     """The observation in a file, `-` for stdin; SpecError where the file holds none."""
-    data = load_yaml(path, SAVED)
-    where = label(path)
+    data, where = read_saved(path)
     if not is_observed(data):
         raise SpecError(f"{where}: is no observation", "save one with plan observe train.log -o observed.json")
     return observed_of(data, where)

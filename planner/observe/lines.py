@@ -163,7 +163,7 @@ class NewLines:
         return line[:MAX_LINE_BYTES]
 
     def last(self) -> list[bytes]:
-        """The line without an end, where nothing can follow it."""
+        """The last line of a file that grows no more, where no newline ends it."""
         rest, self.rest = self.rest, b""
         return [self._counted(rest)] if rest else []
 

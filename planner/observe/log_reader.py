@@ -148,7 +148,8 @@ def _read_file(path: str, advance: Callable[[], None]) -> tuple[RunRecord, Sourc
     reader.feed(lines(path, tally, advance))
     record = reader.record()
     if not (record.numbers or record.memory or record.timers):
-        if not (record.failed_allocations or record.hung_collectives or record.printed):
+        errors = record.failed_allocations or record.hung_collectives or record.not_numbers or record.counts
+        if not (errors or record.printed):
             raise _unread(where, reader.looks_like)
         record.grammar = record.grammar if record.printed else "errors"
     if tally.num_cut:

@@ -184,6 +184,7 @@ class HungCollective(SavedPart):
 
     rank: int | None = None
     sequence: int
+    """Its number; 0 where the watchdog itself stood still, so that it says none."""
     collective: str = ""
     num_elements: int | None = None
     seconds: float | None = None
@@ -232,10 +233,14 @@ class Observation(SavedPart):
     """How often the allocator found no memory, freed its cache and tried again, on the rank that says most."""
     num_ooms: int | None = None
     """Errors of allocations that failed in the end."""
+    num_host_ooms: int | None = None
+    """Lines of Ray, Slurm or a kernel which end processes since a host's memory ran out."""
     failed_allocations: tuple[FailedAllocation, ...] = ()
     """Errors of memory that ran out, as the log has them."""
     hung_collectives: tuple[HungCollective, ...] = ()
     """Collectives that a watchdog ended, as the log has them."""
+    not_numbers: tuple[int, int, int] | None = None
+    """Lines whose loss or norm of gradients is no number, and the steps of the first and the last of them."""
     rank_spreads: tuple[RankSpread, ...] = ()
     data_s: float | None = None
     """Seconds of a mean step in which the slowest rank waits for its batch, by the timer of that; inside of others."""

@@ -139,6 +139,8 @@ class RunRecord:
     """Kind, begin and end of what has both: start-up, evaluation, checkpoint."""
     timers: dict[str, tuple[array[float], array[float]]] = field(default_factory=dict)
     """The least and the most over the ranks, in seconds."""
+    early: Counter[str] = field(default_factory=Counter)
+    """How many values of each timer came before the second row of steps, of warm-up."""
     memory: dict[int | None, dict[str, int]] = field(default_factory=dict)
     memory_series: dict[tuple[int | None, str], list[tuple[int, float]]] = field(default_factory=dict)
     """The same over steps, by rank and kind."""
@@ -150,6 +152,8 @@ class RunRecord:
     """Numbers that a format keeps until the whole file is known: means of stretches, a bar's progress."""
     failed_allocations: list[FailedAllocation] = field(default_factory=list)
     hung_collectives: list[HungCollective] = field(default_factory=list)
+    not_numbers: tuple[int, int, int] | None = None
+    """Lines whose loss or norm of gradients is no number, and the steps of the first and the last of them."""
     printed: dict[str, array[float]] = field(default_factory=dict)
     """Numbers that the trainer works out itself, such as tflops, mfu and tokens_per_s."""
     facts: dict[str, str | int] = field(default_factory=dict)
@@ -266,7 +270,7 @@ class RunRecord:
         of_row[kind] = seconds if math.isnan(before_s) else before_s if math.isnan(seconds) else before_s + seconds
 
     def activity(self, kind: str, begin_s: float, end_s: float) -> None:
-        """Note something that took from one moment to another."""
+        """Note an activity beside steps, such as an evaluation, with its begin and end."""
         if math.isfinite(begin_s) and math.isfinite(end_s) and begin_s <= end_s:
             self.activities.append((kind, begin_s, end_s))
             self.time(begin_s)
@@ -278,6 +282,7 @@ class RunRecord:
             lows, highs = self.timers.setdefault(name, (array("d"), array("d")))
             most_s = low_s if high_s is None else high_s
             if len(lows) < MAX_TIMER_VALUES and 0 <= low_s <= most_s < 1e9:
+                self.early[name] += len(self.numbers) < 2
                 lows.append(low_s)
                 highs.append(most_s)
 
@@ -388,6 +393,7 @@ def _add_beside(base: RunRecord, record: RunRecord) -> None:
     base.counts.update(record.counts)
     base.failed_allocations += record.failed_allocations
     base.hung_collectives += record.hung_collectives
+    base.not_numbers = base.not_numbers or record.not_numbers
     base.spreads = record.spreads | base.spreads
     base.arguments = record.arguments | base.arguments
     base.facts = record.facts | base.facts

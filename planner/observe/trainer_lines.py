@@ -278,7 +278,7 @@ def dump_ends(record: RunRecord, line: FoundLine) -> None:
 
 
 def argument(record: RunRecord, line: FoundLine) -> None:
-    """A line of the dump, else a timer whose greatest value alone is printed."""
+    """An argument, in the dump of them; elsewhere a timer of which only the slowest rank's value is printed."""
     name, value = line.match.groups()
     if record.state.get("dump"):
         record.argument(name, value.strip())

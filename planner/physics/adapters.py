@@ -122,7 +122,7 @@ def adapted(
     """
     if adapters is None:
         return tuple(items)
-    targets = _targets(adapters, runtime)
+    targets = _targets(adapters, runtime, {item.name for item in items})
     copied = runtime.adapter_copies_input or adapters.dropout > 0
     read = frozenset[int]() if copied else _read_by_adapters(items, targets)
     split = runtime.splits_adapters
@@ -140,9 +140,9 @@ def without_adapters(items: Sequence[Item]) -> tuple[Item, ...]:
     return tuple(item for item in items if not item.name.endswith(OF_ADAPTERS))
 
 
-def _targets(adapters: AdapterSpec, runtime: RuntimeSpec) -> frozenset[str]:
-    """Names of the products with an adapter."""
-    fused = _FUSED if runtime.fused_projections else {}
+def _targets(adapters: AdapterSpec, runtime: RuntimeSpec, names: set[str]) -> frozenset[str]:
+    """Names of the products with an adapter among operators of these names."""
+    fused = {} if names.intersection(_OPERATORS["gate_proj"]) else _FUSED
     named = {*adapters.modules, *(EXPERTS if runtime.adapts_experts and adapters.adapts_mlps else ())}
     return frozenset(name for module in named for name in fused.get(module, _OPERATORS[module]))
 

@@ -9,7 +9,7 @@ from itertools import chain
 from typing import Any, NamedTuple
 
 from planner.physics.adapters import adapted
-from planner.physics.layer.attention import attention, cross_attention
+from planner.physics.layer.attention import attention, cross_attention, shared_block
 from planner.physics.layer.blocks import (
     attend_snapshots,
     dense_mlp,
@@ -24,7 +24,7 @@ from planner.physics.layer.blocks import (
     square,
 )
 from planner.physics.layer.moe import mixture
-from planner.physics.layer.recurrent import gated_delta, kimi_delta, lightning, mamba1, mamba2, short_conv
+from planner.physics.layer.recurrent import gated_delta, griffin, kimi_delta, lightning, mamba1, mamba2, short_conv
 from planner.physics.operators import (
     BF16,
     FP32,
@@ -53,9 +53,14 @@ MIXERS: dict[AttentionKind, tuple[Mixer, ...]] = {
     "sparse": (attention,),
     "compressed_sparse": (attention,),
     "heavily_compressed": (attention,),
+    "shared_compressed": (attention,),
     "mamba": (mamba1,),
     "mamba2": (mamba2,),
     "full_mamba2": (attention, mamba2),
+    "differential": (attention,),
+    "shared_mamba": (shared_block, mamba1),
+    "shared_mamba2": (shared_block, mamba2),
+    "griffin": (griffin,),
     "gated_delta": (gated_delta,),
     "kimi_delta": (kimi_delta,),
     "lightning": (lightning,),
@@ -128,7 +133,7 @@ def decoder_layer(
     )
     if runtime.autocasts:
         items = (*items, _autocast_copies(model, shape, items))
-    if own.shares_weights:
+    if own.shares_weights and shared_block not in MIXERS.get(kind.attention, ()):
         items = tuple(replace(item, parameters=0) if isinstance(item, Operator) else item for item in items)
     # layers that attend to images are left out where there are none
     left_out = kind.attention == "cross" and model.vision is None
@@ -188,7 +193,10 @@ def embedding(model: ModelSpec, shape: Shape, runtime: RuntimeSpec) -> tuple[Ite
         backward_bytes=2 * hidden_bytes,
         forward_kernels=2,
         backward_kernels=3,
-        parameters=rows * model.hidden_size + model.num_position_parameters + model.num_other_parameters,
+        parameters=rows * model.hidden_size
+        + model.num_position_parameters
+        + model.num_other_parameters
+        + model.ngram_parameters / shape.tp,
         saved=(
             Saved("tokens", (shape.tokens,), dtype="int64"),
             Saved("whole output", (kept_by_view, model.hidden_size)),
@@ -307,6 +315,7 @@ def _loss(name: str, model: ModelSpec, shape: Shape, runtime: RuntimeSpec, share
         n=columns,
         k=model.hidden_size,
         parameters=(0 if shares_weight else columns * model.hidden_size) + model.head_bias * columns,
+        working_bytes=BF16 * rows * columns if runtime.chunks_loss else None,
     )
     return (
         *enter_tp(name, [product], model.hidden_size, shape, runtime),
@@ -401,6 +410,8 @@ def model_totals(
     if model.moe is not None:
         visited = model.moe.num_experts_per_tok / (model.moe.num_experts + model.moe.num_zero_experts)
         idle *= 1 - visited / (1 + model.moe.image_ratio)
+    # a token reads a few rows of the tables of n-grams
+    idle += model.ngram_parameters + sum(one.ngram_parameters or 0 for one in model.layer_sizes or ())
     trained = float(total - num_parameters(seeing, trained=False))
     if adapters is not None:
         trained = sum(

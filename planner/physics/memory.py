@@ -127,17 +127,25 @@ def gradients_bytes(dense: Number, expert: Number, shape: Shape, runtime: Runtim
     distributed/pipelining/stage.py: set_requires_gradient_sync(False)). Those of a step's only micro-batch that are
     made while activations go are counted at the peak (`stage_memory`).
     """
-    is_late = runtime.counts_moments * (shape.num_microbatches == 1)
+    is_late = runtime.counts_moments * (shape.num_microbatches == 1) * (1 - keeps_gradients(shape, runtime))
     # of plain replicas, buckets beside the gradients
     is_copied = runtime.copies_to_buckets * (shape.zero_stage == 0) * (shape.dp * shape.cp > 1)
     buckets = runtime.gradient_bytes * is_copied * (dense + expert)
     return where(is_late, 0.0, whole_gradients_bytes(dense, expert, shape, runtime)) + buckets
 
 
+def keeps_gradients(shape: Shape, runtime: RuntimeSpec) -> Number:
+    """1 where shards of gradients have a buffer that stays from step to step (DeepSpeed, runtime/zero/stage3.py:
+    grad_partitions_flat_buffer)."""
+    return (runtime.sharding == "deepspeed") * (shape.zero_stage == 3)
+
+
 def whole_gradients_bytes(dense: Number, expert: Number, shape: Shape, runtime: RuntimeSpec) -> Number:
     """`gradients_bytes` when the backward is done."""
     on_gpu, is_piped = 1 - offloaded_gradients(runtime) * (shape.zero_stage >= 2), shape.pp > 1
-    bytes_per_parameter = on_gpu * (runtime.gradient_bytes + runtime.kept_gradient_bytes)
+    # beside sums in 16 bits there are no others
+    kept_bytes = runtime.kept_gradient_bytes * (runtime.gradient_bytes > BF16)
+    bytes_per_parameter = on_gpu * (runtime.gradient_bytes + kept_bytes)
     return bytes_per_parameter * where(is_piped, dense + expert, sharded(dense, expert, shape, runtime, 2))
 
 
@@ -291,7 +299,10 @@ def working_set(op: Operator, runtime: RuntimeSpec) -> tuple[Saved, ...]:
         return ()
     if op.kind == "gemm":
         rows = op.count * op.m
-        gradients = (Saved("gradient of the output", (rows, op.n)), Saved("gradient of the input", (rows, op.k)))
+        output = Saved("gradient of the output", (rows, op.n))
+        if op.working_bytes is not None:  # of a loss in chunks, that of one chunk
+            output = Saved("gradient of a chunk of the output", (op.working_bytes,), dtype="bytes")
+        gradients = (output, Saved("gradient of the input", (rows, op.k)))
         if op.weight and not op.trained:
             unpacked = Saved("weight in 16 bits", (op.n, op.k))
             return (*gradients, unpacked) if op.is_cast and runtime.unpacks_frozen else gradients

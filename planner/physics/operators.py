@@ -252,6 +252,16 @@ class Collective:
 Item = Operator | Collective
 
 
+def matmul(
+    name: str, m: Number, n: Number, k: Number, *saved: Saved, biases: Number = 0, modules: Texts = (),
+    wide: bool = False,
+) -> Operator:  # fmt: skip
+    """The product of `m` rows by a weight of `k` × `n`, with so many biases a column; what it keeps goes with it."""
+    return Operator(
+        name=name, kind="gemm", modules=modules, wide=wide, m=m, n=n, k=k, parameters=n * (k + biases), saved=saved
+    )
+
+
 def operators_of(items: Iterable[Item]) -> list[Operator]:
     return [item for item in items if isinstance(item, Operator)]
 

@@ -86,7 +86,8 @@ class Pricing:
     def __post_init__(self) -> None:
         # what a dtype and adapters mean for the trainer is settled once, for all that reads its fields
         runtime = self.runtime.in_dtype(self.training.dtype, self.cluster.hardware.architecture)
-        runtime = runtime.for_adapters(self.training.adapters).for_objective(self.training.objective)
+        runtime = runtime.for_model(self.model).for_adapters(self.training.adapters)
+        runtime = runtime.for_objective(self.training.objective)
         object.__setattr__(self, "runtime", runtime)
 
     @property
@@ -338,7 +339,7 @@ class Pricing:
 
     @property
     def offloaded_share(self) -> float:
-        """Share of the layers that keep on the host all that they keep: their inputs, where they are recomputed."""
+        """Share of layers whose saved activations wait in host memory; recomputed layers save their inputs alone."""
         layers = self.model.num_hidden_layers
         return min(self.runtime.offloaded_layers, layers - self.runtime.saves_products) / layers
 

@@ -197,7 +197,8 @@ def late_gradients_bytes(pricing: Pricing, table: CostTable, cost: PartCost) -> 
         dense, expert = part.trained_dense_parameters, part.trained_expert_parameters
         return float(memory.whole_gradients_bytes(dense, expert, shape, runtime))
 
-    made = whole(cost) if int(shape.num_microbatches) == 1 else 0.0
+    is_late = int(shape.num_microbatches) == 1 and not memory.keeps_gradients(shape, runtime)
+    made = whole(cost) if is_late else 0.0
     first = table.layers[pricing.model.layers[0], next(iter(table.layers))[1]]
     before = made - min(made, whole(table.embedding) + whole(first))
     before += float(first.transient_bytes + first.live_bytes + table.head.live_bytes)
@@ -205,18 +206,24 @@ def late_gradients_bytes(pricing: Pricing, table: CostTable, cost: PartCost) -> 
     return max(made + moment, before)
 
 
+SUB_GROUP_ELEMENTS = 1e9
+"""Parameters that ZeRO-3 updates at once, on each rank (DeepSpeed's sub_group_size)."""
+
+
 def copied_gradients_bytes(pricing: Pricing, table: CostTable, cost: PartCost) -> float:
-    """Bytes of the fp32 copies that an optimizer makes: of its shard's 16-bit gradients, or of its largest tensor."""
+    """Bytes of the copies that an optimizer makes: fp32 ones of its shard's 16-bit gradients, and of one of its moments
+    where the update is not fused; or of its largest tensor."""
     runtime, model, shape = pricing.runtime, pricing.model, table.shape
     if runtime.optimizer_row.workspace[0]:
         parts = [pricing.embedding_items(shape), pricing.head_items(shape, model.tie_word_embeddings)]
         parts += (pricing.layer(kind, shape) for kind in model.kinds)
         return max(float(workspace_bytes(items, model.hidden_size, runtime)) for items in parts)
-    if not runtime.widens_gradients or runtime.gradient_bytes == FP32:
-        return 0.0
     dense, expert = cost.trained_dense_parameters, cost.trained_expert_parameters
-    on_gpu = 1 - memory.offloaded_gradients(runtime)
-    return FP32 * on_gpu * float(sharded(dense, expert, shape, runtime))
+    updated = (1 - memory.offloaded_gradients(runtime)) * float(sharded(dense, expert, shape, runtime))
+    if memory.keeps_gradients(shape, runtime):
+        updated = min(updated, SUB_GROUP_ELEMENTS)
+    widened = FP32 * (runtime.widens_gradients and runtime.gradient_bytes < FP32)
+    return (widened + runtime.moment_bytes * runtime.copies_moment) * updated
 
 
 SCORED_BYTES = 10
@@ -297,7 +304,7 @@ def host_shortage(pricing: Pricing, shape: Shape) -> str:
 
 
 def host_rule(pricing: Pricing) -> Rule:
-    """The rule that what waits on the host has to fit there."""
+    """The rule that offloaded bytes have to fit in the host's memory."""
     return Rule(
         "host_memory",
         lambda model, training, shape: fits_host(pricing, shape),

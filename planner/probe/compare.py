@@ -43,10 +43,6 @@ def span_s(ranks: Sequence[RankResult]) -> float:
     return max(rank.actions[-1].end_s for rank in ranks)
 
 
-def busy_s(rank: RankResult) -> float:
-    return sum(timed.end_s - timed.start_s for timed in rank.actions)
-
-
 def waited_s(rank: RankResult) -> float:
     """Seconds in which the rank was free and its next action had not received what it works on."""
     return sum(timed.start_s - timed.ready_s for timed in rank.actions)
@@ -54,7 +50,7 @@ def waited_s(rank: RankResult) -> float:
 
 def bubble_fraction(ranks: Sequence[RankResult]) -> float:
     """1 − mean busy seconds / span, as `Timeline.bubble_fraction`."""
-    return 1 - sum(map(busy_s, ranks)) / len(ranks) / span_s(ranks)
+    return 1 - sum(rank.busy_s for rank in ranks) / len(ranks) / span_s(ranks)
 
 
 def activity(run: ProbeRun, ranks: Sequence[RankResult]) -> tuple[StageActivity, ...]:
@@ -62,13 +58,13 @@ def activity(run: ProbeRun, ranks: Sequence[RankResult]) -> tuple[StageActivity,
     total_s = span_s(ranks)
     activities = []
     for stage in range(run.pp):
-        rank = max((rank for rank in ranks if rank.stage == stage), key=busy_s)
+        rank = max((rank for rank in ranks if rank.stage == stage), key=lambda rank: rank.busy_s)
         sent = sent_to(run.order, [other for other in ranks if other.replica == rank.replica])
         activities.append(
             StageActivity(
                 stage=stage,
                 rank=rank.rank,
-                utilisation_fraction=busy_s(rank) / total_s,
+                utilisation_fraction=rank.busy_s / total_s,
                 wait_s=waited_s(rank),
                 idle_s=idle_of(run.order, sent, rank, total_s),
             )
@@ -167,8 +163,8 @@ def durations_alone(priced: Candidate, stages: Sequence[RankResult]) -> Duration
 def beside_messages_s(run: ProbeRun, ranks: Sequence[RankResult]) -> float:
     """Seconds by which the pipeline is longer because messages take a part of the GPUs that compute beside them: its
     replay with the chunks' seconds within the step, less that with their own seconds."""
-    among = list[SleepSeconds]()
-    alone = list[SleepSeconds]()
+    among = []
+    alone = []
     for stage in range(run.order.num_model_stages):
         chunks = [c for rank in ranks for c in rank.chunks if c.stage % run.order.num_model_stages == stage]
         if not any(chunk.quiet_forward_s is not None for chunk in chunks):

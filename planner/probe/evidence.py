@@ -14,7 +14,7 @@ from planner.probe.plan_slice import sampled_stages
 from planner.probe.result import BUSY_FRACTION, Condition, DeviceState, ProbeResult, RankResult
 from planner.probe.run import SURE_FRACTION, ProbeRun
 from planner.probe.run_price import in_eager_torch
-from planner.specs.base import Texts
+from planner.specs.base import Texts, grouped
 from planner.specs.hardware import HardwareSpec
 from planner.specs.registry import hardware_names, load_hardware
 from planner.specs.units import gib
@@ -181,19 +181,26 @@ UNSEEN = Condition(text="nobody tells of its clocks, power and other processes: 
 
 def conditions_of(ranks: Sequence[RankResult]) -> tuple[Condition, ...]:
     """Unusual conditions while these ranks measured; a line names all ranks of which it is true."""
-    ranks_of: dict[Condition, list[int]] = {}
-    for rank in ranks:
-        unknown = [UNSEEN] if rank.memory is not None and not any(one.device_states for one in ranks) else []
-        for condition in dict.fromkeys([*unknown, *conditions_of_states(rank.device_states), *_of_spreads(rank)]):
-            ranks_of.setdefault(condition, []).append(rank.rank)
+    unseen = [] if any(rank.device_states for rank in ranks) else [UNSEEN]
+    known = grouped(
+        (condition, rank.rank)
+        for rank in ranks
+        for condition in dict.fromkeys(
+            [
+                *(unseen if rank.memory is not None else ()),
+                *conditions_of_states(rank.device_states),
+                *_of_spreads(rank),
+            ]
+        )
+    )
     return tuple(
         condition.model_copy(update={"text": f"{_named(numbers)}: {condition.text}"})
-        for condition, numbers in ranks_of.items()
+        for condition, numbers in known.items()
     )
 
 
 def conditions_of_states(states: Iterable[DeviceState]) -> Iterator[Condition]:
-    """Unusual conditions of one GPU, as often as it was seen under them."""
+    """Unusual conditions of one GPU; one that several samples show comes several times."""
     for state in states:
         is_busy = state.when == "before" and (state.busy_fraction or 0.0) > BUSY_FRACTION
         held = "" if state.other_bytes is None else f", which held {gib(state.other_bytes):.1f} GiB"

@@ -135,7 +135,7 @@ def judge_ranks(asked: Plan, options: ProbeOptions, planned: PlannedRun, measure
     plan, grid, stages = planned.plan, planned.grid, planned.stages
     eager = in_eager_torch(plan, seen_kernels(measured.ranks))
     least = without_waits(eager)
-    comparisons = list[ComparedQuantity]()
+    comparisons = []
     layout = plan.parallelism
     is_faithful = grid.ep == layout.ep and layout.zero_stage <= 1
     tolerance = options.tolerance_fraction if is_faithful else None
@@ -186,7 +186,7 @@ def trace_events(plan: Plan, result: ProbeResult) -> Fields:
 
     Stages that ran alone are replayed with the seconds that each of them took. If one is missing, there are no events.
     """
-    events: list[TraceEvent] = []
+    events = []
     if result.mode == "ranks" and result.ranks:
         events = [*_measured(result), *_predicted(plan, result)]
     elif result.mode == "stages":

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator
 
 from planner.probe.run import Place, ProbeRun
-from planner.specs.base import Spec, Texts
+from planner.specs.base import Named, Spec, Texts
 
 Finite = Annotated[float | None, AfterValidator(lambda value: value if value is None or isfinite(value) else None)]
 """A number, or None where training has diverged: JSON has no word for a number that is not finite."""
@@ -177,6 +177,11 @@ class RankResult(Spec):
     def replica(self) -> tuple[int, int, int]:
         """The pipeline that the rank belongs to, as its dp, cp and tp coordinates."""
         return self.dp, self.cp, self.tp
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds of its actions in the last step."""
+        return sum(timed.end_s - timed.start_s for timed in self.actions)
 
 
 class RankOutOfMemory(Spec):
@@ -384,7 +389,7 @@ class ProbeStart(Spec):
     made_to_fit: Texts
     capacity_bytes: int
     stages: tuple[StartedStage, ...]
-    commands: dict[str, str]
+    commands: Named
     """By what starts the ranks."""
-    environment: dict[str, str]
+    environment: Named
     """Variables of each rank, and who sets them."""

@@ -16,7 +16,7 @@ import numpy as np
 from pydantic import model_validator
 
 from planner.schedule.actions import Action, ActionList, Schedule
-from planner.specs.base import Ints, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Spec, Texts
+from planner.specs.base import Ints, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Spec, Texts, grouped
 from planner.specs.model import ModelSpec
 
 Device = Literal["cpu", "cuda"]
@@ -212,13 +212,12 @@ def _between(schedule: Schedule, action: Action, end: int, stage: int) -> Messag
 def traffic(schedule: Schedule) -> dict[tuple[int, int], list[Message]]:
     """Messages of a step between two different pipeline ranks, by (sender, receiver), in the order of the sender's
     actions."""
-    wires: dict[tuple[int, int], list[Message]] = {}
-    for rank, actions in enumerate(schedule.ranks):
-        for action in actions:
-            message = message_of(schedule, action)
-            if message is not None and schedule.stage_to_rank[message.stage] != rank:
-                wires.setdefault((rank, schedule.stage_to_rank[message.stage]), []).append(message)
-    return wires
+    return grouped(
+        ((rank, to), message)
+        for rank, actions in enumerate(schedule.ranks)
+        for message in (message_of(schedule, action) for action in actions)
+        if message is not None and (to := schedule.stage_to_rank[message.stage]) != rank
+    )
 
 
 Purpose = tuple[str, Ints]
@@ -295,7 +294,7 @@ class Repeats(NamedTuple):
     most_s: float = 0.0
 
     def suffice(self, num_repeats: int, total_s: float, spread: Callable[[], float | None]) -> bool:
-        """True if so many repetitions are enough, which took `total_s` in all. `spread` gives that of their median."""
+        """True if so many repetitions, of `total_s` in all, are enough. `spread` works out their median's spread."""
         if num_repeats < self.fewest or total_s < min(self.steady_s, self.most_s):
             return False
         return total_s >= self.most_s or is_sure(spread())

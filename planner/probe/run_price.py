@@ -8,6 +8,7 @@ sharded, and, where that is not enough, stages hold fewer layers.
 from __future__ import annotations
 
 import re
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Collection
 from contextlib import suppress
@@ -125,7 +126,7 @@ def repriced(plan: Plan) -> Candidate:
 
 def eager_runtime(zero_stage: int, kernels: Collection[str], alone: bool) -> RuntimeSpec:
     """Eager torch as installed here, whose ranks ran these kernels of attention, among others or `alone`."""
-    update: Fields = {
+    update = {
         "attention_kernel": torch_took(kernels),
         "fused_norm": fuses_norms(),
         "copies_exchanged": alone,
@@ -281,12 +282,8 @@ def _with_zero(plan: Plan, stage: int) -> Plan:
 
 def _first(counts: range, holds: Callable[[int], bool]) -> int | None:
     """The first of `counts` for which something holds that holds for all after it, too; None where it never does."""
-    low = 0
-    high = len(counts)
-    while low < high:
-        middle = (low + high) // 2
-        low, high = (low, middle) if holds(counts[middle]) else (middle + 1, high)
-    return counts[low] if low < len(counts) else None
+    place = bisect_left(counts, True, key=holds)
+    return counts[place] if place < len(counts) else None
 
 
 def recomputing(plan: Plan, count: int) -> Plan:

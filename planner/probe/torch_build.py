@@ -105,7 +105,7 @@ def nvidia_rows(*asked: str) -> list[list[str]] | None:
 
 
 def _nvidia_fields(values: list[str]) -> Fields:
-    state: Fields = dict(zip(NVIDIA_FIELDS.values(), map(_number, values), strict=False))
+    state = dict(zip(NVIDIA_FIELDS.values(), map(_number, values), strict=False))
     busy_percent = state["busy_fraction"]
     state["busy_fraction"] = None if busy_percent is None else busy_percent / 100
     return {**state, "throttle_reasons": tuple(_reasons(values[-1]))}
@@ -233,7 +233,7 @@ class TorchBuild:
     """Flash attention runs where values are narrower than keys only if they are padded, and no other kernel is sure to
     run there."""
     aligns_to_last_key: bool
-    """Flash attention's causal mask is aligned to the last key where there are more keys than queries."""
+    """Flash attention's causal mask lets the last query see the last key where keys outnumber queries."""
     windows_since: tuple[int, int]
     """The first version of torch whose flash attention honours windows and returns a natural log-sum-exp."""
     takes_groups: Callable[[torch.device], bool]
@@ -254,7 +254,7 @@ def this_build() -> TorchBuild:
 
 
 def watched(number: int) -> Monitor:
-    """The monitor of a GPU, which has looked at it once."""
+    """A GPU's monitor, which has taken its first sample."""
     monitor = Monitor(partial(this_build().state, str(torch.cuda.get_device_properties(number).uuid)))
     monitor.before()
     return monitor

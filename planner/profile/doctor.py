@@ -178,7 +178,7 @@ def installed() -> tuple[Kind, dict[str, tuple[Package, ...]]]:
         ours = metadata.distribution(DISTRIBUTION)
         editable = json.loads(ours.read_text("direct_url.json") or "{}").get("dir_info", {}).get("editable", False)
         kind = "editable" if editable else "source tree" if pyproject.is_file() else "wheel"
-        lines: Sequence[str] = ours.requires or ()
+        lines = ours.requires or ()
     except metadata.PackageNotFoundError:
         lines = ()
     if kind == "source tree" and pyproject.is_file():

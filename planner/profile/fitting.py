@@ -17,7 +17,7 @@ from planner.physics.communication import joined_fraction, num_hops
 from planner.physics.kernels import PassSeconds, attention_s, gemm_s, stream_s
 from planner.physics.operators import Operator
 from planner.shape import FloatArray
-from planner.specs.base import Fields, Named, Spec
+from planner.specs.base import Named, Spec
 from planner.specs.hardware import HardwareSpec, LinkTier
 from planner.specs.reading import shipped_table
 from planner.specs.units import GB, MICRO
@@ -404,7 +404,7 @@ def fit(
     start, low, high = (np.log([problem.free[name][i] for name in names]) for i in range(3))
 
     def values(x: FloatArray) -> dict[str, float]:
-        numbers: dict[str, float] = dict(zip(names, np.exp(x).tolist(), strict=True))
+        numbers = dict(zip(names, np.exp(x).tolist(), strict=True))
         return numbers | {path: numbers[free_path] for path, free_path in problem.alike.items()}
 
     def residuals(x: FloatArray) -> FloatArray:
@@ -434,7 +434,7 @@ def fitted_tier(tier: LinkTier, table: MeasuredTable, innermost: bool, rated: bo
     gb_per_s = 1 / slowness / GB
     share = gb_per_s / tier.gb_per_s if rated and gb_per_s <= tier.gb_per_s else 1.0
     evidence = f"{len(seconds)} exchanges over {size.max():.0f} ranks, {num_bytes.max() / 2**20:g} MiB at most"
-    changes: Fields = {
+    changes = {
         "gb_per_s": tier.gb_per_s if share < 1 else gb_per_s,
         "efficiency_fraction": share,
         "latency_us": 1e6 * float(latency_s),

@@ -88,7 +88,7 @@ class Stopwatch:
 
     def _repeated(self, call: Callable[[], object], repeats: Repeats, guess_s: float) -> list[float]:
         """Seconds of calls, round after round, until they suffice."""
-        seconds: list[float] = []
+        seconds = []
         began_s, round_s = time.perf_counter(), min(ROUND_S, repeats.most_s)
         while True:
             seconds += self._round(call, max(FEWEST, min(MOST_IN_ROUND, int(round_s / max(guess_s, 1e-9)))))
@@ -484,7 +484,7 @@ def _call(device: Device, kind: str, num_bytes: int, size: int, group: Any) -> C
     shard_size = -(-num_bytes // 2 // size)
     whole = torch.zeros(shard_size * size, dtype=torch.bfloat16, device=_on(device))
     shard = torch.zeros(shard_size, dtype=torch.bfloat16, device=_on(device))
-    calls: dict[str, Callable[[], object]] = {
+    calls = {
         "all_gather": partial(dist.all_gather, list(whole.chunk(size)), shard, group=group),
         "reduce_scatter": partial(scatter_sum, shard, whole, group),
         "all_reduce": partial(dist.all_reduce, whole, group=group),

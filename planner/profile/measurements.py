@@ -11,7 +11,7 @@ import logging
 import os
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -127,7 +127,7 @@ class ShapesToMeasure:
     def of(cls, device: str, steady_s: float = 0.0) -> ShapesToMeasure:
         """The shapes of a kind of device, or the tiny ones (`quick`), as `shapes.yaml` lists them."""
         table = shipped_table("profile/shapes.yaml")[device]
-        shapes: Fields = {
+        shapes = {
             "products": [(m, *nk) for group in table["products"] for m in group["m"] for nk in group["n_k"]],
             "attentions": [
                 AttentionShape(*both, *heads)
@@ -428,9 +428,7 @@ def _backends(record: MeasurementRecord) -> Texts:
 
 
 def _problems(record: MeasurementRecord) -> list[FitProblem]:
-    tables: Mapping[str, MeasuredTable] = {
-        name: record.table(name, "forward_us") for name in ("stream", "gemm", "attention", "stage")
-    }
+    tables = {name: record.table(name, "forward_us") for name in ("stream", "gemm", "attention", "stage")}
     problems = [stream_problem(tables), gemm_problem(tables)]
     # ROCm builds pad values that are narrower than keys (`probe.torch_build`)
     pads = record.measured.machine.architecture.startswith("cdna")

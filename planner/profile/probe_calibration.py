@@ -19,19 +19,19 @@ from planner.profile.probed import (
     MOST_LINK_SHARE,
     NORMAL_80,
     Doubt,
+    context_of,
     doubt,
+    fragmentation_of,
+    host_of,
     kernel_objection,
     least_factor,
-    opinion_of_context,
-    opinion_of_fragmentation,
-    opinion_of_host,
     opinion_of_link,
 )
 from planner.shape import FloatArray
-from planner.specs.base import Fields, Texts
+from planner.specs.base import Fields, Texts, grouped
 from planner.specs.cluster import ClusterSpec
 from planner.specs.hardware import HardwareSpec
-from planner.specs.units import GB, GIB, MIB
+from planner.specs.units import GB, MIB
 from planner.trainers.calibration import Calibration, Factor, Quantity, Share
 
 MOST_LATENCY_FRACTION = 0.5
@@ -102,12 +102,13 @@ def reserved(result: ProbeResult, hardware: HardwareSpec) -> Fields:
     each_bytes = hardware.reserved.communicator_bytes
     of_stage = [0] * result.run.pp if alone else num_communicators(result.run)
     made = [of_stage[rank.stage] for rank in result.ranks if rank.memory is not None]
-    outside = [memory.device_used_bytes - memory.peak_reserved_bytes for memory in memories]
-    context_gib = median(held - count * each_bytes for held, count in zip(outside, made, strict=True)) / GIB
-    fraction = median(memory.peak_reserved_bytes / memory.peak_allocated_bytes - 1 for memory in memories)
+    outside = [
+        memory.device_used_bytes - memory.peak_reserved_bytes - count * each_bytes
+        for memory, count in zip(memories, made, strict=True)
+    ]
     source = f"{len(memories)} ranks"
-    context = Quantity(value=max(0.0, context_gib), source=source, **opinion_of_context(context_gib))
-    held = Share(value=min(1.0, max(0.0, fraction)), source=source, **opinion_of_fragmentation(fraction))
+    context = context_of(outside, source)
+    held = fragmentation_of(((one.peak_reserved_bytes, one.peak_allocated_bytes) for one in memories), source)
     width = _width(result) if context.is_applied and held.is_applied else None
     return {"context_gib": context, "fragmentation_fraction": held, "memory_width": width}
 
@@ -129,8 +130,7 @@ def host(ranks: Sequence[RankResult]) -> Quantity:
         gaps = [after.ready_s - before.end_s for before, after in zip(rank.actions, rank.actions[1:], strict=False)]
         forwards = sum("F" in timed.action for timed in rank.actions)
         seconds_by_rank.append(sum(max(0.0, gap) for gap in gaps) / max(1, forwards))
-    seconds = median(seconds_by_rank)
-    return Quantity(value=seconds, source=f"between the actions of {len(ranks)} ranks", **opinion_of_host(seconds))
+    return host_of(median(seconds_by_rank), f"between the actions of {len(ranks)} ranks")
 
 
 RANGE = 20.0
@@ -266,12 +266,6 @@ def passes(result: ProbeResult, cluster: ClusterSpec) -> FitProblem:
 
 def _measured(result: ProbeResult) -> dict[int, tuple[float, float]]:
     """Forward and backward seconds of each virtual stage that ran, as medians over its ranks."""
-    seconds_by_stage: dict[int, list[tuple[float, float]]] = {}
-    for rank in result.ranks:
-        for chunk in rank.chunks:
-            if min(chunk.own_s) > 0:
-                stage = chunk.stage % len(result.run.chunks)
-                seconds_by_stage.setdefault(stage, []).append(chunk.own_s)
-    return {
-        stage: (median(f for f, _ in pairs), median(b for _, b in pairs)) for stage, pairs in seconds_by_stage.items()
-    }
+    chunks = [chunk for rank in result.ranks for chunk in rank.chunks if min(chunk.own_s) > 0]
+    by_stage = grouped((chunk.stage % len(result.run.chunks), chunk.own_s) for chunk in chunks)
+    return {stage: (median(f for f, _ in pairs), median(b for _, b in pairs)) for stage, pairs in by_stage.items()}

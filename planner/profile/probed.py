@@ -9,7 +9,8 @@ backwards.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from statistics import median
 from typing import NamedTuple, TypedDict
 
 import numpy as np
@@ -17,6 +18,8 @@ import numpy as np
 from planner.profile.fitting import SCALE, FitProblem, log_errors
 from planner.shape import FloatArray
 from planner.specs.hardware import Efficiency, HardwareSpec, Verdict
+from planner.specs.units import GIB
+from planner.trainers.calibration import Quantity, Share
 
 
 class Opinion(TypedDict):
@@ -94,27 +97,29 @@ def opinion_of_link(share: float, own: float, spread: float) -> Opinion:
     return TAKEN
 
 
-def opinion_of_context(context_gib: float) -> Opinion:
-    """The opinion of an amount of memory in use outside the allocator."""
+def context_of(outside_bytes: Sequence[float], source: str) -> Quantity:
+    """Memory in use outside the allocator, by what it is on each rank."""
+    context_gib, opinion = median(outside_bytes) / GIB, TAKEN
     if context_gib > MOST_CONTEXT_GIB:
-        return _refused(f"more than {MOST_CONTEXT_GIB:g} GiB: other processes are on the GPUs")
-    if context_gib < LEAST_CONTEXT_GIB:
-        return _refused(f"less than {LEAST_CONTEXT_GIB:g} GiB: the driver does not count all memory of the ranks")
-    return TAKEN
+        opinion = _refused(f"more than {MOST_CONTEXT_GIB:g} GiB: other processes are on the GPUs")
+    elif context_gib < LEAST_CONTEXT_GIB:
+        opinion = _refused(f"less than {LEAST_CONTEXT_GIB:g} GiB: the driver does not count all memory of the ranks")
+    return Quantity(value=max(0.0, context_gib), source=source, **opinion)
 
 
-def opinion_of_fragmentation(fraction: float) -> Opinion:
-    """The opinion of a share of memory that the allocator holds beside what is allocated."""
+def fragmentation_of(held: Iterable[tuple[int, int]], source: str) -> Share:
+    """The share of memory that the allocator holds beside what is allocated, by the bytes of both on each rank."""
+    fraction, opinion = median(reserved / allocated - 1 for reserved, allocated in held), TAKEN
     if fraction > MOST_FRAGMENTATION:
-        return _refused(f"more than {MOST_FRAGMENTATION:.0%}: the allocator keeps blocks that the steps do not use")
-    return TAKEN
+        reason = f"more than {MOST_FRAGMENTATION:.0%}: the allocator keeps blocks that the steps do not use"
+        opinion = _refused(reason)
+    return Share(value=min(1.0, max(0.0, fraction)), source=source, **opinion)
 
 
-def opinion_of_host(seconds: float) -> Opinion:
-    """The opinion of the host's seconds per micro-batch."""
-    if seconds > MOST_HOST_S:
-        return _refused(f"more than {1e3 * MOST_HOST_S:g} ms: the host was busy with other work")
-    return TAKEN
+def host_of(seconds: float, source: str) -> Quantity:
+    """The host's seconds per micro-batch."""
+    reason = f"more than {1e3 * MOST_HOST_S:g} ms: the host was busy with other work"
+    return Quantity(value=seconds, source=source, **(_refused(reason) if seconds > MOST_HOST_S else TAKEN))
 
 
 def _refused(reason: str) -> Opinion:
@@ -177,15 +182,15 @@ class Doubt(NamedTuple):
             reason = (
                 f"kernels twice as slow make passes {2**self.sensitivity - 1:.0%} longer: host and links hold them up"
             )
-            return {"verdict": "refused", "reason": reason}
+            return _refused(reason)
         if self.noise > MOST_SPREAD:
-            return {"verdict": "refused", "reason": f"the seconds of passes are known to {self.noise:.0%} only"}
+            return _refused(f"the seconds of passes are known to {self.noise:.0%} only")
         if self.before <= (repeats := max(REPEATS, NORMAL_80 * self.noise)):
             reason = f"the profile is {self.before:.1%} off, and seconds are known to {repeats:.1%}"
             return {"verdict": "confirmed", "reason": reason}
         if self.explained_fraction < LEAST_EXPLAINED:
             reason = f"it explains little: passes that it was not fitted to are {self.left_out:.1%} off with it"
-            return {"verdict": "refused", "reason": f"{reason}, {self.before:.1%} without"}
+            return _refused(f"{reason}, {self.before:.1%} without")
         return TAKEN
 
     @property

@@ -33,7 +33,6 @@ from planner.validate.choices import (
 from planner.validate.rows import HELD_OUT
 from planner.validate.score import (
     GROUPS,
-    Score,
     Scored,
     by_family,
     load_memory_rows,
@@ -67,7 +66,10 @@ def agreement_json(scored: Sequence[Scored], pairs: Sequence[PricedPair]) -> dic
 def render_agreement(scored: Sequence[Scored], pairs: Sequence[PricedPair]) -> Parts:
     """A table of the families and what else was held against runs; without pairs, one of the runs of a family."""
     months, families = production(months_of(scored)), by_family(scored)
-    yield _family_table(families) if pairs else _row_table(scored)
+    if pairs:
+        yield listed("families", families, 1, _of_all(families), signed=_signed, known=_known)
+    else:
+        yield listed("published_runs", scored, signed=_signed)
     if months is not None:
         yield says_production(months)
     if pairs:
@@ -110,17 +112,9 @@ def _signed(share: float | None) -> str:
     return _known(share, lambda value: f"{100 * value:+.1f}%")
 
 
-def _family_table(families: Sequence[Score]) -> Table:
-    return listed("families", families, 1, _of_all(families), signed=_signed, known=_known)
-
-
 def _of_all(scored: Sequence[Any]) -> set[int]:
     """The numbers of the rows of all families or pairs."""
     return {number for number, score in enumerate(scored) if score.name.startswith("all")}
-
-
-def _row_table(scored: Sequence[Scored]) -> Table:
-    return listed("published_runs", scored, signed=_signed)
 
 
 def _says_memory(scored: Sequence[Scored]) -> Iterator[str]:
@@ -148,7 +142,7 @@ def render_regret(scored: Sequence[Scored], each: bool) -> Parts:
     elif each:
         yield sweep_table(found)
     else:
-        yield _regret_table(totals)
+        yield listed("regret", totals, 1, _of_all(totals), fine=_fine)
         yield from remarks(totals)
 
 
@@ -164,11 +158,6 @@ def _sweep_json(sweep: PublishedSweep) -> dict[str, object]:
         "chosen_id": sweep.ids[sweep.chosen], "best_id": sweep.ids[sweep.best],
         "layouts": [dict(zip(("id", "predicted_s", "measured_s"), step, strict=True)) for step in steps],
     }  # fmt: skip
-
-
-def _regret_table(totals: Sequence[Regret]) -> Table:
-    """A line for each family; the last one is of all sweeps."""
-    return listed("regret", totals, 1, _of_all(totals), fine=_fine)
 
 
 def sweep_table(found: Sequence[PublishedSweep]) -> Table:

@@ -16,7 +16,7 @@ from planner.report.format import (
     large,
     says_bound,
     seconds,
-    sentences,
+    sentence,
 )
 from planner.specs.base import Fields, Spec
 from planner.specs.cluster import ClusterSpec
@@ -79,7 +79,7 @@ def largest_cause(best: PricedLayout, other: PricedLayout, cluster: ClusterSpec)
 
 def _said(item: str, /, **names: Any) -> str:
     """The sentence of the first row of an item in causes.yaml that holds."""
-    return next(sentences(item, "report/causes.yaml", **_WORDS, **names))
+    return sentence(item, "report/causes.yaml", **_WORDS, **names)
 
 
 def says_slower(best: Plan, pinned: Plan, cause: Cause | None, gap_fraction: float) -> str:

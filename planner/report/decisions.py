@@ -12,7 +12,7 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from planner.answer import Interval, Layout, half_width
+from planner.answer import Layout
 from planner.decide.check import REFUSED, Check, CheckedFile
 from planner.decide.compare import FIGURES, Compared, Comparison, WaterfallTerm
 from planner.decide.sweep import Point, Sweep
@@ -30,9 +30,11 @@ from planner.report.format import (
     large,
     percent,
     seconds,
+    sentence,
     sentences,
     signed_seconds,
     told,
+    width,
 )
 from planner.report.pieces import Parts, as_group, bullets, columns, headed, listed, section
 from planner.specs.base import Fields
@@ -95,10 +97,8 @@ def says(first: Compared, other: Compared, first_name: str, other_name: str, row
     jobs = list(sentences("other_jobs", first=first, other=other, gpus=times))
     # terms of two models do not explain each other
     causes = "" if "another model" in jobs else _causes(rows, like_s)
-    return next(
-        sentences(
-            "compared", rate=rate, least=LEAST_SHARE, other_name=other_name, steps=steps, jobs=jobs, causes=causes
-        )
+    return sentence(
+        "compared", rate=rate, least=LEAST_SHARE, other_name=other_name, steps=steps, jobs=jobs, causes=causes
     )
 
 
@@ -245,14 +245,14 @@ def _few(texts: list[str]) -> str:
 
 
 def _needs(new: CheckedFile) -> str:
-    return next(sentences("check_needs", new=new, sure=fits_with(new.oom_probability)))
+    return sentence("check_needs", new=new, sure=fits_with(new.oom_probability))
 
 
 def _against(check: Check) -> str:
     old, more = check.old, check.slower_fraction
     assert old is not None
     assert more is not None
-    return next(sentences("check_against", old=old, more=more, grown=check.new.needed_bytes - old.needed_bytes))
+    return sentence("check_against", old=old, more=more, grown=check.new.needed_bytes - old.needed_bytes)
 
 
 def _because(check: Check) -> tuple[list[str], list[str]]:
@@ -292,11 +292,11 @@ def says_sweep(sweep: Sweep) -> str:
         if number is not None
     ]
     goal, met = " and ".join(sentences("sweep_goal", goal=sweep.goal)), sum(map(sweep.goal.is_met, sweep.points))
-    return next(sentences("sweep_says", told=answers, total=len(sweep.points), goal=goal, met=met))
+    return sentence("sweep_says", told=answers, total=len(sweep.points), goal=goal, met=met)
 
 
 def _figures(point: Point) -> str:
-    return next(sentences("sweep_figures", point=point, days=_time, dollars=_dollars))
+    return sentence("sweep_figures", point=point, days=_time, dollars=_dollars)
 
 
 def _dollars(usd: float) -> str:
@@ -334,10 +334,6 @@ def _shown(value: float | None, write: Callable[[float], str]) -> str:
     return "–" if value is None else write(value)
 
 
-def _width(interval: Interval | None) -> str:
-    return "–" if interval is None else percent(half_width(interval), 0)
-
-
 def _percent(value: float) -> str:
     return percent(value, 0)
 
@@ -355,7 +351,7 @@ SPEEDS: dict[str, Column] = {
     "step": lambda point: _shown(point.step_s, seconds),
     "tokens/s": lambda point: _shown(point.tokens_per_s, large),
     "MFU": lambda point: _shown(point.mfu, percent),
-    "±": lambda point: _width(point.step_s_interval),
+    "±": lambda point: width(point.step_s_interval),
     "scaling": lambda point: _shown(point.scaling_efficiency, _percent),
     LAYOUT: lambda point: _brief(point.parallelism) if point.parallelism else point.layout,
 }
@@ -364,7 +360,7 @@ COSTS: dict[str, Column] = {
     "days": lambda point: _shown(point.days, digits),
     "dollars": lambda point: _shown(point.usd, _dollars),
     "MWh": lambda point: _shown(point.mwh, digits),
-    "±": lambda point: _width(point.days_interval),
+    "±": lambda point: width(point.days_interval),
     "in time": lambda point: _shown(point.deadline_probability, _percent),
 }
 """Columns of the whole run, likewise."""

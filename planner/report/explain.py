@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 
 from rich.table import Table as RichTable
@@ -19,6 +19,7 @@ from planner.report.format import (
     manner,
     named,
     seconds,
+    sentence,
     sentences,
     signed_seconds,
     sizes,
@@ -45,7 +46,7 @@ def _named(layout: Layout, best: Layout) -> str:
 @as_group
 def render_explanation(answer: Explanation) -> Parts:
     """The whole answer, made for 80 columns."""
-    yield Text(next(sentences("explain_question", answer=answer, asked=asked(answer.asked))), style="bold")
+    yield Text(sentence("explain_question", answer=answer, asked=asked(answer.asked)), style="bold")
     yield ""
     yield Text(answer.says)
     if answer.hint and not answer.asked:
@@ -191,7 +192,7 @@ def _worths(answer: RecipeTable) -> RichTable:
         for switch in filter(_switch_matters, answer.switches)
         for other in (None, *(other for other in switch.others if not other.rule))
     )
-    return listed("worth_of_switches", rows, step=partial(_other_step, answer), remark=_remark)
+    return listed("worth_of_switches", rows, step=partial(_other_step, answer))
 
 
 def _switch_matters(switch: SwitchWorth) -> bool:
@@ -203,7 +204,3 @@ def _other_step(answer: RecipeTable, other: OtherValue) -> tuple[str, str]:
     if other.step_s is None or other.more_fraction is None:
         return "none fits" if other.replanned else "not here", ""
     return seconds(other.step_s, answer.step_s), f"{other.more_fraction:+.1%}"
-
-
-def _remark(other: OtherValue) -> Iterator[str]:
-    return sentences("remark_on_value", it=other)

@@ -7,7 +7,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from textwrap import wrap
 from typing import Any
 
-from planner.answer import Interval, Layout, Offer, Plan, PricedLayout, RecipeGain, RecipeRefusal, SearchReport
+from planner.answer import (
+    Interval,
+    Layout,
+    Offer,
+    Plan,
+    PricedLayout,
+    RecipeGain,
+    RecipeRefusal,
+    SearchReport,
+    half_width,
+)
 from planner.specs import expressions
 from planner.specs.base import Fields, Named, Texts
 from planner.specs.hardware import By, Correction
@@ -81,6 +91,11 @@ def counted(number: int, noun: str) -> str:
 def ends(interval: Interval | None, write: Callable[[float], str]) -> str:
     """`447–566`: both ends of an interval; empty where there is none."""
     return "" if interval is None else "–".join(map(write, interval))
+
+
+def width(interval: Interval | None) -> str:
+    """`3%`: the half of an interval; a dash where there is none."""
+    return "–" if interval is None else percent(half_width(interval), 0)
 
 
 def gibibytes(num_bytes: float) -> str:
@@ -356,9 +371,9 @@ def says_offer(offer: Offer, step_s: float) -> str:
     # what is priced on this layout alone may gain more in another
     least = "" if offer.replanned else "at least "
     faster = f"{least}{percent(1 - offer.step_s / step_s)} faster"
-    chosen = (
-        "" if offer.allow == (offer.switch,) or offer.switch == "dtype" else f" {named(offer.switch, offer.value)},"
-    )
+    what = named(offer.switch, offer.value)
+    what = what.removeprefix(offer.switch).strip() if offer.allow == (offer.switch,) else what
+    chosen = f" {what}," if what and offer.switch != "dtype" else ""
     return f"--allow {','.join(offer.allow)}:{chosen} {faster}, changes {offer.changes}"
 
 
@@ -407,12 +422,6 @@ def _num_lines(text: str) -> int:
 
 
 ANSWERS = "report/answers.yaml"
-WORDS: Fields = {
-    "percent": percent, "seconds": seconds, "signed_seconds": signed_seconds, "span": span, "digits": digits,
-    "duration": duration, "large": large, "gibibytes": gibibytes, "counted": counted, "ends": ends, "sizes": sizes,
-    "manner": manner, "fits_with": fits_with, "named": named, "written": written, "abs": abs, "sorted": sorted,
-}  # fmt: skip
-"""The names that tables of words have beside those that they are given."""
 
 
 def sentences(item: str, path: str = ANSWERS, /, **names: Any) -> Iterator[str]:
@@ -420,6 +429,20 @@ def sentences(item: str, path: str = ANSWERS, /, **names: Any) -> Iterator[str]:
     return ("".join(cells) for cells in told(item, path, **names))
 
 
+def sentence(item: str, path: str = ANSWERS, /, **names: Any) -> str:
+    """The first of these sentences."""
+    return next(sentences(item, path, **names))
+
+
 def told(item: str, path: str = ANSWERS, /, **names: Any) -> Iterator[list[str]]:
     """The rows of such an item; a sentence is a row of one cell."""
     return expressions.told(shipped_table(path)[item], WORDS | names)
+
+
+WORDS: Fields = {
+    "percent": percent, "seconds": seconds, "signed_seconds": signed_seconds, "span": span, "digits": digits,
+    "duration": duration, "large": large, "gibibytes": gibibytes, "counted": counted, "ends": ends, "width": width,
+    "sizes": sizes, "manner": manner, "fits_with": fits_with, "named": named, "written": written,
+    "sentences": sentences, "sentence": sentence, "abs": abs, "sorted": sorted,
+}  # fmt: skip
+"""The names that tables of words have beside those that they are given."""

@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 
 from rich.console import Group
-from rich.table import Table
 from rich.text import Text
 
 from planner.answer import Plan, StagePlan
 from planner.errors import SpecError
 from planner.layout.price import layout_again, reprice
 from planner.probe.evidence import load_in_words
-from planner.probe.result import ComparedQuantity, ProbeResult, ProbeStart, slowest_exchanges
+from planner.probe.result import ProbeResult, ProbeStart, slowest_exchanges
 from planner.probe.run import SURE_FRACTION
 from planner.profile.doctor import EXTRAS, Extra, Findings, Package
 from planner.profile.fitting import number_at
 from planner.profile.measurements import Profiled
 from planner.profile.probe_calibration import from_probe
-from planner.report.format import digits, gibibytes, percent, seconds, sentences
+from planner.report.format import counted, digits, gibibytes, percent, seconds, sentence, sentences
 from planner.report.pieces import Parts, as_group, bullets, columns, listed, section
 from planner.search.rebalance import Rebalanced
 from planner.specs.base import Fields
@@ -83,7 +82,7 @@ def _sections(result: ProbeResult) -> Parts:
     if result.checks:
         yield section("Proved", listed("probe_checks", result.checks))
     if result.comparisons:
-        yield section("Predicted and measured", comparison_table(result.comparisons))
+        yield section("Predicted and measured", listed("probe_comparisons", result.comparisons, shown=_SHOWN))
     if result.activity:
         has_peers = result.run.world_size > result.run.pp
         activity = listed("probe_activity", result.activity, has_peers=has_peers, by_most=_by_most)
@@ -101,11 +100,6 @@ def _repeated(result: ProbeResult) -> str:
     num_steps = {len(rank.steps) for rank in result.ranks} or {result.run.num_steps}
     spread = f", {seconds(result.step_spread_s)} apart" if max(num_steps) > 1 else ""
     return f"median of {' or '.join(map(str, sorted(num_steps)))}{spread}"
-
-
-def comparison_table(comparisons: Iterable[ComparedQuantity]) -> Table:
-    """A row for each quantity."""
-    return listed("probe_comparisons", comparisons, shown=_SHOWN)
 
 
 def _by_most(idle_s: Mapping[str, float]) -> list[tuple[str, float]]:
@@ -157,7 +151,7 @@ def render_start(start: ProbeStart) -> Group:
     fits = bullets(start.made_to_fit or ["nothing: it fits as planned"])
     return Group(
         Text(f"plan  {start.plan}", style="bold"),
-        Text(f"would start {start.num_ranks:,} ranks on {start.num_nodes:,} nodes; nothing was started"),
+        Text(f"would start {start.num_ranks:,} ranks on {counted(start.num_nodes, 'node')}; nothing was started"),
         section("Changed to fit into eager torch", fits),
         section(f"GiB of a rank, of {gibibytes(start.capacity_bytes)}", listed("probe_start", start.stages, gap=1)),
         section("Commands", bullets(f"{name}: {command}" for name, command in start.commands.items())),
@@ -198,7 +192,7 @@ def render_rebalanced(balanced: Rebalanced, guessed: Sequence[str]) -> Parts:
     yield Text(f"{layout} · {layout.schedule}", style="bold")
     stages = listed("rebalanced", _moved(balanced), guessed=guessed, microbatch_s=_microbatch_s)
     yield section("Stages, as slow as they are", stages)
-    verdict = next(sentences("rebalanced_step", gain=gain, before_s=before_s, after_s=after_s))
+    verdict = sentence("rebalanced_step", gain=gain, before_s=before_s, after_s=after_s)
     room = "" if balanced.after.fits else "\nit does not fit in memory, as before"
     yield Text(f"\n{verdict}{room}", style="bold")
 
@@ -284,10 +278,10 @@ def _extra(extra: Extra) -> str:
 
 
 def _package(package: Package) -> str:
-    return next(sentences("doctor_package", it=package))
+    return sentence("doctor_package", it=package)
 
 
 def _gpus_found(findings: Findings) -> str:
     """Each kind of GPU with their number, or why none is found."""
-    words = [next(sentences("doctor_gpu", it=gpu)) for gpu in findings.gpus]
-    return next(sentences("doctor_gpus", found=findings, words=words))
+    words = [sentence("doctor_gpu", it=gpu) for gpu in findings.gpus]
+    return sentence("doctor_gpus", found=findings, words=words)

@@ -15,7 +15,7 @@ from rich.text import Text
 
 from planner.observe.accounts import STEP_TERMS, WALL_TERMS
 from planner.observe.gap_rows import GAP_ROWS, OF_MEMORY
-from planner.observe.observation import GapCause, GapRemedy, Observation, Observed, Prediction, Term, Wall
+from planner.observe.observation import GapCause, Observation, Observed, Prediction, Term, Wall
 from planner.observe.traces.dumps import FlightReport, SnapshotReport
 from planner.observe.traces.events import HOST, CollectiveTime, TraceReport, TraceStep
 from planner.observe.traces.recorded import Recorded, steady
@@ -26,11 +26,13 @@ from planner.report.format import (
     gibibytes,
     percent,
     seconds,
+    sentence,
     sentences,
     signed_seconds,
     told,
 )
 from planner.report.pieces import Parts, as_group, bullets, columns, headed, listed, section, shares
+from planner.specs.base import grouped
 from planner.specs.reading import printable
 
 if TYPE_CHECKING:
@@ -81,7 +83,7 @@ def _what(observation: Observation) -> str:
     kinds = ", ".join(dict.fromkeys(source.format for source in sources))
     files = f"{len(sources)} files" if len(sources) > 1 else sources[0].path
     job = list(sentences("observed_job", facts=facts, kinds=kinds))
-    return next(sentences("observed_what", o=observation, files=files, kinds=kinds, job=job))
+    return sentence("observed_what", o=observation, files=files, kinds=kinds, job=job)
 
 
 def _step(observation: Observation, prediction: Prediction | None) -> Table:
@@ -252,16 +254,7 @@ def _cause(cause: GapCause, step_s: float | None) -> Parts:
     head = Text(row.at(cause.where) if row else cause.name)
     head.append(f"  {cause.name}")
     yield head
-    yield Padding(_details(cause, step_s), (0, 0, 0, 3))
-
-
-def _details(cause: GapCause, step_s: float | None) -> Table:
-    return columns("lw", told("observed_cause", cause=cause, step_s=step_s, remedy_says=remedy_says))
-
-
-def remedy_says(remedy: GapRemedy) -> str:
-    """The remedy in words, with its options and the step that it gives."""
-    return "; ".join(sentences("observed_remedy", it=remedy))
+    yield Padding(columns("lw", told("observed_cause", cause=cause, step_s=step_s)), (0, 0, 0, 3))
 
 
 _DAY_S = 86400.0
@@ -271,7 +264,7 @@ def line_of(found: FollowedRun) -> str:
     """`step 80 of 500  11.00 s a step  above 8.578–9.482 s, 8 of 20 steps  1.3 h left`."""
     if found.step is None or found.window_step_s is None:
         return found.says
-    place = next(sentences("followed_place", run=found))
+    place = sentence("followed_place", run=found)
     return "  ".join(sentences("followed", run=found, place=place, day_s=_DAY_S))
 
 
@@ -335,12 +328,9 @@ def _families(steps: Sequence[TraceStep]) -> RenderableType:
 
 
 def _groups(steps: Sequence[TraceStep]) -> Table:
-    total: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
-    for step in steps:
-        for group in step.groups:
-            for index, value in enumerate((group.busy_s, group.hidden_s, group.exposed_s)):
-                total[group.group][index] += value / len(steps)
-    ranked = sorted(total.items(), key=lambda item: -item[1][2])
+    rows = grouped((row.group, (row.busy_s, row.hidden_s, row.exposed_s)) for step in steps for row in step.groups)
+    means = {group: [sum(parts) / len(steps) for parts in zip(*each, strict=True)] for group, each in rows.items()}
+    ranked = sorted(means.items(), key=lambda item: -item[1][2])
     return listed("trace_groups", ranked)
 
 

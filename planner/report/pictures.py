@@ -7,7 +7,7 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from markupsafe import Markup
@@ -20,6 +20,7 @@ from planner.report.rows import Entry
 from planner.report.schedules import DrawnStep, Window, caption, shown_step
 from planner.schedule.actions import KINDS
 from planner.schedule.replay import FloatArray, Timeline, replay
+from planner.specs.base import grouped
 from planner.specs.units import GIB
 
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#F0E442", "#999999")
@@ -130,8 +131,7 @@ def steps(entries: Sequence[Entry]) -> Markup:
     last = len(entries) - 0.5
     plot = Plot(label, (low - margin, high + margin), (last, -0.5), x_title, "alternative; 0 is the best", whole=True)
     if has_bars:
-        left, right = (np.array([end]) for end in ends[0])
-        plot.boxes(left, right, np.array([last]), np.array([-0.5]), fill="var(--line)", opacity="0.4")
+        plot.boxes(ends[0][0], ends[0][1], last, -0.5, fill="var(--line)", opacity="0.4")
     for row, (entry, own) in enumerate(zip(entries, ends, strict=True)):
         plot.line(own, [row, row], stroke=PALETTE[not row], class_="interval")
         plot.dot(entry.step_s * factor, row, PALETTE[not row], f"{entry.name} {entry.sizes}: {entry.step}")
@@ -252,10 +252,8 @@ def _of_ranks(step: DrawnStep, window: Window, title: str, width: float) -> Plot
 
 
 def _kinds(step: DrawnStep) -> Iterator[tuple[str, str]]:
-    names: dict[str, list[str]] = {}
-    for kind in np.unique(step.timeline.graph.kind).tolist():
-        names.setdefault(ACTION_COLOURS[KINDS[kind]], []).append(_ACTIONS[KINDS[kind]])
-    for colour, kinds in names.items():
+    shown = [KINDS[kind] for kind in np.unique(step.timeline.graph.kind).tolist()]
+    for colour, kinds in grouped((ACTION_COLOURS[kind], _ACTIONS[kind]) for kind in shown).items():
         yield ", ".join(kinds) + (", lighter from chunk to chunk" if step.num_chunks > 1 else ""), colour
     if (step.timeline.timing.hop_s > 0).any():
         yield "transfer to the rank", "#59636e"
@@ -297,15 +295,14 @@ def _numbers(plot: Plot, step: DrawnStep, seen: list[int], starts: FloatArray, e
 
 def _is_dark(colour: str) -> bool:
     """True where white is read better on a colour than black."""
-    red, green, blue = (int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5))
-    return 0.299 * red + 0.587 * green + 0.114 * blue < 0.5
+    red, green, blue = bytes.fromhex(colour[1:])
+    return 0.299 * red + 0.587 * green + 0.114 * blue < 0.5 * 255
 
 
 def _shade(colour: str, chunk: int, chunks: int) -> str:
     """A colour, lighter from chunk to chunk."""
     white = _LIGHTEST * chunk / max(chunks - 1, 1)
-    parts = (int(colour[at : at + 2], 16) for at in (1, 3, 5))
-    return "#" + "".join(f"{round(part + (255 - part) * white):02x}" for part in parts)
+    return "#" + bytes(round(part + (255 - part) * white) for part in bytes.fromhex(colour[1:])).hex()
 
 
 COLUMNS = 240
@@ -332,6 +329,7 @@ def envelope(times_s: FloatArray, values: FloatArray, columns: int = COLUMNS) ->
     return Envelope(edges_s, low, high)
 
 
+Values = FloatArray | float
 _LEFT, _RIGHT, _TOP, _FOOT = 40.0, 8.0, 14.0, 32.0
 
 
@@ -353,21 +351,19 @@ class Plot:
     """The whole numbers below that are marked; null where any are."""
     inside: list[Markup] = field(default_factory=list)
 
-    def across(self, value: float) -> float:
+    def across(self, value: Any) -> Any:
         """Place of a value of the axis below."""
         low, high = self.x
         return _LEFT + (value - low) / (high - low or 1.0) * (self.width - _LEFT - _RIGHT)
 
-    def down(self, value: float) -> float:
+    def down(self, value: Any) -> Any:
         """Place of a value of the axis on the left."""
         low, high = self.y
         return self.height - _FOOT - (value - low) / (high - low) * (self.height - _FOOT - _TOP)
 
-    def boxes(self, left: FloatArray, right: FloatArray, bottom: FloatArray, top: FloatArray, **style: str) -> None:
+    def boxes(self, left: Values, right: Values, bottom: Values, top: Values, **style: str) -> None:
         """Rectangles of one style, drawn as one path."""
-        x0, x1 = self._all(left, right, self.across)
-        y0, y1 = self._all(bottom, top, self.down)
-        corners = zip(x0, x1, y0, y1, strict=True)
+        corners = np.broadcast(self.across(left), self.across(right), self.down(bottom), self.down(top))
         path = "".join(f"M{a:.1f} {c:.1f}H{b:.1f}V{d:.1f}H{a:.1f}z" for a, b, c, d in corners)
         if path:
             self.inside.append(tag("path", d=path, **style))
@@ -392,7 +388,7 @@ class Plot:
         for name, colour, values in parts:
             sizes, at = np.array(values), np.arange(len(values), dtype=np.float64)
             if sizes.any():
-                self.boxes(at - _BAR, at + _BAR, below + 0 * at, below + sizes, fill=colour)
+                self.boxes(at - _BAR, at + _BAR, below, below + sizes, fill=colour)
                 below = below + sizes
                 used.append((name, colour))
         return draw("keys", used)
@@ -411,10 +407,6 @@ class Plot:
         if place:
             place |= {"width": f"{self.width:g}", "height": f"{self.height:g}"}
         return draw("svg", self, rows, [(self.across(value), value) for value in marked], place)
-
-    @staticmethod
-    def _all(low: FloatArray, high: FloatArray, place: object) -> tuple[list[float], list[float]]:
-        return place(low).tolist(), place(high).tolist()  # type: ignore[operator]
 
 
 def _ticks(low: float, high: float, most: int, whole: bool = False) -> list[float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType, group
@@ -61,11 +62,14 @@ def headed(heads: Iterable[str], align: str, rows: Rows = (), gap: int = 2, bold
     return table
 
 
+@dataclass(frozen=True, slots=True)
 class TextBar:
     """A bar as wide as its column lets it be, within limits."""
 
-    def __init__(self, fraction: float, widest: int, track: str = " ", style: str = "cyan") -> None:
-        self.fraction, self.widest, self.track, self.style = fraction, widest, track, style
+    fraction: float
+    widest: int
+    track: str = " "
+    style: str = "cyan"
 
     def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
         return Measurement(3, self.widest)

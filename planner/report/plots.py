@@ -25,7 +25,7 @@ from planner.layout.alive import MemoryOfStage
 from planner.report.decisions import swept_axes
 from planner.report.format import gibibytes, large, unit_for
 from planner.report.pictures import MEMORY_COLOURS, PALETTE, envelope
-from planner.specs.base import Fields
+from planner.specs.base import grouped
 from planner.specs.units import GIB
 from planner.trainers.switches import written
 
@@ -65,7 +65,7 @@ def figure(width_in: float, height_in: float) -> Figure:
 def image(drawn: Figure, kind: Literal["png", "svg", "pdf"]) -> bytes:
     """The figure as a file's bytes."""
     file = io.BytesIO()
-    dates: Fields = {"png": {"Software": None}, "svg": {"Date": None}, "pdf": {"CreationDate": None}}
+    dates = {"png": {"Software": None}, "svg": {"Date": None}, "pdf": {"CreationDate": None}}
     with drawing():
         drawn.savefig(file, format=kind, dpi=150, metadata=dates[kind])
     return file.getvalue()
@@ -121,33 +121,25 @@ TITLES = {GPUS.label: "How it scales; dotted: as the fewest GPUs do", DAYS.label
 """Titles of the panels, by the quantities of their axes."""
 
 
-def draw_sweep(sweep: Sweep, path: str, force: bool = False) -> None:
-    """Draw tokens per second over GPUs, and dollars over days where tokens are given."""
-    _write(drawn_sweep(sweep), path, force)
-
-
-def _write(drawn: Figure, path: str, force: bool) -> None:
+def write_picture(drawn: Figure, path: str, force: bool = False) -> None:
+    """Write a figure to a file."""
     write_bytes(path, image(drawn, "png" if PurePath(path).suffix.lower() == ".png" else "svg"), force)
 
 
 def series_of(sweep: Sweep) -> list[Series]:
     """The points that fit, by their options other than the number of GPUs."""
-    axes, found = [axis for axis in swept_axes(sweep) if axis != "gpus"], dict[str, list[Point]]()
-    for point in sweep.points:
-        if point.step_s is not None:
-            name = ", ".join(written(point.options[axis]) for axis in axes if axis in point.options)
-            found.setdefault(name, []).append(point)
+    axes = [axis for axis in swept_axes(sweep) if axis != "gpus"]
+    found = grouped(
+        (", ".join(written(point.options[axis]) for axis in axes if axis in point.options), point)
+        for point in sweep.points
+        if point.step_s is not None
+    )
     return [Series(name, sorted(points, key=lambda point: point.num_gpus)) for name, points in found.items()]
 
 
-def _panels(sweep: Sweep) -> list[tuple[Axis, Axis]]:
-    has_costs = any(point.usd is not None for point in sweep.points)
-    return [(GPUS, RATE), *([(DAYS, DOLLARS)] if has_costs else [])]
-
-
 def drawn_sweep(sweep: Sweep) -> Figure:
-    """The panels beside each other."""
-    panels = _panels(sweep)
+    """Tokens per second over GPUs, and dollars over days where tokens are given, beside each other."""
+    panels = [(GPUS, RATE), *([(DAYS, DOLLARS)] if any(point.usd is not None for point in sweep.points) else [])]
     made = figure(5.4 * len(panels), 4.0)
     with drawing():
         for number, (x, y) in enumerate(panels, 1):
@@ -158,7 +150,8 @@ def drawn_sweep(sweep: Sweep) -> Figure:
 def _draw(axes: Any, sweep: Sweep, x: Axis, y: Axis) -> None:
     """One panel: a line per series, intervals as bars, the ideal and the goal as dashed lines; bars where all points
     have one number of GPUs."""
-    if x is GPUS and _has_one_x(sweep):
+    numbers = sorted({point.num_gpus for point in sweep.points if point.step_s is not None})
+    if x is GPUS and len(numbers) == 1:
         return _draw_bars(axes, sweep, y)
     for number, series in enumerate(series_of(sweep)):
         points = [point for point in series.points if None not in (x.value(point), y.value(point))]
@@ -179,16 +172,11 @@ def _draw(axes: Any, sweep: Sweep, x: Axis, y: Axis) -> None:
     axes.set_title(TITLES[x.label], loc="left", size=10)
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_formatter(lambda value, _: large(value))
-    numbers = sorted({point.num_gpus for point in sweep.points if point.step_s is not None})
     if x is GPUS and len(numbers) <= MOST_TICKS:
         axes.set_xticks(numbers)
     axes.grid()
     if any(series.name for series in series_of(sweep)):
         axes.legend()
-
-
-def _has_one_x(sweep: Sweep) -> bool:
-    return len({point.num_gpus for point in sweep.points if point.step_s is not None}) == 1
 
 
 def _draw_ideal(axes: Any, points: Sequence[Point], colour: str) -> None:
@@ -203,7 +191,7 @@ def _draw_ideal(axes: Any, points: Sequence[Point], colour: str) -> None:
 
 def _draw_bars(axes: Any, sweep: Sweep, y: Axis) -> None:
     """A bar per point, the first on top."""
-    series = [one for one in series_of(sweep) if one.points]
+    series = series_of(sweep)
     values = [y.value(one.points[0]) or 0.0 for one in series]
     errors = _errors([one.points[0] for one in series], y)
     axes.barh(range(len(series)), values, 0.6, xerr=errors, color=PALETTE[0], error_kw={"capsize": 3, "linewidth": 1})
@@ -225,25 +213,14 @@ def _errors(points: Sequence[Point], axis: Axis) -> list[list[float]] | None:
 COLUMNS = 600
 
 
-def draw_memory(stage: MemoryOfStage, path: str, force: bool = False) -> None:
-    """Draw a stage's curve to a file."""
-    _write(drawn_memory(stage), path, force)
-
-
-def _arrays(stage: MemoryOfStage) -> tuple[Any, Any, Any]:
-    """Times, all bytes, and those of activations."""
-    times_s, allocated = np.array(stage.curve, dtype=np.float64).T
-    return times_s, allocated, np.array(stage.curve_activations_bytes, dtype=np.float64)
-
-
 def drawn_memory(stage: MemoryOfStage) -> Figure:
     """A stack of what is there all the time, then activations, then what is there for a moment, then the reserve."""
-    times_s, allocated, activations = _arrays(stage)
+    times_s, allocated = np.array(stage.curve, dtype=np.float64).T
     factor, unit = unit_for(float(times_s[-1]))
     memory = stage.memory
     # of what happens within a column, the most is drawn
     edges_s, _, total = envelope(times_s, allocated, COLUMNS)
-    held = envelope(times_s, activations, COLUMNS).high
+    held = envelope(times_s, np.array(stage.curve_activations_bytes, dtype=np.float64), COLUMNS).high
     made = figure(8.0, 4.0)
     with drawing():
         axes = made.add_subplot()

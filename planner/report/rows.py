@@ -7,7 +7,7 @@ figures of months of training: the sustained step, what the whole run costs, and
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 from typing import Literal
 
@@ -19,6 +19,7 @@ from planner.report.format import (
     differences,
     digits,
     duration,
+    ends,
     fits_with,
     gibibytes,
     large,
@@ -168,7 +169,7 @@ class Entry:
     """The probability that it fits; empty where it is not known."""
     mfu: float
     manner: str
-    """How it is run, as far as the layout it is compared with is run otherwise."""
+    """How it is run, where the layout that it is compared with is run otherwise."""
     trade: str
 
     @property
@@ -320,9 +321,10 @@ class Robust:
     def in_brief(self) -> str:
         """How the fastest stands if one of the assumptions fails, in a few words."""
         most, best = percent(self.losses[self.least]), percent(self.losses[0])
-        if self.least:
+        is_behind = best != percent(0.0)
+        if self.least and is_behind:
             return f"up to {best} behind if one fails, alternative {self.least} {most}"
-        if self.losses[0] > 0:
+        if is_behind:
             return f"if one fails, up to {best} behind"
         tried = len(self.assumptions) - 1
         return f"the fastest under {f'each of {tried} others' if tried > 1 else 'the one other'}"
@@ -386,7 +388,7 @@ def cost_figures(plan: Plan) -> tuple[Figure, ...]:
         Figure("GPU time", "GPU-hours", f"{large(cost.gpu_hours)} GPU-hours"),
     ]
     if cost.usd is not None:
-        figures.append(Figure("price", "USD", f"${large(cost.usd)}", _ends(cost.usd_interval, large)))
+        figures.append(Figure("price", "USD", f"${large(cost.usd)}", ends(cost.usd_interval, large)))
     if cost.mwh is not None:
         figures.append(Figure("energy", "MWh", f"{digits(cost.mwh)} MWh"))
     return (*figures, *_example_figures(cost))
@@ -395,8 +397,8 @@ def cost_figures(plan: Plan) -> tuple[Figure, ...]:
 def _time(cost: RunCost) -> tuple[str, str]:
     """The days of a run and their interval; those of a run of examples that ends within two days as hours or less."""
     if cost.num_steps is None or cost.days >= 2:
-        return f"{digits(cost.days)} days", _ends(cost.days_interval, digits)
-    return duration(cost.days * _DAY_S), _ends(cost.days_interval, lambda days: duration(days * _DAY_S))
+        return f"{digits(cost.days)} days", ends(cost.days_interval, digits)
+    return duration(cost.days * _DAY_S), ends(cost.days_interval, lambda days: duration(days * _DAY_S))
 
 
 def _example_figures(cost: RunCost) -> Iterator[Figure]:
@@ -411,10 +413,6 @@ def _example_figures(cost: RunCost) -> Iterator[Figure]:
         packed = duration(cost.packed_days * _DAY_S) if cost.packed_days < 2 else f"{digits(cost.packed_days)} days"
         padding = f"padding {percent(cost.padding_fraction)} of tokens; packed it takes {packed}"
         yield Figure("padding", "fraction", padding)
-
-
-def _ends(interval: Interval | None, write: Callable[[float], str]) -> str:
-    return "" if interval is None else f"{write(interval[0])}–{write(interval[1])}"
 
 
 def goodput_figures(plan: Plan) -> tuple[Figure, ...]:

@@ -9,24 +9,25 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from planner.answer import Interval, Plan, half_width
-from planner.decide.job import Choice, Resume
+from planner.answer import Plan
+from planner.decide.job import Resume
 from planner.decide.next import NextAnswer, NextOutcome, days_of
-from planner.decide.phases import LayoutChange, PhasesAnswer
-from planner.report.format import digits, duration, percent, sentences
+from planner.decide.phases import PhasesAnswer
+from planner.report.format import digits, duration, sentence, sentences
 from planner.report.pieces import Parts, as_group, bullets, columns, listed, section
+from planner.specs.base import grouped
 
 
 @as_group
 def render_phases(run: PhasesAnswer) -> Parts:
     """The whole answer, made for 80 columns."""
     yield Text(says_run(run), style="bold")
-    yield section("The phases", listed("phases", run.phases, short=_short, width=_width))
+    yield section("The phases", listed("phases", run.phases, short=_short))
     layouts = [phase.plan.parallelism for phase in run.phases]
     differs = len({(layout.zero_stage, layout.shard_size < layout.dp * layout.cp) for layout in layouts}) > 1
     yield section("Their layouts", listed("phase_layouts", run.phases, short=_short, zero_differs=differs))
     if run.changes:
-        yield section("Stops between them", listed("phase_stops", run.changes, short=_short, keeping=_keeping))
+        yield section("Stops between them", listed("phase_stops", run.changes, short=_short, days=_days))
     if kept := list(_kept(run)):
         yield section("Layouts that are kept", bullets(kept))
     if saved := dict.fromkeys(change.saved_as for change in run.changes if change.saved_as):
@@ -44,12 +45,8 @@ def render_phases(run: PhasesAnswer) -> Parts:
 
 
 def says_run(run: PhasesAnswer) -> str:
-    """The sums in two sentences."""
-    return next(sentences("phases_in_all", run=run, total=run.total))
-
-
-def _width(interval: Interval | None) -> str:
-    return "–" if interval is None else percent(half_width(interval), 0)
+    """Tokens, days, cost and energy of all phases, in two sentences."""
+    return sentence("phases_in_all", run=run, total=run.total)
 
 
 def _short(name: str) -> str:
@@ -58,11 +55,6 @@ def _short(name: str) -> str:
 
 def _days(days: float) -> str:
     return f"{digits(days)} days" if days >= 1 else duration(days * 86_400)
-
-
-def _keeping(change: LayoutChange) -> str:
-    """The price of keeping the layout at a stop."""
-    return next(sentences("phase_keeping", it=change, days=_days))
 
 
 def _kept(run: PhasesAnswer) -> Iterator[str]:
@@ -117,11 +109,11 @@ def render_resume(resume: Resume, plan: Plan) -> Parts:
 
 def says_resume(resume: Resume, plan: Plan) -> str:
     """One sentence: the way to go on, and its tokens a second against those before."""
-    return next(sentences("resume", resume=resume, before=resume.before, plan=plan, verbs=_VERBS, change=_change))
+    return sentence("resume", resume=resume, before=resume.before, plan=plan, verbs=_VERBS, change=_change)
 
 
 def _change(fraction: float) -> str:
-    return next(sentences("resume_rate", fraction=fraction, same=_SAME))
+    return sentence("resume_rate", fraction=fraction, same=_SAME)
 
 
 def _advice(resume: Resume) -> Iterator[str]:
@@ -144,14 +136,11 @@ def _notes(resume: Resume) -> Table:
     """Below the table, the layout of each way, what its checkpoint needs, and what it changes."""
     table = columns("llw", gap=1)
     for number, choice in enumerate(resume.choices, 1):
-        table.add_row(str(number), choice.kind, Text("\n".join(_about(choice))))
+        about = sentences("resume_way", choice=choice, moving=("split", "reshard"), as_is=choice.loads == "as_is")
+        table.add_row(str(number), choice.kind, Text("\n".join(about)))
     for closed in resume.closed:
         table.add_row("–", closed.kind, Text(closed.reason))
     return table
-
-
-def _about(choice: Choice) -> Iterator[str]:
-    return sentences("resume_way", choice=choice, moving=("split", "reshard"), as_is=choice.loads == "as_is")
 
 
 def _failures(resume: Resume) -> Table:
@@ -185,14 +174,12 @@ def _shown(resume: Resume) -> list[int]:
 
 def _says_spares(resume: Resume) -> str:
     cheapest, idle = resume.num_spare_nodes_cheapest or 0, resume.num_idle_nodes
-    return next(sentences("resume_says_spares", cheapest=cheapest, idle=idle))
+    return sentence("resume_says_spares", cheapest=cheapest, idle=idle)
 
 
 def _sources(resume: Resume) -> Iterator[str]:
     yield from sentences("resume_sources", row=resume.checkpoint)
-    told: dict[str, list[str]] = {}
-    for name, source in resume.sources.items():
-        told.setdefault(source, []).append(_NAMES.get(name, name))
+    told = grouped((source, _NAMES.get(name, name)) for name, source in resume.sources.items())
     yield from (f"{', '.join(names)}: {source}" for source, names in told.items())
 
 
@@ -214,4 +201,4 @@ def render_next(answer: NextAnswer) -> Group:
 
 
 def _outcome(outcome: NextOutcome) -> str:
-    return next(sentences("next_outcome", it=outcome))
+    return sentence("next_outcome", it=outcome)

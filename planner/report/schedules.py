@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property, partial
 from typing import NamedTuple
@@ -16,7 +16,7 @@ from rich.text import Text
 from planner.answer import Plan
 from planner.layout.candidate import Candidate
 from planner.layout.price import reprice, with_microbatches
-from planner.report.format import ACTIONS, percent, seconds, sentences
+from planner.report.format import ACTIONS, percent, seconds, sentence, sentences
 from planner.report.pieces import headed, listed
 from planner.schedule.actions import Action, F, Schedule
 from planner.schedule.compare import ScheduleComparison, StragglerCost
@@ -91,25 +91,21 @@ def _ranks(timeline: Timeline) -> Table:
 def render_comparison(rows: Sequence[ScheduleComparison]) -> Table:
     """A line per schedule: time, bubble, memory and what it asks for, or why it is not defined here."""
     like_s = max((row.step_s for row in rows), default=0.0)
-    return listed("schedules", rows, like_s=like_s, demands=_demands, refusal=_refusal)
+    return listed("schedules", rows, like_s=like_s, refusal=_refusal)
 
 
 def render_synthesis(synthesis: Synthesis) -> Text:
     """A sentence that compares the order that was found with the best named schedule and with the bound."""
-    return Text(next(sentences("synthesis", it=synthesis)))
+    return Text(sentence("synthesis", it=synthesis))
 
 
 def render_straggler(cost: StragglerCost) -> Text:
     """A sentence about the seconds that slow ranks cost, and what moving layers off them would give back."""
-    return Text(next(sentences("straggler", it=cost)))
+    return Text(sentence("straggler", it=cost))
 
 
 def _refusal(row: ScheduleComparison) -> str:
     return row.refusal.message.removeprefix(f"schedule {row.name} ") if row.refusal else ""
-
-
-def _demands(schedule: Schedule) -> Iterator[str]:
-    return sentences("schedule_demands", it=schedule)
 
 
 def comparison_json(row: ScheduleComparison) -> Fields:
@@ -129,7 +125,7 @@ def timeline_json(
 ) -> Fields:
     """A replay with every action's start and end; how an order was found and what slow ranks cost, where known."""
     schedule = timeline.schedule
-    answer: Fields = {
+    answer = {
         "schedule": schedule.name,
         **{name: getattr(schedule, name) for name in ("pp", "vpp", "num_microbatches")},
         **{name: getattr(timeline, name) for name in ("makespan_s", "bubble_fraction", "bubble_of_useful_fraction")},
@@ -268,14 +264,10 @@ class DrawnStep:
         if fill_s + long_s < drain_s:
             from_s = self._round_between(fill_s, middle_s, from_s)
             middle = Window("steady state", from_s, from_s + long_s)
-        begin_s, end_s = (min(max(long_s / 2, 1.1 * slant_s), 1.6 * long_s) for slant_s in self._slants_s)
+        # until the last rank has begun, and from the first rank's end on
+        slants_s = float(self.first_s.max()), makespan_s - float(self.final_s.min())
+        begin_s, end_s = (min(max(long_s / 2, 1.1 * slant_s), 1.6 * long_s) for slant_s in slants_s)
         return [middle, Window("beginning", 0.0, begin_s), Window("end", makespan_s - end_s, makespan_s)]
-
-    @property
-    def _slants_s(self) -> tuple[float, float]:
-        """Seconds until the last rank has begun, and from the first rank's end on."""
-        begun_s = max(float(start_s[0]) for start_s in self.timeline.start_s)
-        return begun_s, self.timeline.makespan_s - min(float(end_s.max()) for end_s in self.timeline.end_s)
 
     def _round_between(self, from_s: float, to_s: float, otherwise_s: float) -> float:
         """The last time between both at which the busiest rank begins a round of forwards on its first chunk."""

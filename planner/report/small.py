@@ -7,7 +7,7 @@ import shlex
 from planner.answer import Change, LargestModel, Layout, Plan, Room, StagePlan
 from planner.answer import is_small as is_small_job
 from planner.record import record
-from planner.report.format import digits, fits_with, gibibytes, sentences, signed_seconds, told
+from planner.report.format import digits, fits_with, gibibytes, sentence, sentences, signed_seconds, told
 from planner.report.rows import Figure, StepShare, cost_figures, quoted_figures
 from planner.specs.base import Texts
 from planner.specs.units import gib
@@ -61,7 +61,7 @@ def fit(plan: Plan) -> str:
     needed, capacity = plan.best.worst_stage.memory.total_bytes, plan.cluster.hardware.memory_bytes
     of = f"{gibibytes(needed)} of {gibibytes(capacity)} GiB"
     risk = fits_with(plan.best.oom_probability)
-    return next(sentences("small_fit", plan=plan, of=of, needed=needed, capacity=capacity, risk=risk))
+    return sentence("small_fit", plan=plan, of=of, needed=needed, capacity=capacity, risk=risk)
 
 
 def manner(layout: Layout, stage: StagePlan, sharding: str = "") -> Texts:
@@ -90,12 +90,10 @@ def how_long(plan: Plan) -> str:
     if plan.run_cost is not None and plan.training.tokens is not None:
         return run_line(plan)
     step, sequences = plan.step, plan.training.global_batch_size
-    return next(
-        sentences(
+    return sentence(
             "small_hour", price=price, gpus=plan.cluster.num_gpus, tokens_per_s=step.tokens_per_s,
             sequences_per_s=sequences / step.step_s,
-        )
-    )  # fmt: skip
+        )  # fmt: skip
 
 
 def run_line(plan: Plan) -> str:
@@ -163,7 +161,7 @@ def room_lines(room: Room | None) -> tuple[tuple[str, str], ...]:
 
 def _model(largest: LargestModel) -> str:
     """The largest model of the catalogue in a way to train it."""
-    return next(sentences("small_model", it=largest, ways=_WAYS))
+    return sentence("small_model", it=largest, ways=_WAYS)
 
 
 def _count(number: int) -> str:

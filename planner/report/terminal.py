@@ -35,10 +35,10 @@ from planner.report.format import (
 from planner.report.pieces import Parts, TextBar, as_group, bullets, columns, headed, listed, section
 from planner.report.rows import Entry, Figure, ReportSection, Robust, Table, entry_of
 from planner.report.view import View, seconds_table, stage_table, view_of
-from planner.specs.base import Texts
+from planner.specs.base import Texts, grouped
 
 if TYPE_CHECKING:
-    from planner.layout.alive import MemoryAnswer, MemoryChange, MemoryOfStage, MemoryTensor
+    from planner.layout.alive import MemoryAnswer, MemoryChange, MemoryOfStage
 
 LINES, COLUMNS = 38, 80
 """The most lines of an answer on a terminal of 80 columns and 40 lines, which has a prompt too."""
@@ -353,7 +353,8 @@ def render_memory(answer: MemoryAnswer, stage: MemoryOfStage) -> Iterator[Render
     )
     when = seconds(stage.peak_s)
     flying = len({(tensor.microbatch, tensor.from_s) for tensor in stage.tensors if tensor.item == "activations"})
-    passes = "micro-batches" if len(stage.chunks) == 1 else "chunks of micro-batches"
+    one, more = ("micro-batch", "micro-batches") if len(stage.chunks) == 1 else ("chunk", "chunks of micro-batches")
+    passes = one if flying == 1 else more
     yield section(
         f"Stage {stage.stage}, {when} into the step: {len(stage.tensors):,} tensors, {flying} {passes} in flight",
         _largest(answer, stage),
@@ -381,9 +382,7 @@ def _alike(stages: Sequence[MemoryOfStage]) -> Iterator[tuple[MemoryOfStage, Mem
 
 def _largest(answer: MemoryAnswer, stage: MemoryOfStage) -> RichTable:
     """The tensors alive at the peak, those of one name and shape together, and the quickest change that drops each."""
-    groups: dict[tuple[object, ...], list[MemoryTensor]] = {}
-    for tensor in stage.tensors:
-        groups.setdefault((tensor.item, tensor.part, tensor.name, tensor.shape, tensor.dtype), []).append(tensor)
+    groups = grouped(((one.item, one.part, one.name, one.shape, one.dtype), one) for one in stage.tensors)
     sized = sorted(((sum(one.bytes for one in group), group) for group in groups.values()), key=lambda row: -row[0])
     table = headed(("GiB", "item", "tensor", "number", "gone with", "step"), "rlwrwr")
     for num_bytes, (first, *others) in sized[:_MOST_GROUPS]:

@@ -12,10 +12,9 @@ from __future__ import annotations
 import json
 import pickle
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
-from itertools import pairwise
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain, pairwise
+from typing import NamedTuple
 
 import numpy as np
 
@@ -37,14 +36,15 @@ Event = Fields
 
 
 class TraceSlice(NamedTuple):
-    """A slice of the trace beside the pipeline, such as the gradient reduction behind the last backward."""
+    """A slice on a thread of a rank, such as an exchange; of one inside passes, seconds from the start of the pass."""
 
-    rank: int
     thread: str
     name: str
     start_s: float
     end_s: float
-    args: Mapping[str, Any] = {}
+    args: Said | None = None
+    kind: str = ""
+    """The kind of an action."""
 
 
 class TraceCounter(NamedTuple):
@@ -56,23 +56,13 @@ class TraceCounter(NamedTuple):
     series: Mapping[str, Sequence[float]]
 
 
-class InnerSlice(NamedTuple):
-    """A slice inside every pass of a kind on a stage; seconds from the start of the pass."""
-
-    thread: str
-    name: str
-    start_s: float
-    end_s: float
-    args: Mapping[str, Any] = {}
-
-
-Inner = Mapping[tuple[int, str], Sequence[InnerSlice]]
-"""Slices inside passes, by the model's virtual stage and the kind of action."""
+Inner = Mapping[tuple[int, str], Sequence[TraceSlice]]
+"""Slices inside every pass, by the model's virtual stage and the kind of action."""
 
 
 def trace_events(
     timeline: Timeline,
-    extra: Iterable[TraceSlice] = (),
+    beside: Sequence[Sequence[TraceSlice]] = (),
     rank_names: Sequence[str] = (),
     inner: Inner | None = None,
     counters: Iterable[TraceCounter] = (),
@@ -80,21 +70,19 @@ def trace_events(
 ) -> Fields:
     """The trace as a JSON object.
 
+    `beside` has what runs beside each rank's pipeline, such as the gradient reduction behind its last backward,
     `rank_names` replaces "rank 0" and so on; `about` says what the trace is of.
     """
-    slices, inner = list(extra), inner or {}
-    others = [slice.thread for slice in slices] + [slice.thread for inside in inner.values() for slice in inside]
-    threads = [*TRACKS, *sorted({*others} - {*TRACKS})]
+    inner = inner or {}
+    others = {slice.thread for slices in (*beside, *inner.values()) for slice in slices}
+    threads = [*TRACKS, *sorted(others - {*TRACKS})]
     events: list[Event] = []
     for rank in range(timeline.schedule.pp):
         name = rank_names[rank] if rank_names else f"rank {rank}"
         events += _headings(rank, name, threads)
-        for thread, track in enumerate(TRACKS.values()):
-            events += (_slice(rank, thread, *slice) for slice in track(timeline, rank))
-        events += _insides(timeline, rank, inner, threads)
+        slices = chain(_of_pipeline(timeline, rank), _insides(timeline, rank, inner), *beside[rank : rank + 1])
+        events += (_slice(rank, threads, slice) for slice in slices)
         events += _counts(_activations(timeline, rank))
-    for extra_slice in slices:
-        events.append(_slice(extra_slice.rank, threads.index(extra_slice.thread), *extra_slice[2:5], extra_slice.args))
     events += _flows(timeline, inner)
     events += (event for counter in counters for event in _counts(counter))
     return {"traceEvents": events, "displayTimeUnit": "ms", **({"otherData": dict(about)} if about else {})}
@@ -113,19 +101,13 @@ def _time(seconds: float) -> float:
     return round(seconds * _STEPS_PER_S) / 8
 
 
-def _slice(
-    rank: int, thread: int, name: str, start_s: float, end_s: float, args: Said | None = None,
-    kind: str = "",
-) -> Event:  # fmt: skip
-    start, end = _time(start_s), _time(end_s)
-    event: Event = {"ph": "X", "pid": rank, "tid": thread, "name": name, "ts": start, "dur": end - start}
-    if kind:
-        event |= {"cat": ACTIONS[kind], "cname": _COLOURS[kind]}
-    return event | ({"args": dict(args)} if args else {})
-
-
-Row = tuple[str, float, float, Said] | tuple[str, float, float, Said, str]
-"""Name, start, end and arguments of a slice, and the kind of an action."""
+def _slice(rank: int, threads: Sequence[str], slice: TraceSlice) -> Event:
+    place = {"pid": rank, "tid": threads.index(slice.thread)}
+    start, end = _time(slice.start_s), _time(slice.end_s)
+    event = {"ph": "X", **place, "name": slice.name, "ts": start, "dur": end - start}
+    if slice.kind:
+        event |= {"cat": ACTIONS[slice.kind], "cname": _COLOURS[slice.kind]}
+    return event | ({"args": dict(slice.args)} if slice.args else {})
 
 
 def _spans(timeline: Timeline, rank: int) -> Iterator[tuple[Action, float, float]]:
@@ -133,13 +115,16 @@ def _spans(timeline: Timeline, rank: int) -> Iterator[tuple[Action, float, float
     return zip(timeline.schedule.ranks[rank], starts_s, ends_s, strict=True)
 
 
-def _computation(timeline: Timeline, rank: int) -> Iterator[Row]:
+def _of_pipeline(timeline: Timeline, rank: int) -> Iterator[TraceSlice]:
+    """Passes, waits and transfers of a rank."""
     schedule = timeline.schedule
     chunks = len(schedule.stage_to_rank) > schedule.pp
     for action, start_s, end_s in _spans(timeline, rank):
         chunk = f", chunk {action.stage // schedule.pp}" if chunks else ""
         name = f"{ACTIONS[action.kind]} {action.microbatch}{chunk}"
-        yield name, start_s, end_s, _arguments(timeline, action), action.kind
+        yield TraceSlice(COMPUTE, name, start_s, end_s, _arguments(timeline, action), action.kind)
+    yield from _waits(timeline, rank)
+    yield from _transfers(timeline, rank)
 
 
 def _arguments(timeline: Timeline, action: Action) -> Fields:
@@ -150,20 +135,21 @@ def _arguments(timeline: Timeline, action: Action) -> Fields:
     return arguments if schedule.num_directions == 1 else arguments | {"direction": direction}
 
 
-def _waits(timeline: Timeline, rank: int) -> Iterator[Row]:
+def _waits(timeline: Timeline, rank: int) -> Iterator[TraceSlice]:
     """Gaps between computations, named by what ends them."""
     free_s = 0.0
     for index, (action, start_s, end_s) in enumerate(_spans(timeline, rank)):
         if start_s - free_s > 1e-9 * timeline.makespan_s:
             awaited = "activation" if action.kind == "F" else "transfer" if action.kind == "W" else "gradient"
-            yield "fill" if index == 0 else f"wait for {awaited}", free_s, start_s, {"until": str(action)}
+            name = "fill" if index == 0 else f"wait for {awaited}"
+            yield TraceSlice("wait", name, free_s, start_s, {"until": str(action)})
         free_s = max(free_s, end_s)
     if timeline.makespan_s - free_s > 1e-9 * timeline.makespan_s:
-        yield "drain", free_s, timeline.makespan_s, {}
+        yield TraceSlice("wait", "drain", free_s, timeline.makespan_s)
 
 
-def _transfers(timeline: Timeline, rank: int, what: str) -> Iterator[Row]:
-    """Transfers of activations or of gradients to the rank, drawn while they are on their way.
+def _transfers(timeline: Timeline, rank: int) -> Iterator[TraceSlice]:
+    """Transfers of activations and of gradients to the rank, drawn while they are on their way.
 
     Slices of a thread must not overlap: a transfer that starts before the one in front of it has ended is drawn from
     that end, and its arguments hold its own seconds.
@@ -171,31 +157,27 @@ def _transfers(timeline: Timeline, rank: int, what: str) -> Iterator[Row]:
     arrivals = zip(
         timeline.arrival_s[rank].tolist(), timeline.hop_s[rank].tolist(), timeline.schedule.ranks[rank], strict=True
     )
-    last_s = 0.0
+    last_s = {"activation": 0.0, "gradient": 0.0}
     for arrival_s, hop_s, action in sorted(arrivals):
-        if hop_s > 0 and (action.kind == "F") == (what == "activation"):
-            args = {"for": str(action), "seconds": hop_s}
-            yield f"{what} {action.microbatch}", max(arrival_s - hop_s, last_s), arrival_s, args
-            last_s = arrival_s
+        if hop_s > 0:
+            what = "activation" if action.kind == "F" else "gradient"
+            name, from_s = f"{what} {action.microbatch}", max(arrival_s - hop_s, last_s[what])
+            yield TraceSlice(f"p2p {what}s", name, from_s, arrival_s, {"for": str(action), "seconds": hop_s})
+            last_s[what] = arrival_s
 
 
 COMPUTE = "compute"
-TRACKS: dict[str, Callable[[Timeline, int], Iterator[Row]]] = {
-    COMPUTE: _computation,
-    "wait": _waits,
-    "p2p activations": partial(_transfers, what="activation"),
-    "p2p gradients": partial(_transfers, what="gradient"),
-}
-"""The threads of every rank, and what gives their slices."""
+TRACKS = (COMPUTE, "wait", "p2p activations", "p2p gradients")
+"""The threads of every rank."""
 
 
-def _insides(timeline: Timeline, rank: int, inner: Inner, threads: Sequence[str]) -> Iterator[Event]:
+def _insides(timeline: Timeline, rank: int, inner: Inner) -> Iterator[TraceSlice]:
     stages = timeline.schedule.num_model_stages
     for action, start_s, _ in _spans(timeline, rank) if inner else ():
         for inside in inner.get((action.stage % stages, action.kind), ()):
-            span_s = start_s + inside.start_s, start_s + inside.end_s
-            if _time(span_s[0]) < _time(span_s[1]):
-                yield _slice(rank, threads.index(inside.thread), inside.name, *span_s, inside.args)
+            moved = inside._replace(start_s=start_s + inside.start_s, end_s=start_s + inside.end_s)
+            if _time(moved.start_s) < _time(moved.end_s):
+                yield moved
 
 
 def _flows(timeline: Timeline, inner: Inner) -> Iterator[Event]:
@@ -219,7 +201,7 @@ def _flows(timeline: Timeline, inner: Inner) -> Iterator[Event]:
         yield {"ph": "f", "bp": "e", "pid": receiver, "ts": _time(arrives_s), **flow}
 
 
-def _quiet_s(inside: Sequence[InnerSlice], length_s: float, is_last: bool) -> float:
+def _quiet_s(inside: Sequence[TraceSlice], length_s: float, is_last: bool) -> float:
     """Seconds from the start of a pass to the middle of its last time, or first, with nothing inside."""
     edges = [0.0, *(edge for one in inside if one.thread == COMPUTE for edge in (one.start_s, one.end_s)), length_s]
     gaps = [(begin, end) for begin, end in zip(edges[::2], edges[1::2], strict=True) if end - begin > 1 / 1e6]
@@ -269,10 +251,10 @@ def plan_trace(plan: Plan, layout: PricedLayout) -> Fields:
     timeline = replay(priced.order, priced.durations)
     together, passes = _few_enough(priced)
     ranks = range(priced.order.pp)
-    beside = [TraceSlice(rank, BESIDE, *span) for rank in ranks for span in beside_pipeline(priced, timeline, rank)]
+    beside = [[TraceSlice(BESIDE, *span) for span in beside_pipeline(priced, timeline, rank)] for rank in ranks]
     return trace_events(
         timeline,
-        extra=beside,
+        beside=beside,
         rank_names=[f"stage {rank}" for rank in ranks],
         inner=_inner(priced, passes),
         counters=_counters(priced, timeline),
@@ -309,18 +291,18 @@ def _inner(priced: Candidate, passes: Passes) -> Inner:
     length_s = {"F": durations.forward_s, "I": durations.input_grad_s, "B": backward_s}
     inner = {}
     for (stage, kind), exchanges in passes.items():
-        slices: list[InnerSlice] = []
+        slices = []
         free_s = dict.fromkeys(GROUPS, 0.0)
         for one in exchanges:
             args = {"part": one.part, "exposed_s": round(one.exposed_s, 9), "hidden_s": round(one.hidden_s, 9)}
             shown_s = one.start_s, one.start_s + one.exposed_s
-            slices.append(InnerSlice(COMPUTE, f"{GROUPS[one.group]}: {one.name}", *shown_s, {"part": one.part}))
+            slices.append(TraceSlice(COMPUTE, f"{GROUPS[one.group]}: {one.name}", *shown_s, {"part": one.part}))
             hidden_s = (0.0, one.hidden_s) if one.leads else (one.hidden_s, 0.0)
             # what hides beside another micro-batch is longer than there is room beside this one
             begin_s = max(free_s[one.group], shown_s[0] - hidden_s[0])
             end_s = max(begin_s, min(shown_s[1] + hidden_s[1], length_s[kind][stage]))
             free_s[one.group] = end_s
-            slices.append(InnerSlice(GROUPS[one.group], one.name, begin_s, end_s, args))
+            slices.append(TraceSlice(GROUPS[one.group], one.name, begin_s, end_s, args))
         inner[stage, kind] = slices
     return inner
 
@@ -347,7 +329,7 @@ def snapshot(
 ) -> bytes:
     """The snapshot file of a stage; `events` are time in seconds, made or freed, and the tensor's place."""
     places, free, end = dict[int, int](), dict[int, list[int]](), BASE
-    trace: list[dict[str, Any]] = []
+    trace = []
     for time_s, is_made, number in events:
         size = tensors[number].bytes
         if not size:
@@ -381,7 +363,7 @@ def snapshot(
     return pickle.dumps(data, protocol=PROTOCOL)
 
 
-def _frames(tensor: MemoryTensor, stage: int, model: str) -> list[dict[str, Any]]:
+def _frames(tensor: MemoryTensor, stage: int, model: str) -> list[Fields]:
     """A made-up stack, innermost first: the tensor of a layer, the pass that makes it, the stage."""
     frames = [_frame(tensor.part or "stage", tensor.layer, f"{tensor.name}{tensor.sizes}")]
     if tensor.microbatch is not None:
@@ -389,20 +371,18 @@ def _frames(tensor: MemoryTensor, stage: int, model: str) -> list[dict[str, Any]
     return [*frames, _frame("stage", stage, f"{tensor.item} of {model}")]
 
 
-def _frame(where: str, number: int | None, name: str) -> dict[str, Any]:
+def _frame(where: str, number: int | None, name: str) -> Fields:
     return {"filename": where, "line": number or 0, "name": name}
 
 
-def _blocks(
-    tensors: Sequence[MemoryTensor], places: dict[int, int], end: int, stage: int, model: str
-) -> list[dict[str, Any]]:
+def _blocks(tensors: Sequence[MemoryTensor], places: dict[int, int], end: int, stage: int, model: str) -> list[Fields]:
     """All of the segment at the end of the step: what outlives it, and free blocks between."""
     held = {address: number for number, address in places.items()}
     borders = sorted({BASE, end, *held, *(address + tensors[number].bytes for address, number in held.items())})
     blocks = []
     for start, after in pairwise(borders):
         number = held.get(start)
-        block: dict[str, Any] = {"address": start, "size": after - start, "requested_size": after - start}
+        block = {"address": start, "size": after - start, "requested_size": after - start}
         if number is None:
             blocks.append({**block, "state": "inactive", "frames": []})
         else:

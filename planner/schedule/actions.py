@@ -176,7 +176,7 @@ R = TypeVar("R", bound=Counted)
 
 
 def keeps_latest(make: Callable[P, R]) -> Callable[P, R]:
-    """The function, which gives the same object for the same arguments as long as that is kept."""
+    """The function with a cache of its latest results, so that equal arguments give the same object."""
     kept: OrderedDict[Hashable, R] = OrderedDict()
     lock = Lock()
 

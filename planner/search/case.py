@@ -16,6 +16,7 @@ from planner.errors import SolverError
 from planner.layout.evaluate import pricing_of
 from planner.layout.variation import Variation
 from planner.record import record
+from planner.specs.base import filled
 from planner.specs.cluster import ClusterSpec
 from planner.specs.model import ModelSpec
 from planner.specs.training import PINS, SearchLimits, TrainingSpec
@@ -36,7 +37,7 @@ class Case:
     def pins(self) -> dict[str, tuple[Any, ...]]:
         """The axes that are not free, with the values they may take."""
         chosen = ((axis, getattr(self.limits, axis)) for axis in PINS)
-        return {axis: values for axis, values in chosen if values is not None}
+        return filled(chosen)
 
     def limited(self, **limits: Any) -> Case:
         """The same case with other limits."""

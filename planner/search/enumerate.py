@@ -284,7 +284,7 @@ def scalar(shape: Shape, index: int) -> Shape:
 
 
 def num_rows(case: Case) -> int:
-    """At most the number of rows of the raw axes: tensor, context, expert and pipeline sizes and micro-batches."""
+    """The most combinations of tensor, context, expert and pipeline sizes and micro-batches that may be listed."""
     return prod(map(len, _axes(case).values())) * (1 if case.model.moe is None else 2)
 
 

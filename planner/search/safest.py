@@ -107,7 +107,7 @@ class Recommended:
 
 
 def standing(fastest: Candidate, others: list[Candidate], case: Case, trainer: RuntimeSpec) -> Recommended:
-    """The candidates with the one first that an expert would sign, which costs no more than `NEAR`.
+    """The candidates with the most robust of the near ones first, which costs no more than `NEAR`.
 
     It has the least of the largest losses to the other near ones, over all assumptions. Losses that are alike leave it
     to the number of chunks, and then to the step.

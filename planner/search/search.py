@@ -34,7 +34,7 @@ from planner.search.safest import exceeds_risk, safer_first, standing, with_warn
 from planner.search.why.misses import NothingFits, refused_by_states
 from planner.search.why.remedy import with_remedy
 from planner.search.why.room import with_room
-from planner.shape import liked_batch
+from planner.shape import NEAR_FRACTION, liked_batch
 from planner.specs.cluster import ClusterSpec
 from planner.specs.model import ModelSpec
 from planner.specs.registry import model_of
@@ -285,6 +285,8 @@ def made_to_measure(candidate: Candidate) -> Candidate:
 
 LEAST_BATCH_GAIN = 0.02
 """Least share of the tokens a second for which another batch is offered."""
+FAR_FRACTION = 0.25
+"""How far another batch may be where GPUs are idle under the one asked for."""
 LEAST_RISK_GAIN = 1e-3
 """Least share of the step that more risk has to save for a word."""
 RISKS = (0.3, 0.5)
@@ -297,7 +299,8 @@ def batch_offer(found: Plan, case: Case, deadline: Deadline) -> BatchOffer | Non
     The layout is searched again for it, with the recipe of the best plan.
     """
     training = case.training
-    other = liked_batch(training.global_batch_size, case.cluster.num_gpus)
+    nearby = FAR_FRACTION if found.parallelism.num_gpus_spare else NEAR_FRACTION
+    other = liked_batch(training.global_batch_size, case.cluster.num_gpus, nearby)
     if other is None or other == training.global_batch_size or deadline.passed:
         return None
     again = case.with_batch(other)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from functools import cache
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from pydantic_core import PydanticCustomError
@@ -64,6 +64,23 @@ Name = Annotated[str, Field(min_length=1, max_length=200), AfterValidator(_print
 def without(data: Any, retired: Collection[str]) -> Any:
     """The fields of a spec without those that saved plans of earlier versions carry and that nothing reads now."""
     return {key: data[key] for key in data if key not in retired} if isinstance(data, dict) else data
+
+
+K = TypeVar("K")
+V = TypeVar("V")
+
+
+def grouped(pairs: Iterable[tuple[K, V]]) -> dict[K, list[V]]:
+    """The values of each key, keys and values in the order in which they come."""
+    found: dict[K, list[V]] = {}
+    for key, value in pairs:
+        found.setdefault(key, []).append(value)
+    return found
+
+
+def filled(pairs: Iterable[tuple[K, V | None]]) -> dict[K, V]:
+    """The keys that have a value."""
+    return {key: value for key, value in pairs if value is not None}
 
 
 class Spec(BaseModel):

@@ -94,9 +94,18 @@ def text_of(template: str, names: Mapping[str, Any]) -> str:
     return str(value_of(as_expression(template), names))
 
 
+def standing(rows: Iterable[Any], names: Mapping[str, Any]) -> Iterator[Any]:
+    """The rows of which what stands under `if` holds; one without always does."""
+    return (row for row in rows if not isinstance(row, dict) or value_of(row.get("if", "True"), names))
+
+
 def told(rows: Iterable[Any], names: Mapping[str, Any]) -> Iterator[list[str]]:
-    """The texts of each row whose condition holds; a row is a text or several, `says`, with `when` where it has one."""
-    for row in rows:
-        says, when = (row["says"], row.get("when", "True")) if isinstance(row, dict) else (row, "True")
-        if value_of(when, names):
-            yield [text_of(text, names) for text in ([says] if isinstance(says, str) else says)]
+    """The texts of each row that stands; a row is a text or several, or has them under `says`."""
+    for row in standing(rows, names):
+        says = row["says"] if isinstance(row, dict) else row
+        yield [text_of(text, names) for text in ([says] if isinstance(says, str) else says)]
+
+
+def texts_of(rows: Iterable[Any], names: Mapping[str, Any]) -> list[str]:
+    """The texts of rows that have one each."""
+    return [says for (says,) in told(rows, names)]

@@ -91,6 +91,10 @@ class ModelSpec(Spec):
     """Norms multiply by 1 + weight (Gemma, Qwen3-Next)."""
     norm_in_fp32: bool | None = None
     """Weights of norms multiply in fp32 before the cast back (OLMo 2); given none, as `zero_centered_norm`."""
+    rotary_in_fp32: bool = False
+    """Transformers rotates queries and keys in fp32 (OLMo 2, ERNIE 4.5)."""
+    packed_projections: Literal["none", "attention", "mlp", "all"] = "none"
+    """Projections of one matrix in transformers: query, key and value (GPT-NeoX), gate and up (GLM-4), or both."""
     bias: bool = False
     """Every linear layer of the block has a bias (and so has LayerNorm), unless a field below says otherwise."""
     norm_bias: bool | None = None
@@ -135,6 +139,14 @@ class ModelSpec(Spec):
     """Keys and values are an earlier layer's; said of layers by `layer_sizes`."""
     shares_weights: bool = False
     """All weights are an earlier layer's, which runs again; said of layers by `layer_sizes`."""
+    block_adapter_ranks: tuple[NonNegativeInt, NonNegativeInt] = (0, 0)
+    """Ranks of adapters of attention and MLP that each run of a shared block has of its own (Zamba 2); 0 for none."""
+    compress_rate: PositiveInt = 1
+    """Tokens of a compressed key on `shared_compressed` layers; said by `layer_sizes`, as are the next two."""
+    makes_keys: bool = False
+    """Such a layer compresses keys, for itself and for those behind it."""
+    chooses_keys: bool = False
+    """Such a layer chooses among them, for itself and for those behind it."""
     per_layer_input_size: PositiveInt | None = Field(default=None, le=10**5)
     """Width of an embedding that each layer has of its own (Gemma 4 E); null for none."""
     per_layer_vocab_size: PositiveInt | None = Field(default=None, le=10**8)
@@ -204,7 +216,7 @@ class ModelSpec(Spec):
     ngram_size: PositiveInt | None = Field(default=None, le=10**6)
     """Width of an embedding of n-grams that a layer adds to the streams; said of layers by `layer_sizes` (Qwen4)."""
     ngram_parameters: NonNegativeInt = Field(default=0, le=10**13)
-    """Parameters of its table."""
+    """Parameters of its table; of a table beside the embedding, where no layer has one (LongCat-Flash-Lite)."""
     attn_res_block_size: PositiveInt | None = None
     """Layers between snapshots of the residual, to all of which every half layer attends (Kimi-K3); null for none."""
     mamba: MambaSpec | None = None
@@ -283,8 +295,10 @@ class ModelSpec(Spec):
         if self.layer_types is not None and self.sliding_window_pattern is not None:
             raise ValueError("layer_types and sliding_window_pattern: both given, one of them says which layers slide")
         kinds = {kind.attention for kind in self.kinds}
-        if (self.compressed_attention is not None) != bool(kinds & {"compressed_sparse", "heavily_compressed"}):
-            raise ValueError("compressed_attention: goes with compressed_sparse and heavily_compressed layers")
+        if (self.compressed_attention is not None) != bool(
+            kinds & {"compressed_sparse", "heavily_compressed", "shared_compressed"}
+        ):
+            raise ValueError("compressed_attention: goes with layers whose keys are compressed")
         if self.compressed_attention is not None and self.sliding_window is None:
             raise ValueError("sliding_window is missing and compressed_attention attends to a window")
         for kind, name in NEEDS.items():
@@ -329,7 +343,9 @@ class ModelSpec(Spec):
     def state_kinds(self) -> frozenset[AttentionKind]:
         """The kinds of layers that hand a state from token to token, or mix them by a convolution."""
         return (
-            frozenset(kind.attention for kind in self.kinds) - {"full", "sliding", "chunked", "cross", "none"} - SPARSE
+            frozenset(kind.attention for kind in self.kinds)
+            - {"full", "sliding", "chunked", "cross", "differential", "none"}
+            - SPARSE
         )
 
     def of_layer(self, kind: LayerKind) -> "ModelSpec":

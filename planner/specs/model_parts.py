@@ -83,7 +83,13 @@ class LayerSizesSpec(Spec):
     vector_parameters: NonNegativeInt | None = None
     """Parameters of a layer that are vectors."""
     shares_weights: bool | None = None
-    """All weights are those of an earlier layer, which runs again (Ouro)."""
+    """All weights are those of an earlier layer, which runs again (Ouro); of a shared block, its own (Zamba)."""
+    compress_rate: PositiveInt | None = None
+    """Tokens of a compressed key on `shared_compressed` layers."""
+    makes_keys: bool | None = None
+    """Such a layer compresses keys, for itself and for those behind it."""
+    chooses_keys: bool | None = None
+    """Such a layer chooses among them, for itself and for those behind it."""
     ngram_size: PositiveInt | None = None
     """Width of an embedding of n-grams that the layer adds to the streams."""
     ngram_parameters: NonNegativeInt | None = None
@@ -169,6 +175,10 @@ class CompressedAttentionSpec(Spec):
     """Tokens that one key of a `compressed_sparse` layer stands for."""
     heavy_rate: PositiveInt = 128
     """Tokens that one key of a `heavily_compressed` layer stands for."""
+    norms_queries: bool = True
+    """Heads of queries are normed, without weights (not in DeepSeek-V4.1)."""
+    candidates: PositiveInt | None = None
+    """Keys among which `shared_compressed` layers choose that make none; null for all."""
 
     def rate(self, attention: str) -> int:
         """Tokens of a compressed key on layers of a kind; 0 where only the window is attended to."""
@@ -195,25 +205,32 @@ class IndexerSpec(Spec):
 
 
 AttentionKind = Literal[
-    "full", "sliding", "chunked", "indexed", "sparse", "compressed_sparse", "heavily_compressed",
-    "mamba", "mamba2", "full_mamba2", "gated_delta", "kimi_delta", "lightning", "conv", "cross", "linear", "none",
+    "full", "sliding", "chunked", "indexed", "sparse", "compressed_sparse", "heavily_compressed", "shared_compressed",
+    "mamba", "mamba2", "full_mamba2", "shared_mamba", "shared_mamba2", "griffin", "gated_delta", "kimi_delta",
+    "lightning", "conv", "cross", "differential", "linear", "none",
     "traced0", "traced1", "traced2", "traced3", "traced4", "traced5", "traced6", "traced7",
 ]  # fmt: skip
 """Ways to mix tokens. `indexed` layers choose the keys that they attend to, `sparse` ones take an earlier layer's
-choice; `full_mamba2` layers attend and scan side by side, `linear` ones have one square matrix in attention's place,
-`cross` ones attend to images alone;
-`traced` ones are lists of operators of a user's own module."""
+choice, `shared_compressed` ones an earlier layer's compressed keys too (DeepSeek-V4.1); `full_mamba2` layers attend and
+scan side by side, `shared_mamba` and `shared_mamba2` ones scan behind a block of attention and MLP that layers share
+(Zamba), `griffin` ones have RecurrentGemma's scan; `differential` ones subtract two attentions (DiffLlama), `linear`
+ones have one square matrix in attention's place, `cross` ones attend to images alone; `traced` ones are lists of
+operators of a user's own module."""
 MlpKind = Literal["dense", "moe", "linear", "none"]
 Activation = Literal["silu", "gelu", "gelu_tanh", "quick_gelu", "relu", "relu2", "xielu", "situ"]
 
 NEEDS: dict[AttentionKind, str] = {
     "sliding": "sliding_window", "chunked": "attention_chunk_size", "indexed": "indexer", "sparse": "indexer",
     "compressed_sparse": "indexer", "heavily_compressed": "compressed_attention",
-    "mamba": "mamba", "mamba2": "mamba", "full_mamba2": "mamba", "gated_delta": "linear_attention",
+    "shared_compressed": "indexer",
+    "mamba": "mamba", "mamba2": "mamba", "full_mamba2": "mamba", "shared_mamba": "mamba", "shared_mamba2": "mamba",
+    "griffin": "mamba", "gated_delta": "linear_attention",
     "kimi_delta": "linear_attention", "lightning": "linear_attention", "conv": "short_conv_kernel", "traced0": "traced",
 }  # fmt: skip
 """The field of a model without which it cannot have layers of a kind."""
-SPARSE: frozenset[AttentionKind] = frozenset({"indexed", "sparse", "compressed_sparse", "heavily_compressed"})
+SPARSE: frozenset[AttentionKind] = frozenset(
+    {"indexed", "sparse", "compressed_sparse", "heavily_compressed", "shared_compressed"}
+)
 """Kinds of attention to chosen keys."""
 
 ScoringFunction = Literal["softmax", "sigmoid", "sqrtsoftplus"]
@@ -247,6 +264,8 @@ class MoESpec(Spec):
     """Step by which a balancing bias moves; given none, the trainer's."""
     router_in_fp32: bool | None = None
     """Transformers computes the router's logits in fp32. Given none: it does so where a bias balances."""
+    row_weights_in_fp32: bool | None = None
+    """Its router's weights stay in fp32, and the rows that they weight with them (Mixtral). Given none: as logits."""
     scoring_func: ScoringFunction | None = None
     """Function that turns router logits into scores. Given none: sigmoid under a balancing bias, else softmax."""
     norm_topk_prob: bool = True
@@ -272,7 +291,7 @@ class MoESpec(Spec):
     output_norm: bool = False
     """A norm over what routed and shared experts give together (A.X-K1)."""
     latent_norm: bool = False
-    """A norm over what experts give in that width, before it is projected back (Kimi-K3)."""
+    """A norm over the experts' outputs in the latent width, before they are projected back (Kimi-K3)."""
     router_z_loss_coef: NonNegativeFloat = 0.0
     """Weight of the loss on the square of the logits' log-sum-exp (ST-MoE)."""
 

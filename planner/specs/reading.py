@@ -385,6 +385,11 @@ def load_yaml(path: str | Path, limits: InputLimits = JSON) -> dict[str, Any]:
     return parse_mapping(read_text(path, limits.num_bytes), label(path), limits)
 
 
+def read_saved(path: str | Path) -> tuple[dict[str, Any], str]:
+    """The mapping in a file that a command saved, and the file as messages name it."""
+    return load_yaml(path, SAVED), label(path)
+
+
 def parse_mapping(text: str, where: str, limits: InputLimits = JSON) -> dict[str, Any]:
     """The mapping that `text` holds, as JSON where it looks like it and else as YAML; the limits are those of JSON."""
     if where.endswith(".json"):

@@ -108,7 +108,8 @@ def model_called(name: str) -> str | None:
     own = (cached[1] if cached else path).rpartition("/")[2].rpartition("__")[2]
     signless, short = _signless(own), _signless(_SAYS_NO_SIZE.sub("", own))
     known = _signless_names()
-    found = known.get(signless) or _OTHERS.get(short) or known.get(short)
+    exact = own if own in names("model") else None  # opt-13b is not opt-1.3b
+    found = exact or known.get(signless) or _OTHERS.get(short) or known.get(short)
     sized = _AFTER_ITS_SIZE.fullmatch(own)
     return found if found or sized is None else model_called(sized[1])
 

@@ -294,7 +294,7 @@ class Parallelism(Spec):
     """The decoder layers that full recompute covers, by number from 0 on; given none, `recompute_num_layers` says."""
     zero_stage: Literal[0, 1, 2, 3] | None = None
     """ZeRO's stage, the last of what data-parallel ranks shard: 0 nothing, 1 optimizer, 2 gradients, 3 weights; given
-    none, 1."""
+    none, 1, or the trainer's own where it has no 1."""
     fsdp: int | str | None = None
     """Fully sharded data parallel (zero_stage 3 where none is given); a number in it is the size of the group that
     shards whatever zero_stage says (HSDP)."""

@@ -21,7 +21,7 @@ import sys
 import time
 import weakref
 from bisect import bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -35,6 +35,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+from planner.specs.base import grouped
 from planner.specs.reading import load_yaml
 
 VIEWS = {
@@ -49,11 +50,11 @@ BATCH = 2
 FAMILIES = {
     **dict.fromkeys(("native_layer_norm", "_fused_rms_norm"), "norm"), "_to_copy": "cast",
     **dict.fromkeys(("cat", "clone", "copy_", "stack", "split_with_sizes_copy", "slice_backward"), "strided"),
-    **dict.fromkeys(("silu", "gelu", "sigmoid", "silu_backward", "gelu_backward", "sigmoid_backward"), "strided"),
     **dict.fromkeys(("index", "index_put_", "index_add", "gather", "scatter", "scatter_add"), "permute"),
     **dict.fromkeys(("sort", "topk"), "permute"),
 }  # fmt: skip
-"""Families of operations that reach less of the memory's bandwidth; all inside of a norm are norms."""
+"""Families of operations that reach less of the memory's bandwidth; all inside of a norm are norms. What else reads a
+part of a buffer, of a packed product say, is strided."""
 FILLS = {"new_zeros", "new_ones", "new_full", "zeros_like", "ones_like", "full_like"}
 """Operations that read nothing of the tensor that they are like."""
 PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "_grouped_mm"}
@@ -158,6 +159,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.met: dict[int, int] = {}
         self.is_shared = False
         """Layers read weights that another layer has read, or what came before the layers."""
+        self.doubts = set[int]()
+        """Storages of answers whether any element is true."""
         self.saved: list[weakref.ref[HeldTensor]] = []
         self.behind: list[dict[str, Any]] = []
         """Rows of the backward's operations element by element."""
@@ -201,14 +204,14 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.met = dict.fromkeys(keys, self.layer) | self.met
         return found
 
-    def add(self, name: str, kind: str, **sizes: Any) -> None:
+    def add(self, name: str, kind: str, reads: Sequence[torch.Tensor] = (), **sizes: Any) -> None:
         """Record an operation of the current layer."""
         place = {"layer": self.layer, "module": self.path[-1], "name": name, "kind": kind}
-        family = "norm" if name == "norm" or self.path[-1] in self.norms else FAMILIES.get(name, "residual")
+        family = "norm" if name == "norm" or self.path[-1] in self.norms else _family(name, reads)
         number = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
         self.rows.append({**place, "family": family, "kept": [], "number": number, **sizes})
 
-    def add_backward(self, name: str, num_bytes: float, number: int) -> None:
+    def add_backward(self, name: str, reads: list[torch.Tensor], num_bytes: float, number: int) -> None:
         """Record an operation of the backward beside that of the forward whose gradient it works out.
 
         Autograd numbers what it records; a view's gradient belongs to what reads the view.
@@ -217,7 +220,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         row = self.rows[at]
         if row["kind"] == "gemm" and name == "convolution_backward":
             return
-        family = row["family"] if row["family"] == "norm" else FAMILIES.get(name, "residual")
+        family = row["family"] if row["family"] == "norm" else _family(name, reads)
         if row["kind"] == "elementwise" and row["family"] == family:
             row["backward_bytes"] += num_bytes
             row["backward_kernels"] += 1
@@ -228,14 +231,17 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def joined(self) -> list[dict[str, Any]]:
         """The rows, each with those of its backward that are of another family behind it."""
-        beside: dict[int, list[dict[str, Any]]] = {}
-        for one in self.behind:
-            beside.setdefault(one["number"], []).append(one)
+        beside = grouped((one["number"], one) for one in self.behind)
         return [one for at, row in enumerate(self.rows) for one in (row, *beside.get(at, ()))]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        output = func(*args, **(kwargs or {}))
         name = func.overloadpacket.__name__
+        if name == "_local_scalar_dense" and args[0].dtype == torch.bool:
+            # masks are asked whether all tokens are there, and whether any is not
+            return _storage(args[0]) not in self.doubts
+        output = func(*args, **(kwargs or {}))
+        if name == "any":
+            self.doubts.add(_storage(output))
         if self._is_hidden or name in VIEWS:
             return output
         read = () if name in FILLS else (args, kwargs)
@@ -243,7 +249,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         node: Any = torch._C._current_autograd_node()
         if node is not None:
             if name not in PRODUCTS:
-                self.add_backward(name, _moved(tensors, output) / BATCH, node._sequence_nr())
+                self.add_backward(name, tensors, _moved(tensors, output) / BATCH, node._sequence_nr())
             return output
         has_weight = any(_storage(one) in self.weights for one in tensors)
         parameters = self.new(*tensors)
@@ -265,7 +271,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return output
         if name == "embedding":
             tensors = tensors[1:]  # of the table, rows are read
-        self.add(name, "elementwise", **_passes(_moved(tensors, output) / BATCH, 0.0), parameters=parameters)
+        moved = _passes(_moved(tensors, output) / BATCH, 0.0)
+        self.add(name, "elementwise", tensors, **moved, parameters=parameters)
         return output
 
     def pack(self, tensor: torch.Tensor) -> HeldTensor:
@@ -287,6 +294,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if key not in met and not is_number:
                 self.rows[min(held.row, len(self.rows) - 1)]["kept"].append(tensor.untyped_storage().nbytes() / BATCH)
             met.add(key)
+
+
+def _family(name: str, reads: Sequence[torch.Tensor]) -> str:
+    parts = (0 not in one.stride() and _bytes(one) < one.untyped_storage().nbytes() for one in reads)
+    return FAMILIES.get(name) or ("strided" if any(parts) else "residual")
 
 
 def _storage(tensor: torch.Tensor) -> int:
@@ -348,6 +360,7 @@ def _of_transformers(folder: str) -> nn.Module:
         model = AutoModelForCausalLM.from_config(config, **options)
     with suppress(AttributeError, ValueError):  # experts one by one would wait for the data
         model.set_experts_implementation("grouped_mm")
+    model.config.use_cache = False  # trainers keep no keys and values for later tokens
     return model  # type: ignore[no-any-return]
 
 

@@ -19,7 +19,7 @@ from planner.specs.model import ModelSpec
 from planner.specs.model_parts import Polynomial, TracedOperator, TracedTensor
 from planner.specs.problems import checked
 
-LENGTHS = (256, 512, 1024)
+LENGTHS = (512, 1024, 2048)
 """Tokens of the sequences that are traced: three, since attention in plain torch grows with their square."""
 MOST_KINDS = 8
 MOST_S, MOST_BYTES = 600, 16 << 30
@@ -50,6 +50,10 @@ def trace(source: str, name: str, shards: Mapping[str, str] | None = None) -> Mo
     if any(len(told[str(length)]["rows"]) != len(first["rows"]) for length in LENGTHS):
         for one in told.values():
             one["rows"] = _gathered(one["rows"])
+        # masks that only a long sequence needs are made once, before the layers
+        common = set.intersection(*({_place(row) for row in one["rows"]} for one in told.values()))
+        for one in told.values():
+            one["rows"] = [row for row in one["rows"] if row["layer"] >= 0 or _place(row) in common]
     if any([_place(row) for row in told[str(length)]["rows"]] != [*map(_place, first["rows"])] for length in LENGTHS):
         raise SpecError(f"{source}: its operations change with the length of the sequence", "pad inside of the module")
     if first["hidden_size"] is None:

@@ -39,7 +39,7 @@ class Generation(Group):
     year: PositiveInt | None = None
     """The year of the software; none for that of today."""
     architectures: Texts = ()
-    """The silicon of its day, or the only one that it runs on. Empty for software of today that runs on any."""
+    """GPU architectures of its day, or the only ones that it runs on; empty for a trainer of today that runs on any."""
     models: Literal["any", "gpt"] = "any"
     """The models that its day knew: any, or GPTs as of 2021 in the layouts of their time."""
     later_features: Texts = ()
@@ -232,6 +232,8 @@ class Memory(Group):
     """Ranks of unlike data that share the weights and gradients of a tensor-parallel rank, beside what ZeRO shards."""
     widens_gradients: bool = False
     """The optimizer makes fp32 copies of gradients that are 16 bits wide (Megatron-LM, optimizer.py: .float())."""
+    copies_moment: bool = False
+    """The update is not fused: roots of all second moments stand beside them (torch's AdamW with foreach)."""
     shards_experts_apart: bool = False
     """ZeRO shards what belongs to experts over all ranks that hold the same ones, more than share a shard of the rest
     where experts are spread over tensor-parallel ranks; without: over no more."""
@@ -483,8 +485,8 @@ class Limits(Group):
     selective_recompute_modules: Texts = ("core_attn",)
     """Modules that it can recompute by themselves."""
     saves_products: bool = False
-    """Products are no part of what `op` recomputes, the one way to recompute; without: every other one is (torchtitan).
-    Of layers that wait on the host, the last does not."""
+    """Recomputing by operators (`op`) saves every matrix product; without: every second one is recomputed (torchtitan).
+    The activations of the last layer are never offloaded then."""
     recomputes_unasked: bool = False
     """Its compiler recomputes what `selective` does, and no option keeps it from that."""
     selective_default: Texts = ("core_attn",)

@@ -10,6 +10,7 @@ from pydantic import ConfigDict, model_validator
 
 from planner.specs.base import Fields, Fraction, Overhead, Said, Texts, without
 from planner.specs.hardware import HardwareSpec
+from planner.specs.model import ModelSpec
 from planner.specs.training import AdapterSpec, ObjectiveSpec
 from planner.trainers.groups import FineTuning, Generation, Group, Kernels, Limits, Memory, Overlaps
 from planner.trainers.switches import SHARDED_STAGES, changes
@@ -131,6 +132,12 @@ class RuntimeSpec(Host, Limits, Overlaps, FineTuning, Memory, Kernels, Generatio
             update["master_remainders"] = False
         return self.model_copy(update=update) if update else self
 
+    def for_model(self, model: ModelSpec) -> "RuntimeSpec":
+        """This runtime with transformers' kernel for sinks or capped scores, of which torch has none."""
+        kernel = "fastest" if model.attention_sinks else "flash" if model.attn_logit_softcapping is not None else ""
+        takes_other = kernel and self.runs_transformers and self.takes_torch_attention
+        return self.model_copy(update={"attention_kernel": kernel}) if takes_other else self
+
     def for_adapters(self, adapters: AdapterSpec | None) -> "RuntimeSpec":
         """This runtime with what adapters mean for its bytes; the same if asked again."""
         if adapters is None:
@@ -162,7 +169,7 @@ class RuntimeSpec(Host, Limits, Overlaps, FineTuning, Memory, Kernels, Generatio
         return "hybridep" if hardware.nvlink_domain_size > hardware.gpus_per_node else "deepep"
 
     def for_zero_stage(self, zero_stage: int | None) -> "RuntimeSpec":
-        """This runtime with a sharding that has the ZeRO stage of a stated layout, where its own has not."""
+        """This runtime with a sharding library that offers a stated ZeRO stage, where its own does not."""
         if zero_stage is None or not self.sharding or zero_stage in SHARDED_STAGES[self.sharding]:
             return self
         value = next(value for value, stages in SHARDED_STAGES.items() if zero_stage in stages)

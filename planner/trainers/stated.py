@@ -121,6 +121,11 @@ def as_consented(runtime: RuntimeSpec, said: Iterable[str]) -> RuntimeSpec:
     return runtime.model_copy(update={"narrow_gradient_bytes": None})
 
 
+def of_today(runtime: RuntimeSpec) -> RuntimeSpec:
+    """A runtime as options describe it: nothing narrow without consent, and no loss that only older runs have."""
+    return as_consented(runtime, ()).model_copy(update={"runs_fuse_loss": False})
+
+
 def switched(runtime: RuntimeSpec, recipe: Recipe) -> RuntimeSpec:
     """A runtime with some switches at other values.
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -28,7 +27,7 @@ from pydantic import Field
 from planner.errors import PlannerError
 from planner.layout.runs import parse_run
 from planner.shape import FloatArray
-from planner.specs.base import Fields, PositiveFloat, Spec, Texts
+from planner.specs.base import Fields, PositiveFloat, Spec, Texts, filled, grouped
 from planner.trainers.stated import consent_of, least_gain
 from planner.trainers.switches import SWITCHES
 from planner.validate.rows import PublishedRun, rows_of
@@ -122,11 +121,10 @@ class Regret:
 
 def sweeps(scored: Iterable[Scored]) -> list[PublishedSweep]:
     """All sweeps of two or more layouts among runs that count and could be priced, in order of appearance."""
-    jobs: dict[str, dict[str, list[Scored]]] = defaultdict(lambda: defaultdict(list))
-    for answer in scored:
-        if answer.row.counts and answer.layout is not None:
-            jobs[job_key(answer.row)][answer.row.run_key].append(answer)
-    return [_sweep([*layouts.values()]) for layouts in jobs.values() if len(layouts) > 1]
+    known = [answer for answer in scored if answer.row.counts and answer.layout is not None]
+    layouts = grouped((answer.row.run_key, answer) for answer in known)
+    jobs = grouped((job_key(runs[0].row), runs) for runs in layouts.values())
+    return [_sweep(layouts_of_job) for layouts_of_job in jobs.values() if len(layouts_of_job) > 1]
 
 
 def job_key(row: PublishedRun) -> str:
@@ -148,19 +146,14 @@ def _sweep(layouts: Sequence[Sequence[Scored]]) -> PublishedSweep:
 
 def spreads(rows: Iterable[PublishedRun]) -> dict[str, float]:
     """The noise of each family of which it is known: of runs measured again, or of what should not differ."""
-    families: dict[str, list[PublishedRun]] = defaultdict(list)
-    for row in rows:
-        if row.counts:
-            families[row.family].append(row)
+    families = grouped((row.family, row) for row in rows if row.counts)
     found = {name: repeat_spread(members) or OTHER_SPREADS.get(name) for name, members in families.items()}
-    return {name: spread for name, spread in found.items() if spread is not None}
+    return filled(found.items())
 
 
 def regrets(found: Sequence[PublishedSweep], noise: Mapping[str, float]) -> list[Regret]:
     """The regret of each family, in order of appearance; then of all that are not noisy, and of all sweeps."""
-    families: dict[str, list[PublishedSweep]] = defaultdict(list)
-    for sweep in found:
-        families[sweep.family].append(sweep)
+    families = grouped((sweep.family, sweep) for sweep in found)
     scores = [_regret(name, members, noise) for name, members in families.items()]
     quiet = {score.name for score in scores if not score.is_noisy}
     rest = [sweep for sweep in found if sweep.family in quiet]
@@ -316,11 +309,13 @@ def priced_pairs() -> list[PricedPair]:
 
 def run_pairs(scored: Iterable[Scored]) -> list[PricedPair]:
     """The pairs among published runs of one family that differ in one switch (and in the chunks that it needs)."""
-    jobs: dict[str, list[Scored]] = defaultdict(list)
-    for answer in scored:
-        if answer.layout is not None and _switches_of(answer):
-            axes = {k: v for k, v in answer.row.run["parallelism"].items() if k not in ("vpp", "schedule")}
-            jobs[job_key(answer.row) + json.dumps(axes, sort_keys=True)].append(answer)
+
+    def key(row: PublishedRun) -> str:
+        axes = {k: v for k, v in row.run["parallelism"].items() if k not in ("vpp", "schedule")}
+        return job_key(row) + json.dumps(axes, sort_keys=True)
+
+    known = (answer for answer in scored if answer.layout is not None and _switches_of(answer))
+    jobs = grouped((key(answer.row), answer) for answer in known)
     return [pair for runs in jobs.values() for off in runs for on in runs if (pair := _run_pair(off, on)) is not None]
 
 
@@ -414,9 +409,7 @@ def switch_of(pair: Ablation) -> str:
 
 def scores(answers: Iterable[PricedPair]) -> list[AblationScore]:
     """A score per switch, in order of appearance, then one of all bundles and one of all single switches."""
-    by_switch: dict[str, list[PricedPair]] = {}
-    for answer in answers:
-        by_switch.setdefault(switch_of(answer.pair), []).append(answer)
+    by_switch = grouped((switch_of(answer.pair), answer) for answer in answers)
     bundles = by_switch.pop("bundle", [])
     single = [answer for members in by_switch.values() for answer in members]
     groups = [*by_switch.items(), ("bundles", bundles), ("all single switches", single)]

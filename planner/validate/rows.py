@@ -56,6 +56,11 @@ HELD_OUT = (
     "torchtitan-latent",
     "fsdp-readmes",
     "xtuner-zero3",
+    "flagperf",
+    "swiss-gh200",
+    "trl-long",
+    "verl-practice",
+    "primus-hybrids",
 )
 """Families whose rows no coefficient is fitted to, neither together with other families nor alone."""
 PRODUCTION = "production"

@@ -19,7 +19,7 @@ from planner.answer import PricedLayout, Sustained, half_width
 from planner.errors import PlannerError, SpecError
 from planner.layout.runs import Run, parse_run
 from planner.shape import FloatArray
-from planner.specs.base import Fields, Spec
+from planner.specs.base import Fields, Spec, grouped
 from planner.specs.problems import nearest
 from planner.specs.units import GIB
 from planner.validate.rows import PRODUCTION, PublishedRun, load_rows, rows_of
@@ -197,10 +197,7 @@ def by_family(scored: Iterable[Scored], counts: Callable[[PublishedRun], bool] =
 
     Before it stand those of `GROUPS` that span several families.
     """
-    families: dict[str, list[Scored]] = defaultdict(list)
-    for answer in scored:
-        if counts(answer.row):
-            families[answer.row.family].append(answer)
+    families = grouped((answer.row.family, answer) for answer in scored if counts(answer.row))
     every = [answer for members in families.values() for answer in members]
     naive = naive_errors(every)
     scores = [score(name, members, naive) for name, members in families.items()]
@@ -253,9 +250,7 @@ def _mean(pairs: Sequence[tuple[float, float]]) -> float | None:
 
 def repeat_spread(rows: Sequence[PublishedRun]) -> float | None:
     """Spread of repeated measurements: √( Σ (log seconds − their mean)² / Σ (n − 1) ), runs measured n > 1 times."""
-    log_seconds: dict[str, list[float]] = defaultdict(list)
-    for row in rows:
-        log_seconds[row.run_key].append(np.log(row.measured.step_s))
+    log_seconds = grouped((row.run_key, np.log(row.measured.step_s)) for row in rows)
     num_repeats = sum(len(logs) - 1 for logs in log_seconds.values())
     if num_repeats < MIN_REPEATS:
         return None
@@ -264,10 +259,10 @@ def repeat_spread(rows: Sequence[PublishedRun]) -> float | None:
 
 def _ranked(priced: list[Scored]) -> list[list[Scored]]:
     """Groups of the same model, GPUs and sequence length, large enough to rank."""
-    groups: dict[tuple[object, ...], list[Scored]] = defaultdict(list)
-    for answer in priced:
-        run = answer.row.run
-        groups[run["model"]["name"], run["hardware"], run["num_gpus"], run["seq_length"]].append(answer)
+    pairs = ((answer.row.run, answer) for answer in priced)
+    groups = grouped(
+        ((run["model"]["name"], run["hardware"], run["num_gpus"], run["seq_length"]), answer) for run, answer in pairs
+    )
     return [members for members in groups.values() if len(members) >= MIN_RANKED]
 
 
@@ -396,8 +391,11 @@ def memory_coverage(scored: Sequence[Scored]) -> list[Coverage]:
         if error is None:
             total = run.layout.worst_stage.memory.total_bytes
             error = total / (run.row.measured.peak_memory_gib * GIB) - 1
-        width = half_width(run.layout.worst_stage.memory.total_bytes_interval or (1.0, 1.0))
-        inside.setdefault(kind, []).append(float(abs(math.log1p(error)) <= width))
+        memory = run.layout.worst_stage.memory
+        low, high = memory.total_bytes_interval or (memory.total_bytes, memory.total_bytes)
+        below = math.log(memory.total_bytes / low)
+        above = below if kind.startswith("allocated") else math.log(high / memory.total_bytes)
+        inside.setdefault(kind, []).append(float(-above <= math.log1p(error) <= below))
     told = [share for kind, shares in inside.items() if kind != "unverified" for share in shares]
     kinds = {"all but unverified": told, **inside} if told else inside
     return [
@@ -474,9 +472,7 @@ def production(months: Sequence[Month]) -> Production | None:
 
 def median_ratio(months: Iterable[Month]) -> float:
     """The median over models; a model that several runs trained counts once, with the median of its runs."""
-    models: dict[str, list[float]] = {}
-    for month in months:
-        models.setdefault(month.model, []).append(month.ratio)
+    models = grouped((month.model, month.ratio) for month in months)
     return median(median(ratios) for ratios in models.values())
 
 

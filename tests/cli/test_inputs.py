@@ -202,10 +202,10 @@ def line(**features: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize(("options", "features"), TABLES["flags_price_as_lines_do"], ids=str)
 def test_flags_price_as_lines_do(options: list[str], features: dict[str, Any], tmp_path: Path, capsys: Any) -> None:
-    """Also where neither says which switches are on: both take the likely values. Features say all, an option what it
-    names."""
+    """Also where neither says which switches are on: both take the likely values, but for the loss of Transformer
+    Engine, which published runs have and today's Megatron refuses. Features say all, an option what it names."""
     path = tmp_path / "runs.jsonl"
-    path.write_text(json.dumps(line(**features)))
+    path.write_text(json.dumps(line(**features, cross_entropy_fusion="native")))
     assert main(["evaluate", "--runs", str(path), "--json"]) == 0
     of_line = json.loads(capsys.readouterr().out)
     of_flags = evaluated([*MIXTURE, *LAYOUT, *options], capsys)

@@ -40,7 +40,7 @@ _MODELS = (
     "llama-3.2-1b", "llama-3.1-8b", "llama-2-13b", "qwen2.5-32b", "llama-3.1-70b", "gpt3-175b", "mixtral-8x7b",
     "gpt-oss-20b", "qwen3-30b-a3b", "deepseek-v3", "qwen3-8b", "deepseek-v2-lite",
 )  # fmt: skip
-_NARROW = {"megatron": ("fp8",), "bridge": ("fp8",), "primus": ("fp8",)}
+_NARROW = {"megatron": ("fp8", "fp16"), "bridge": ("fp8", "fp16"), "primus": ("fp8",)}
 _TRIES = 100
 
 
@@ -141,11 +141,13 @@ def _plan(rng: random.Random, target: str) -> Plan | None:
     if dp * layout["cp"] == 1:
         layout["zero_stage"] = 0
     num_gpus = layout["tp"] * layout["cp"] * layout["pp"] * dp
-    training = {
+    training: dict[str, Any] = {
         "seq_length": rng.choice((2048, 4096, 8192)),
         "global_batch_size": micro_batch_size * rng.choice((1, 2, 4, 8, 16)) * dp,
         "dtype": rng.choice(("bf16", "bf16", "bf16", *_NARROW.get(target, ()))),
-    }
+        "moe_imbalance": rng.choice((1.0, 1.3)), "straggler_fraction": rng.choice((0.0, 0.05)),
+        "document_lengths": rng.choice((None, None, ({"length": 512, "share": 9}, {"length": 2048, "share": 1}))),
+    }  # fmt: skip
     if target == "hf":
         training["adapters"] = _adapters(rng)
         training["objective"] = _objective(rng, target, training["adapters"])

@@ -70,6 +70,8 @@ def test_other_targets_refuse_adapters(target: str, bits: int) -> None:
 )
 def test_attention_is_one_that_takes_the_models_caps_and_sinks(name: str, attention: str) -> None:
     assert attention_name(load_runtime("hf"), load_model(name)) == attention
+    blackwell = attention if "flash-attn3" not in attention else "flash_attention_4"
+    assert attention_name(load_runtime("hf"), load_model(name), "blackwell") == blackwell
 
 
 @pytest.mark.parametrize("name", ["gemma-4-31b", "qwen3-next-80b-a3b", "nemotron-3-nano"])

@@ -119,9 +119,10 @@ def test_arguments_in_python_and_in_yaml() -> None:
     axolotl = read_configuration(
         "base_model: meta-llama/Llama-3.1-8B\nsequence_len: 8192\nmicro_batch_size: 1\ngradient_accumulation_steps: 2\n"
         "bf16: auto\nadapter: lora\ndeepspeed: deepspeed_configs/zero3_bf16.json\n"
+        "plugins:\n- axolotl.integrations.cut_cross_entropy.CutCrossEntropyPlugin\n"
     )
     assert (axolotl.run["model"], layout_of(axolotl)["zero_stage"]) == ("llama-3.1-8b", 3)
-    assert axolotl.run["adapters"]["base_bits"] == 16
+    assert (axolotl.run["adapters"]["base_bits"], axolotl.run["features"]["liger"]) == (16, "loss")
     assert not axolotl.unknown
 
 
@@ -359,6 +360,18 @@ def test_a_program_that_a_launcher_starts_keeps_its_loss_where_sequences_are_spl
     # 36 layers' inputs of 131,072 tokens, which 8 GPUs of 80 GB have no room for
     peak = judged(parse_run({"run": imported.complete(hardware="h100")}, "run"))[0].best.worst_stage.memory
     assert peak.activations_bytes < 5e9 < 36 * 131072 * 4096 * 2
+
+
+def test_a_programs_own_file_stands_behind_it_and_the_launchers_before_it(tmp_path: Path) -> None:
+    (tmp_path / "zero3.yaml").write_text(
+        "distributed_type: DEEPSPEED\ndeepspeed_config: {zero_stage: 3}\nnum_processes: 2\nmixed_precision: bf16\n"
+    )
+    (tmp_path / "full.yaml").write_text(
+        "model_name_or_path: Qwen/Qwen3-8B\nmax_length: 1024\nper_device_train_batch_size: 1\nbf16: true\n"
+    )
+    (tmp_path / "run.sh").write_text("accelerate launch --config_file zero3.yaml scripts/run_dpo.py full.yaml\n")
+    run = read(tmp_path / "run.sh").run
+    assert (run["num_gpus"], run["seq_length"], run["parallelism"]["zero_stage"]) == (2, 1024, 3)
 
 
 _ROLL = (

@@ -304,7 +304,7 @@ def test_a_recipe_of_bridge(tmp_path: Path) -> None:
     assert (layout["recompute"], layout["recompute_modules"], layout["zero_stage"]) == ("selective", ["mlp"], 1)
     assert (run["seq_length"], run["global_batch_size"], run["dtype"]) == (8192, 256, "fp8")
     assert (run["precision_recipe"], run["hardware"]) == ("fp8-tensorwise", "h100")
-    assert imported.unknown == {"model.cpu_offloading": "True"}
+    assert (imported.unknown, run["features"]["cpu_offloading_num_layers"]) == ({}, 20)
     other = read(tmp_path / "llama3.py", recipe="llama3_70b_sft_config")
     assert (layout_of(other)["tp"], other.run["dtype"]) == (1, "bf16"), "nothing of the other recipe"
     with pytest.raises(SpecError, match="has no function 'llama3_7b_sft_config'"):

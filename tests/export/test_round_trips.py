@@ -23,6 +23,7 @@ from planner.search.search import plan
 from planner.specs.cluster import ClusterSpec
 from planner.specs.registry import load_hardware, load_model, model_names
 from planner.specs.training import Parallelism, SearchLimits, TrainingSpec
+from planner.trainers.generations import imbalance_of
 from planner.trainers.load import load_runtime
 
 Planned = Callable[..., Plan]
@@ -96,9 +97,10 @@ def random_job(seed: int) -> tuple[Plan | None, str]:
     limits: dict[str, Any] = {"top": 1, "allow": tuple(allow) if trainer == "megatron" else ()}
     training = TrainingSpec(seq_length=4096, global_batch_size=rng.choice([64, 512]), dtype=dtype)  # type: ignore[arg-type]
     cluster = ClusterSpec(hardware=hardware, num_gpus=rng.choice([8, 16, 32]))
-    model = load_model(rng.choice(MODELS))
+    model, runtime = load_model(rng.choice(MODELS)), load_runtime(trainer)
+    training = training.model_copy(update=imbalance_of(model, {}, runtime).fields)
     try:
-        chosen = plan(model, cluster, training, limits=SearchLimits(**limits), runtime=load_runtime(trainer))
+        chosen = plan(model, cluster, training, limits=SearchLimits(**limits), runtime=runtime)
     except Infeasible:
         return None, trainer
     return (None if any(REFUSED in warning for warning in chosen.best.warnings) else chosen), trainer

@@ -173,6 +173,8 @@ def test_natural_routing_fills_one_rank_more_unless_biases_balance_experts() -> 
     assert parse_run({"run": asked | natural | {"model": unbalanced}}).training.moe_spread == UNBALANCED.spread
     forced = {"adapters": {"rank": 8}, "features": {"natural_routing": False}}
     assert parse_run({"run": qwen | forced}).training.moe_spread == 0
+    said = parse_run({"run": qwen | natural | {"moe_imbalance": "1.2:0.8,2.2:0.2"}}).training
+    assert (round(said.moe_imbalance, 3), said.moe_peak_imbalance) == (1.4, 2.2)
 
 
 def test_fine_tuning_fills_the_fullest_of_many_ranks_with_few_experts_most() -> None:

@@ -302,7 +302,7 @@ def test_alternatives_keep_what_priced_them() -> None:
     saved = _searched(
         toy_problem(
             toy_model(8), training=toy_training(8, seq_length=4096), runtime="torchtitan", pp=(2, 4), cp=(1,),
-            micro_batch_size=(1,), schedule=("1f1b", "zb-v"),
+            micro_batch_size=(1,), schedule=("1f1b", "zb-v"), zero_stage=(3,),
         )
     )  # fmt: skip
     layouts = (saved.best, *saved.alternatives)

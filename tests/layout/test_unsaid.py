@@ -233,7 +233,7 @@ def _width(plan: Plan) -> float:
 def _memory_width(plan: Plan) -> float:
     memory = plan.best.worst_stage.memory
     assert memory.total_bytes_interval is not None
-    return math.log(memory.total_bytes_interval[1] / memory.total_bytes)
+    return math.log(memory.total_bytes / memory.total_bytes_interval[0])
 
 
 def test_less_evidence_makes_wider_intervals() -> None:

@@ -220,7 +220,7 @@ def test_megatron_waits_for_batches(tmp_path: Path) -> None:
     seen = read(tmp_path, "\n".join(blocks))
     (found,) = seen.timers
     assert found.max_s == 0.01
-    assert seen.data_s == pytest.approx(0.109)
+    assert seen.data_s == pytest.approx(0.12)  # of nine steps behind the first
 
 
 def test_the_straggler_line_has_clocks_power_and_the_ranks(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from planner.observe.judge import judged, judged_beside, of_run, predicted
 from planner.observe.observation import Observation, Observed
 from planner.plan_file import plan_of
 from planner.specs.units import GIB
+from planner.trainers.load import load_runtime
 
 DUMP = LLAMA_8B | {"hidden_dropout": 0.0, "cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "te"}
 
@@ -24,7 +25,8 @@ def observed(folder: Path, **changes: Any) -> Observation:
 
 
 def planned_as(**layout: Any) -> Plan:
-    return priced_plan("8b", 16, 8192, 128, tp=2, pp=2, **layout)
+    fused, _ = load_runtime("megatron").with_features({"cross_entropy_fusion": True})  # as `written` says
+    return priced_plan("8b", 16, 8192, 128, runtime=fused, tp=2, pp=2, **layout)
 
 
 @pytest.fixture(scope="module")

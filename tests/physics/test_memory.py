@@ -70,6 +70,26 @@ def test_what_split_attention_holds_for_a_moment(cp: int, kind: str, expected: i
     assert transient_bytes(attention, runtime) == expected
 
 
+@pytest.mark.parametrize(("cp", "sent"), [(4, 2 * (2 * 2048 + 3 * 6144 + 2 * 48)), (1, 0)])
+def test_scans_exchange_tokens_for_heads(cp: int, sent: int) -> None:
+    """Queries, keys, values, gates, decays and steps one way, values back; each is copied into its order."""
+    model, shape = load_model("qwen3.5-27b"), Shape(cp=cp, dp=1, seq_length=131072, shard_size=cp)
+    layer = decoder_layer(model, model.layers[0], shape, load_runtime("megatron"))
+    exchanges = [c.num_bytes for c in collectives_of(layer) if c.group == "cp"]
+    (order,) = (op for op in operators_of(layer) if op.name == "cp order")
+    assert order.forward_bytes == 4 * sent * 131072 / cp
+    assert exchanges == [2 * (2 * 2048 + 3 * 6144 + 2 * 48) * 131072 / cp] * 2
+
+
+def test_a_loss_in_chunks_has_its_gradients_in_chunks() -> None:
+    """Each chunk has as many logits as a hidden state has elements: 2 GiB for one million tokens, not 37."""
+    model, shape = load_model("qwen3-8b"), Shape(cp=8, dp=1, seq_length=2**20, shard_size=8, zero_stage=3)
+    chunked = load_runtime("torchtitan").with_features({"liger": "loss"})[0]
+    held = transient_bytes([op for op in operators_of(head(model, shape, chunked)) if op.name == "head"], chunked)
+    hidden_bytes = 2 * 2**17 * 4096
+    assert held == pytest.approx(2 * hidden_bytes + 2 * 4096 * 151936)
+
+
 def test_keys_that_were_gathered_may_be_kept() -> None:
     """torchtitan keeps those of the whole sequence, and recomputing operations gathers them again."""
     model, shape = load_model("llama-3.1-8b"), Shape(cp=8, dp=8, seq_length=131072, shard_size=64, zero_stage=3)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from planner.physics.layers import decoder_layer, model_totals
-from planner.physics.operators import Operator, num_parameters, operators_of
+from planner.physics.operators import Operator, num_parameters, operators_of, saved_bytes
 from planner.shape import Shape
 from planner.specs.architectures import from_config
 from planner.specs.model import ModelSpec
@@ -34,7 +34,7 @@ def layer_of(kind: str, **sizes: int) -> tuple[ModelSpec, list[Operator]]:
 def otherwise(kind: str, model: ModelSpec) -> float:
     """FLOPs per token between activations that transformers computes beyond the kernels, or by other functions."""
     mamba, linear, indexer = model.mamba, model.linear_attention, model.indexer
-    if kind in ("mamba2", "full_mamba2"):
+    if kind in ("mamba2", "full_mamba2", "shared_mamba2"):
         assert mamba is not None
         assert mamba.num_heads is not None
         # scores of every head, not of every group; states handed on by a product of all chunks with all
@@ -42,10 +42,10 @@ def otherwise(kind: str, model: ModelSpec) -> float:
         chunks = MEASURED[kind]["tokens"] // mamba.chunk_size
         states = 2 * (chunks + 1) ** 2 * mamba.intermediate_size * mamba.state_size / MEASURED[kind]["tokens"]
         return scores + states
-    if kind == "mamba":
+    if kind in ("mamba", "griffin"):
         assert mamba is not None
-        # only the states' product with C; the rest is element by element
-        return -7 * mamba.intermediate_size * mamba.state_size
+        # only the states' product with C; the rest, and all of Griffin's scan, is element by element
+        return -(7 if kind == "mamba" else 20) * mamba.intermediate_size * mamba.state_size
     if kind in ("gated_delta", "kimi_delta"):
         assert linear is not None
         # triangles are solved, not multiplied
@@ -118,3 +118,21 @@ def test_the_flops_of_a_token_grow_with_the_sequence_only_where_layers_attend() 
     # only the indexer sees the added keys: 2·d a head and key, half of them before the query, three passes
     added = 3 * 2 * index.index_n_heads * index.index_head_dim * 65_536 / 2
     assert flops[1] - flops[0] == pytest.approx(added, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("kind", "sizes", "kept"),
+    [
+        ("differential", {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64}, 30_296),
+        # a layer with the shared block, less one without
+        ("shared_mamba2", {"num_attention_heads": 8, "n_mamba_heads": 16, "mamba_ngroups": 1, "adapter_rank": 32,
+                           "use_mem_rope": True, "num_hidden_layers": 2,
+                           "layers_block_type": ["hybrid", "mamba"]}, 34_088),
+    ],
+)  # fmt: skip
+def test_a_layer_keeps_what_transformers_keeps(kind: str, sizes: dict[str, Any], kept: int) -> None:
+    """Bytes a token of 512 that autograd holds on a CPU, in bf16 with torch's attention, weights aside."""
+    config = MEASURED[kind]["config"] | {"hidden_size": 512, "intermediate_size": 1536} | sizes
+    model, shape, runtime = from_config(config, kind), Shape(seq_length=512), load_runtime("hf")
+    first, *others = (float(saved_bytes(decoder_layer(model, each, shape, runtime))) / 512 for each in model.kinds)
+    assert first - sum(others) == pytest.approx(kept, rel=5e-4)

@@ -397,6 +397,29 @@ def test_adafactor_makes_copies_of_the_largest_weight() -> None:
     assert sizes == pytest.approx(16 * 128_256 * 4096, rel=0.01)
 
 
+@pytest.mark.parametrize(
+    ("stage", "micro_batches", "unfused", "bytes_of_a_weight"),
+    [
+        (2, 1, False, 2 + 18 / 8),
+        (2, 1, True, 2 + 22 / 8),
+        (3, 1, False, 20 / 8),
+        (3, 1, True, 24 / 8),
+        (3, 2, True, 24 / 8),
+    ],
+)
+def test_the_peak_of_an_update_under_zero(
+    stage: int, micro_batches: int, unfused: bool, bytes_of_a_weight: float
+) -> None:
+    """Of short sequences: weights, gradients, their fp32 copies, masters and moments, and a copy of one of these."""
+    model = load_model("llama-3.1-8b")
+    training = TrainingSpec(global_batch_size=8 * micro_batches, seq_length=128)
+    layout = Parallelism(dp=8, zero_stage=stage, recompute="full")  # type: ignore[arg-type]
+    runtime = switched(load_runtime("hf"), {"sharding": "deepspeed", "unfused_adamw": unfused})
+    cluster = ClusterSpec(hardware=load_hardware("h100"), num_gpus=8)
+    memory = evaluate(model, cluster, training, layout, runtime=runtime).best.worst_stage.memory
+    assert memory.peak_allocated_bytes == pytest.approx(bytes_of_a_weight * 8.03e9, rel=0.06)
+
+
 def test_a_checkpoint_holds_the_states_that_there_are() -> None:
     held = {name: _runtime("hf", name).checkpoint_bytes_per_parameter for name in ("adamw", "adamw-8bit", "sgd")}
     assert held == {"adamw": 6, "adamw-8bit": 2 + 2 * (1 + 4 / BLOCK), "sgd": 2}

@@ -31,7 +31,7 @@ def expressions(rows: Any) -> Iterator[str]:
             continue
         says = row["says"] if isinstance(row, dict) else row
         yield from (as_expression(cell) for cell in ([says] if isinstance(says, str) else says))
-        yield row.get("when", "True") if isinstance(row, dict) else "True"
+        yield row.get("if", "True") if isinstance(row, dict) else "True"
 
 
 def given() -> dict[str, list[set[str]]]:

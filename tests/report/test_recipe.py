@@ -82,6 +82,10 @@ def test_the_heading_says_how_gains_were_priced(make_plan: MakePlan, replanned: 
             offer("bf16_gradients", True, 9.0, "bf16_gradients"),
             "--allow bf16_gradients: at least 10.0% faster, changes numerics",
         ),
+        (
+            offer("optimizer", "sgd", 9.0, "optimizer"),
+            "--allow optimizer: sgd, at least 10.0% faster, changes numerics",
+        ),
         (offer("dtype", "fp8", 7.5, "fp8"), "--allow fp8: at least 25.0% faster, changes numerics"),
         (
             offer("cuda_graph", "full_iteration", 8.0, "nan_checks", "fused_experts", changes="checks and numerics"),

@@ -220,7 +220,7 @@ def test_each_kind_of_change_is_shown_once_and_a_misfit_says_by_how_much() -> No
     misfit = next(change for change in made.changes if not change.fits and change.kind == "micro-batch")
     row = next(row for row in rows if row.change == misfit.change)
     lacking = gibibytes(misfit.total_bytes - made.cluster.hardware.memory_bytes)
-    assert row.remark in (f"does not fit by {lacking} GiB", "fits too narrowly")
+    assert row.remark in (f"lacks {lacking} GiB", "fits too narrowly")
     assert view_of(made).changes == small.change_rows(made, made.changes)
 
 

@@ -31,7 +31,7 @@ from planner.report.schedules import (
     render_timeline,
     shown_step,
 )
-from planner.report.trace import COMPUTE, InnerSlice, trace_events
+from planner.report.trace import COMPUTE, TraceSlice, trace_events
 from planner.schedule.compare import RankSeconds, compare, find_order, straggler_cost
 from planner.schedule.orders import build_schedule
 from planner.schedule.replay import Durations, Timeline, replay
@@ -257,9 +257,9 @@ def test_what_is_inside_a_pass_lies_in_every_such_pass_and_arrows_keep_clear_of_
     timeline = replay(build_schedule("1f1b", 2, 1, 2), Durations(ones, ones, ones))
     inner = {
         (0, "F"): [
-            InnerSlice(COMPUTE, "tp: gather", 0.0, 0.25),
-            InnerSlice("tensor-parallel", "gather", 0.0, 0.5, {"hidden_s": 0.25}),
-            InnerSlice(COMPUTE, "tp: scatter", 0.75, 1.0),
+            TraceSlice(COMPUTE, "tp: gather", 0.0, 0.25),
+            TraceSlice("tensor-parallel", "gather", 0.0, 0.5, {"hidden_s": 0.25}),
+            TraceSlice(COMPUTE, "tp: scatter", 0.75, 1.0),
         ]
     }
     trace = trace_events(timeline, inner=inner)

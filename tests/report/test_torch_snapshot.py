@@ -18,7 +18,7 @@ from planner.decide.sweep import Goal, Point, Sweep
 from planner.layout.alive import step_of
 from planner.layout.memory_curve import MemoryCurve, memory_curves
 from planner.layout.price import reprice
-from planner.report.plots import draw_sweep, drawn_sweep, image, series_of
+from planner.report.plots import drawn_sweep, image, series_of, write_picture
 from planner.report.trace import snapshot
 from planner.schedule.replay import replay
 
@@ -123,7 +123,7 @@ def test_series_are_lines_over_gpus_of_what_fits() -> None:
 def test_a_file_of_each_kind_is_the_same_every_time(name: str, start: bytes, tmp_path: Path) -> None:
     for folder in ("one", "two"):
         (tmp_path / folder).mkdir()
-        draw_sweep(sweep(), str(tmp_path / folder / name))
+        write_picture(drawn_sweep(sweep()), str(tmp_path / folder / name))
     data = (tmp_path / "one" / name).read_bytes()
     assert data.startswith(start)
     assert data == (tmp_path / "two" / name).read_bytes()

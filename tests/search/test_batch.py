@@ -44,3 +44,6 @@ def test_a_batch_that_leaves_gpus_idle_gets_an_offer_that_holds() -> None:
     assert even.batch_offer is None
     assert even.step.step_s == pytest.approx(odd.batch_offer.step_s, rel=0.01)
     assert odd.batch_offer.tokens_per_s > 1.02 * odd.step.tokens_per_s
+    few = ClusterSpec(hardware="h100", num_gpus=6), TrainingSpec(seq_length=2048, global_batch_size=16)
+    far = plan("1b", *few, runtime="hf")
+    assert (far.parallelism.num_gpus_spare, far.batch_offer.global_batch_size) == (2, 18)

@@ -266,7 +266,8 @@ def test_weights_are_sharded_over_as_many_ranks_as_pays() -> None:
         ClusterSpec(hardware=load_hardware("h100"), num_gpus=64),
         TrainingSpec(seq_length=4096, global_batch_size=512),
     )
-    pins = {"tp": (1,), "cp": (1,), "pp": (1,), "micro_batch_size": (4,), "recompute": ("none",)}
+    pins = {"tp": (1,), "cp": (1,), "pp": (1,), "micro_batch_size": (4,), "zero_stage": (3,)}
+    pins["recompute"] = ("none",)
     best = plan(*arguments, limits=SearchLimits(**pins, gap_fraction=0.0), runtime="torchtitan").best
     assert best.parallelism.shard_size < best.parallelism.dp == 64
     for size in (8, 16, 32, 64):

@@ -36,6 +36,7 @@ def test_what_is_wrong_is_said(tmp_path: Path, text: str, says: str, hint: str) 
         read_phases(str(path))
     assert str(path) in caught.value.message
     assert says in caught.value.message
+    assert ("more problem" in caught.value.message) == ("form:" in text)
     assert hint in caught.value.hint
 
 

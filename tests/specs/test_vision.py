@@ -88,6 +88,9 @@ def size(kind: str, vision: dict[str, Any], text_hidden: int) -> int:
         ("minicpmv4_6", {"model_type": "minicpmv4_6_vision"}, 4096, "", 157_399_552),
         ("muse_glimmer", {"model_type": "muse_glimmer_vision"}, 6656, "", 1_921_845_760),
         ("qianfan_ocr", {"model_type": "qianfan_ocr_vision"}, 4096, "", 337_583_104),
+        ("phi4_multimodal", {"model_type": "phi4_multimodal_vision"}, 3072, "", 441_550_016),
+        ("mimo_v2", {"depth": 28}, 4096, "mimo-v2-flash", 309_507_375_296),
+        ("hyperclovax_vision_v2", {"model_type": "qwen2_5_vl_vision"}, 4096, "", 3_097_709_312),
     ],
 )  # fmt: skip
 def test_parameters_to_the_digit(kind: str, vision: dict[str, Any], hidden: int, language: str, total: int) -> None:
@@ -108,6 +111,10 @@ def test_flops_of_an_image(kind: str, vision: dict[str, Any], products: int, att
     sizes = {"hidden_size": 320, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 4,
              "patch_size": 14, "out_hidden_size": 256}  # fmt: skip
     model = model_with(kind, sizes | vision, 256)
+    tower = model.vision
+    assert tower is not None
+    tower = tower.model_copy(update={"image_tokens": 4096 // tower.patches_per_token})
+    model = model.model_copy(update={"vision": tower})
     flops = sum(float(op.forward_flops) for op in vision_tower(model, Shape(seq_length=4096), RUNTIME))
     assert flops == products + 4 * 320 * attended
 
@@ -219,7 +226,15 @@ def test_layers_that_attend_to_images_alone() -> None:
 
 @pytest.mark.parametrize(
     ("name", "tokens", "tiles"),
-    [("internvl3-8b", 1280, 5), ("llava-v1.6-mistral-7b", 2880, 5), ("smolvlm2-2.2b", 1377, 17)],
+    [
+        ("internvl3-8b", 1280, 5),
+        ("llava-v1.6-mistral-7b", 2880, 5),
+        ("smolvlm2-2.2b", 1377, 17),
+        ("qwen2.5-vl-7b", 1024, 1),
+        ("qwen3-vl-8b", 784, 1),
+        ("pixtral-12b", 3136, 1),
+        ("kimi-vl-a3b", 1024, 1),
+    ],
 )
 def test_a_tower_sees_each_tile_by_itself(name: str, tokens: int, tiles: int) -> None:
     """Tiles of an image of 896 × 896, as transformers' processors cut it."""

@@ -89,6 +89,7 @@ ODD_EXPERTS = changed(PLAIN_DEEPSEEK, moe={**PLAIN_DEEPSEEK.moe.model_dump(), "m
 MEGATRON_CASES = [
     ("heads_not_divisible_by_tp", changed(LLAMA, num_attention_heads=96), {"tp": 64}, "num_attention_heads 96"),
     ("kv_heads_not_divisible_by_tp", changed(LLAMA, num_attention_heads=96, num_key_value_heads=6), {"tp": 4}, "6"),
+    ("delta_heads_not_divisible_by_tp_cp", load_model("qwen3-next-80b-a3b"), {"tp": 8, "cp": 4}, "num_key_heads 16"),
     ("scan_groups_not_divisible_by_tp", load_model("nemotron-3-nano"), {"tp": 16}, "mamba.n_groups 8"),
     ("intermediate_size_not_divisible_by_tp", changed(LLAMA, intermediate_size=53244), {}, "53244"),
     (

@@ -207,7 +207,7 @@ def load_finetunes() -> tuple[Finetune, ...]:
     rows = []
     for name in ("finetunes.jsonl", "finetunes_megatron.jsonl"):
         for line in _lines(name):
-            line["run"]["model"] = models[line["run"]["model"]]
+            line["run"]["model"] = models.get(line["run"]["model"], line["run"]["model"])
             rows.append(Finetune.model_validate(line))
     return tuple(rows)
 

@@ -63,6 +63,7 @@ def read_shell(text: str, files: Files = lambda name: None) -> Script:
         for inner in [text for text in script.files.values() if re.search(r"^\s*--[a-z]", text, re.MULTILINE)]:
             reader.block(reader.parsed(inner))
         script.words = max(script.commands, key=_num_options, default=[])
+    script.words = _behind_srun(script.words, script.directives)
     script.variables = {name: words for name, words in reader.words.variables.items() if name[0].isalpha()}
     for option, key, name in _BEHIND_OPTION.findall(text):
         if name not in script.variables and (option or key or not AROUND.search(name)):
@@ -81,6 +82,24 @@ AROUND = re.compile(
     re.IGNORECASE,
 )
 """Names of variables that say where a run is and what it reads, not how it is laid out."""
+
+
+_PROGRAM = re.compile(
+    r"(\S*/)?(python[\d.]*|torchrun|deepspeed|accelerate|(ba)?sh|uv|llamafactory-cli|swift|megatron|axolotl)"
+)
+
+
+def _behind_srun(words: list[str], directives: Named) -> list[str]:
+    """The words of the program that srun starts; its own words are directives, as those of a script are."""
+    begin = words.index("srun") if "srun" in words else len(words)
+    end = next((at for at in range(begin + 1, len(words)) if _PROGRAM.fullmatch(words[at])), None)
+    if end is None:
+        return words
+    for word, after in zip(words[begin + 1 : end], words[begin + 2 : end + 1], strict=True):
+        name, is_with, value = word.lstrip("-").partition("=")
+        if word.startswith("-") and (is_with or after[0].isdigit()):
+            directives[name] = value if is_with else after
+    return words[end:]
 
 
 def _num_options(words: list[str]) -> int:

@@ -59,6 +59,11 @@ _CALLS = re.compile(
     r"(TrainingArguments|\w*(SFT|DPO|CPO|GRPO|Reward|Trainer|Sft|KTO|ORPO|Lora|LoRA)(Config|Arguments)"
     r"|BitsAndBytesConfig|ParallelismConfig|DistributedConfig|get_peft_model|(^|\.)\w*Trainer)$"
 )
+_LEARNED = re.compile(
+    r"\b(?:trl |scripts\.|(?:run_|train_)?(?=\w+\.py\b))(dpo|kto|orpo|cpo|grpo|rloo|ppo|reward|gkd)"
+    r"(?:_vlm|_train|_modeling)?(?:\.py)?(?!\S)"
+)
+"""Programs of TRL, and of those who follow it, whose names say what is learned."""
 _SPELLED = {what: tuple(names.split()) for what, names in table()["huggingface"]["spelled"].items()}
 _SEQUENCE, _BATCH, _MODEL, _NARROWER, _OTHERS, _PACKING, _CHECKPOINTING = (
     _SPELLED[what] for what in ("sequence", "batch", "model", "narrower", "others", "packing", "checkpointing")
@@ -106,13 +111,16 @@ def read_openrlhf(config: ConfigFile) -> ImportedRun:
     imported.source = "openrlhf"
     if is_rl:
         length, in_ray = imported.run["seq_length"] or 0, "train_ppo_ray" in config.text
-        imported.put(readings("openrlhf", given, length=length, in_ray=in_ray))
+        zero = imported.run["parallelism"].get("zero_stage")
+        imported.put(readings("openrlhf", given, length=length, in_ray=in_ray, zero=zero))
     return imported
 
 
 def run_of_arguments(keyed: KeyedSettings, config: ConfigFile, tool: Dialect | None = None) -> ImportedRun:
     """The run of a trainer's settings, over the defaults of the tool that reads them."""
     keyed.settings = _in_one(keyed.settings)
+    if tool is None and (learned := _LEARNED.search(" ".join(keyed.script.words))) is not None:
+        keyed.settings.setdefault("stage", learned[1])
     said = {**_model_options(keyed.settings), **keyed.settings, **beside_adapters(keyed.settings, config)}
     _refuse_others(said, keyed, config)
     tool = tool or tool_of(said, config.text + keyed.program)
@@ -139,7 +147,9 @@ def run_of_arguments(keyed: KeyedSettings, config: ConfigFile, tool: Dialect | N
     if run["num_gpus"] is None and re.search(r"\bFast(Language|Vision)?Model\.from_pretrained", config.text):
         run["num_gpus"], imported.assumed["num_gpus"] = 1, "1, as Unsloth trains without a launcher"
     _read_launch(imported, settings, config, tool, not keyed.script.words and tool.name in _BY_ACCELERATE)
-    set_model(imported, next((settings[name] for name in _MODEL if settings.get(name)), None))
+    given = [str(settings[name]) for name in (*_MODEL, "model_type") if settings.get(name)]
+    # ms-swift's type of a model names it where its folder does not
+    set_model(imported, next(filter(model_called, given), given[0] if given else None), settings)
     run["model"] = run["model"] or exported_model(config.text)
     # what a file of DeepSpeed's or the arguments say comes before what the tool has unasked
     batch = number(said, *_BATCH) or (None if "micro_batch_size" in layout else number(settings, *_BATCH))
@@ -150,8 +160,9 @@ def run_of_arguments(keyed: KeyedSettings, config: ConfigFile, tool: Dialect | N
     stage = {} if is_off(settings.get("deepspeed")) else {"zero_stage": layout.get("zero_stage")}
     known = {**settings, **stage, "said": said, "num_gpus": run["num_gpus"]}
     imported.refused = refused_settings(known, "huggingface", "accelerate", tool.name)
-    imported.refused += _other_batches(imported, said, deepspeed_beside(config, settings.get("deepspeed")) or {})
-    read_fine_tuning(imported, settings, number(said, *_SEQUENCE))
+    beside = deepspeed_beside(config, settings.get("deepspeed")) or {}
+    imported.refused += _other_batches(imported, said, beside)
+    read_fine_tuning(imported, settings, number(said, *_SEQUENCE), "optimizer" in beside)
     _list_unread(imported, settings)
     if is_on(settings.get("use_asft_loss")):
         imported.reinforce(frozen_copies=1)

@@ -85,7 +85,7 @@ def _names(plan: Plan) -> Fields:
         "offloads_all": runtime.optimizer_offload_fraction == 1 and sharding == "fsdp2",
         "optim": OPTIMIZERS.get(str(plan.best.recipe.get("optimizer", "adamw"))),
         "layer_class": layer_class_of(plan.model.spec),
-        "attention": attention_name(runtime, plan.model.spec),
+        "attention": attention_name(runtime, plan.model.spec, plan.cluster.hardware.architecture),
     }  # fmt: skip
 
 
@@ -95,14 +95,14 @@ FULL_RATE, ADAPTER_RATE = 2e-5, 2e-4
 _ATTENTION = {"fastest": "flash_attention_3", "flash": "flash_attention_2", "flash1": "flash_attention_2"}
 
 
-def attention_name(runtime: RuntimeSpec, model: ModelSpec) -> str:
+def attention_name(runtime: RuntimeSpec, model: ModelSpec, architecture: str = "hopper") -> str:
     """The value of `attn_implementation` for a runtime's attention; torch's own takes no soft caps and no sinks."""
     if not runtime.flash_attention:
         return "eager"
     if model.attention_sinks:
-        return "kernels-community/vllm-flash-attn3"
-    plain = "sdpa" if model.attn_logit_softcapping is None else "flash_attention_2"
-    return _ATTENTION.get(runtime.attention_kernel, plain)
+        # those that modeling_gpt_oss.py names; FlashAttention-3 has no kernels for Blackwell
+        return "flash_attention_4" if architecture == "blackwell" else "kernels-community/vllm-flash-attn3"
+    return _ATTENTION.get(runtime.for_model(model).attention_kernel, "sdpa")
 
 
 def training_arguments(plan: Plan) -> Fields:

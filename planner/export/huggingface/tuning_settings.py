@@ -11,6 +11,7 @@ from planner.errors import SpecError
 from planner.export.huggingface.deepspeed_files import apply_deepspeed, parse_json, section
 from planner.export.imported_run import ConfigFile, ImportedRun, json_of, new_run
 from planner.export.keyed_settings import (
+    Settings,
     dialect,
     first,
     flat,
@@ -62,17 +63,24 @@ def deepspeed_beside(config: ConfigFile, name: Any) -> Fields | None:
     return None if text is None else parse_json(text)
 
 
-def set_model(imported: ImportedRun, name: Any) -> None:
-    """The model that a setting names; a note where the planner does not know it."""
+def set_model(imported: ImportedRun, name: Any, settings: Settings) -> None:
+    """The model that a setting names, with the images of the settings; a note where the planner does not know it."""
     if not isinstance(name, str) or not name:
         return
     imported.run["model"] = found = model_called(name)
     if found is None:
         imported.model_name = name
-    elif (tower := load_model(found).vision) is not None:
-        tokens = f"{tower.image_tokens:,} tokens"
+    elif (tower := (model := load_model(found)).vision) is not None:
+        length, adapters = imported.run["seq_length"], says_adapters(settings)
+        said = readings("tower", settings, tower=tower, length=length, adapters=adapters)
+        if said["vision"]:
+            fields = model.model_dump(mode="json") | ({"name": found} if isinstance(found, str) else {})
+            imported.run["model"] = {**fields, "vision": fields["vision"] | said["vision"]}
+        imported.unknown |= said["unknown"]
+        tower = tower.model_copy(update=said["vision"])
         imported.notes.append(
-            f"{name[:80]}: planned with a frozen tower and an image of {tokens} a sequence (--images)"
+            f"{name[:80]}: planned with a {'trained' if tower.is_trained else 'frozen'} tower and an image of "
+            f"{tower.image_tokens:,} tokens a sequence (--images)"
         )
     elif has_towers(name):
         imported.notes.append(f"{name[:80]}: the language model alone is planned")
@@ -99,7 +107,9 @@ def beside_adapters(settings: Said, config: ConfigFile) -> Fields:
 def says_adapters(settings: Said) -> bool:
     """The settings of a trainer train adapters, by any of their words."""
     named = word(settings, "adapter", *_KINDS)
-    given = word(settings, "lora_r", "lora_rank", "lora_dim") not in ("", "0")
+    # DeepSpeed-Chat's `lora_dim` trains the weights too, unless it is told not to
+    names = ("lora_r", "lora_rank", *(("lora_dim",) if is_any_on(settings, "only_optimize_lora") else ()))
+    given = word(settings, *names) not in ("", "0")
     is_off = named in ("full", "freeze") or any(
         name in settings and not is_on(settings[name]) for name in ("use_peft", "use_lora")
     )
@@ -107,16 +117,20 @@ def says_adapters(settings: Said) -> bool:
     return named in _WORDS or is_asked or (given and not is_off)
 
 
-def read_fine_tuning(imported: ImportedRun, settings: Fields, said_length: int | None = None) -> None:
+def read_fine_tuning(
+    imported: ImportedRun, settings: Fields, said_length: int | None = None, of_deepspeed: bool = False
+) -> None:
     """Put adapters, objective, optimizer and kernels into a run, and choose the trainer that keeps weights as it does.
 
-    `said_length` are the tokens of a sequence that the settings say.
+    `said_length` are the tokens of a sequence that the settings say; the optimizer may be `of_deepspeed`'s file.
     """
     run, layout = imported.run, imported.run["parallelism"]
     if says_adapters(settings) or str(settings.get("peft_type")).upper() == "LORA":
         bits = 4 if word(settings, "adapter") == "qlora" or is_any_on(settings, "use_qlora", "q_lora") else None
         run["adapters"], unknown = read_adapters(settings, bits)
         imported.unknown |= unknown
+    elif word(settings, "lora_dim") not in ("", "0"):
+        imported.unknown["lora_dim"] = f"{settings['lora_dim']}, priced as all weights without only_optimize_lora"
     elif bits_of(settings) < 16:
         imported.unknown["quantization"] = f"weights of {bits_of(settings)} bits that are trained whole"
     for kind in _KINDS:
@@ -124,6 +138,7 @@ def read_fine_tuning(imported: ImportedRun, settings: Fields, said_length: int |
             imported.unknown[kind] = f"{settings[kind]}, priced as {'lora' if run.get('adapters') else 'all weights'}"
     of_run = {"runtime": run["runtime"], "adapters": run.get("adapters"), "layers": num_layers_of(run["model"])}
     of_layout = {"layout": layout, "zero": layout.get("zero_stage", 0), "said_length": said_length, "kinds": _KINDS}
+    of_layout["of_deepspeed"] = of_deepspeed
     of_layout["is_plain"] = has_plain_attention(run["model"])
     of_layout["switched"] = switches_of(load_runtime(HF_RUNTIME))["optimizer"]
     found = readings("huggingface", settings, **_WORDS_OF_TRAINERS, **of_run, **of_layout)
@@ -219,7 +234,9 @@ _EXPERTS = "experts."
 
 def lora_config(adapters: AdapterSpec, model: ModelSpec) -> Fields:
     """Fields of peft's LoraConfig, with the targets in its order and without those of the other kind of attention."""
-    absent = ATTENTION[:3] if model.mla is not None else LATENT
+    absent = LATENT
+    if model.mla is not None:
+        absent = (*ATTENTION[1:3], *(ATTENTION[:1] if model.mla.q_lora_rank else LATENT[:2]))
     named = [name for name in TARGETS if name in adapters.modules and (name not in absent or name in adapters.targets)]
     return settings_file("lora", adapters=adapters, named=named)
 
@@ -236,7 +253,7 @@ def read_adapters(settings: Said, bits: int | None = None) -> tuple[Fields, Name
     """
     adapters: Fields = {"base_bits": bits or bits_of(settings)}
     unknown: Named = {}
-    rank, dropout = first(settings, "r", "lora_r", "lora_rank"), first(settings, "lora_dropout")
+    rank, dropout = first(settings, "r", "lora_r", "lora_rank", "lora_dim"), first(settings, "lora_dropout")
     if rank is not None:
         adapters["rank"] = int(_number("r", rank))
     if dropout is not None:

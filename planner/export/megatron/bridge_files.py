@@ -65,7 +65,8 @@ def model_overrides(model: ModelSpec, fuses_activation: bool) -> Overrides:
     model = stated(model)
     method, scaling = rotary_method(model), model.rope_scaling
     is_stretched = scaling is not None and method == "yarn"
-    is_tanh = model.activation == "gelu_tanh" and model.has_mlp_bias and not model.gated_mlp
+    # experts weight what no fused kernel of a gated GELU does (core/transformer/mlp.py)
+    fusible = model.moe is None if model.gated_mlp else model.has_mlp_bias
     names = {
         "model": model,
         "family": family_of(model),
@@ -74,7 +75,7 @@ def model_overrides(model: ModelSpec, fuses_activation: bool) -> Overrides:
         "slides": [kind.attention == "sliding" for kind in model.layers],
         "scale": model.attention_multiplier or query_width(model) ** -0.5,
         "fuses": fuses_activation,
-        "fuses_tanh": fuses_activation and is_tanh,
+        "fuses_tanh": fuses_activation and fusible and model.activation == "gelu_tanh",
         "tanh": TANH,
         "usual_base": ROTARY_BASE,
         "every_nth": every_nth,

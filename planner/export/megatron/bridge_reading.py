@@ -262,7 +262,7 @@ def _read_recipe(config: ConfigFile) -> ImportedRun:
 
 
 BASES: dict[str, Fields] = _ROW["bases"]
-"""Fields that functions set which recipes of Megatron-Bridge begin with (recipes/common.py, August 2026)."""
+"""Fields set by the functions that recipes of Megatron-Bridge call first (recipes/common.py, August 2026)."""
 
 
 def _in_sections(fields: Said) -> Fields:

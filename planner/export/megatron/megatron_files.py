@@ -102,15 +102,13 @@ def _texts_of_a_run(plan: Plan) -> tuple[Arguments, Arguments]:
 
 
 NEWEST = "0.20"
-WRITTEN_FOR = f"Megatron-LM core {NEWEST}.0"
 _SCHEDULES = ("1f1b", "interleaved-1f1b", "none")
 _RECOMPUTABLE = ("core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe", "shared_experts")
 
 
 def written_for(plan: Plan) -> str:
     """Megatron-LM and the version that the arguments are for."""
-    version = plan.runtime_spec.version
-    return f"Megatron-LM core {version}" if version else WRITTEN_FOR
+    return f"Megatron-LM core {plan.runtime_spec.version or _least_version(plan) + '.0'}"
 
 
 def megatron_arguments(

@@ -161,8 +161,8 @@ CAPACITY = 1.5
 STASH = 1.2
 """Buffers of the paged stash, over what balanced experts keep (Megatron-Bridge's recipes for DeepSeek-V3)."""
 INFLIGHT = 1
-"""Copies to the host, of one kind, that a graph of a whole iteration does not wait for: Megatron-Bridge's recipe of
-DeepSeek-V3 for GB300."""
+"""Offloads of one kind that may be in flight at once inside a CUDA graph of a whole iteration (Megatron-Bridge's recipe
+of DeepSeek-V3 for GB300)."""
 
 
 def switch_arguments(plan: Plan) -> Arguments:

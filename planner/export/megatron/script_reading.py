@@ -51,12 +51,12 @@ def _said(options: Options, source: str) -> Fields:
     features: Fields = canonical(
         read_switches(SWITCH_OPTIONS, {name: words or True for name, words in options.items()})
     )
+    if read_dtype(options) == "fp16":
+        # gradients of fp16 are 16 bits wide unless they are asked to be 32
+        features["bf16_gradients"] = "--accumulate-allreduce-grads-in-fp32" not in options
     names = {"features": features, "dtype": read_dtype(options), "source": source}
     said = readings("megatron", options, **reading(options), **names, fields_of=SWITCHES["precision_recipe"].fields_of)
     left_out = () if "--num-experts" in options else _OF_MIXTURES
-    if read_dtype(options) == "fp16":
-        # gradients of fp16 are 16 bits wide unless they are asked to be 32
-        left_out = (*left_out, "bf16_gradients")
     features = {name: value for name, value in (features | said["features"]).items() if name not in left_out}
     return {**said, "features": features | read_fields([KERNELS], options)}
 
@@ -265,7 +265,7 @@ def named_refusals(options: Options, parsers: Collection[str] = _PARSERS["megatr
     for name, expression in sizes["names"].items():
         names[name] = value_of(expression, names)
     for name, row in sizes["refused"].items():
-        if row.get("by") in (None, *parsers) and value_of(row["when"], names):
+        if row.get("by") in (None, *parsers) and value_of(row["if"], names):
             if row.get("loses"):
                 # an older version went on with fewer layers than the model has
                 hint = "give the pipeline that these layers are for, or leave them out"

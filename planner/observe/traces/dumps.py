@@ -18,10 +18,10 @@ import numpy as np
 
 from planner.errors import SpecError
 from planner.observe.observation import SavedPart
-from planner.observe.traces.events import TABLES, ranks_of
+from planner.observe.traces.events import TABLES, is_whole, ranks_of
 from planner.observe.traces.source import Progress, load_plain, trace_file
-from planner.specs.base import Fields, Ints, Said, Texts
-from planner.specs.expressions import told
+from planner.specs.base import Fields, Ints, Said, Texts, grouped
+from planner.specs.expressions import texts_of
 from planner.specs.reading import DUMP, label, parse_json, printable
 
 UNATTRIBUTED = "unattributed"
@@ -262,7 +262,7 @@ def whole(entry: Said, key: str, where: str, place: str, default: int | None = N
     """A whole number of an entry; SpecError names the place of anything else."""
     value = entry.get(key, default)
     most = 2**64 if key.startswith("addr") else 2**48
-    if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < most:
+    if is_whole(value, most):
         return value
     raise _error(where, f"{place}: {key}: {printable(repr(value)[:60], 40)} is no number of bytes")
 
@@ -394,7 +394,7 @@ def _dump(path: str | Path, number: int, num_files: int) -> FlightDump:
 
 def _rank(data: Fields, where: str, number: int, num_files: int) -> int:
     said = data.get("rank")
-    if isinstance(said, int) and not isinstance(said, bool) and 0 <= said < 10**7:
+    if is_whole(said, 10**7):
         return said
     if match := _RANK.search(Path(where).name):
         return int(match[1])
@@ -408,15 +408,14 @@ def _entry(raw: Fields, rank: int) -> RecordedCollective:
     frame = frames[0] if isinstance(frames, list) and frames and isinstance(frames[0], dict) else {}
     file = str(frame.get("filename", "")).rpartition("/")[2]
     name = _text(raw.get("profiling_name"))
+    sequence, created_ns = (
+        said if is_whole(said := raw.get(key)) else 0 for key in ("collective_seq_id", "time_created_ns")
+    )
     return RecordedCollective(
-        rank, _whole(raw.get("collective_seq_id")), name.partition(":")[2] or name, _text(raw.get("input_dtypes")),
+        rank, sequence, name.partition(":")[2] or name, _text(raw.get("input_dtypes")),
         _text(raw.get("input_sizes")), raw.get("state") == "completed" or raw.get("retired") is True,
-        _whole(raw.get("time_created_ns")), _text(f"{file}:{frame.get('line')}:{frame.get('name')}") if file else "",
+        created_ns, _text(f"{file}:{frame.get('line')}:{frame.get('name')}") if file else "",
     )  # fmt: skip
-
-
-def _whole(value: object) -> int:
-    return value if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63 else 0
 
 
 def _text(value: object) -> str:
@@ -429,9 +428,8 @@ def _group(key: tuple[str, str], dumps: Sequence[FlightDump]) -> FlightGroup:
     }
     present = list(of_rank)
     said = next((dump.members[key[0]] for dump in dumps if dump.members.get(key[0])), ())
-    by_sequence: dict[int, list[RecordedCollective]] = defaultdict(list)
-    for entry in sorted(chain(*of_rank.values()), key=lambda entry: entry.sequence):
-        by_sequence[entry.sequence].append(entry)
+    ordered = sorted(chain(*of_rank.values()), key=lambda entry: entry.sequence)
+    by_sequence = grouped((entry.sequence, entry) for entry in ordered)
     completed = {rank: max((e.sequence for e in own if e.done), default=0) for rank, own in of_rank.items()}
     # a rank whose ring begins later has called a collective and forgotten it
     first_kept = {dump.rank: 0 for dump in dumps if dump.rank in (said or present)}
@@ -472,7 +470,7 @@ def _verdict(groups: Sequence[FlightGroup]) -> str:
     waiting = [(_name(group), waits) for group in groups for waits in group.outstanding]
     differs, waits = next(iter(differing), None), min(waiting, key=lambda pair: not pair[1].missing, default=None)
     names = {"differs": differs, "waits": waits, "map": map}
-    return next(says for (says,) in told(TABLES["verdicts"], names))
+    return texts_of(TABLES["verdicts"], names)[0]
 
 
 def _name(group: FlightGroup) -> str:

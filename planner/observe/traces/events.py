@@ -6,11 +6,11 @@ The names that they have are tables of `names.yaml`; the first row that matches 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 from numpy.typing import NDArray
@@ -89,21 +89,23 @@ def axis_of(group: ProcessGroup, grid: Mapping[str, int] | None = None) -> str:
     return group.label
 
 
+def is_whole(value: object, most: int = 2**62) -> TypeGuard[int]:
+    """True for a whole number below `most`, of whatever a file may hold."""
+    return type(value) is int and 0 <= value < most
+
+
 def ranks_of(text: object) -> Ints:
     """The ranks in a list, or in text such as `[0, 1]`; none where it was truncated or is something else."""
     if isinstance(text, str):
         if "..." in text or not re.fullmatch(r"\[[\d,\s]*\]", text) or len(text) > 10**6:
             return ()
-        entries: Sequence[object] = [int(word) for word in re.findall(r"\d{1,9}", text)]
-    else:
-        entries = text if isinstance(text, list) else []
-    good = all(isinstance(entry, int) and not isinstance(entry, bool) and 0 <= entry < 10**7 for entry in entries)
-    return tuple(entries) if good else ()  # type: ignore[arg-type]
+        text = [int(word) for word in re.findall(r"\d{1,9}", text)]
+    return tuple(text) if isinstance(text, list) and all(is_whole(rank, 10**7) for rank in text) else ()
 
 
 def ranks_by_stride(*said: object) -> Ints:
     """The ranks of `Global rank start`, `Global rank stride` and `Group size`."""
-    start, stride, size = (number if isinstance(number, int) and 0 <= number < 10**7 else -1 for number in said)
+    start, stride, size = (number if is_whole(number, 10**7) else -1 for number in said)
     return tuple(start + stride * index for index in range(min(size, 10**6))) if start >= 0 < stride else ()
 
 

@@ -39,8 +39,8 @@ from planner.observe.traces.events import (
     axis_of_description,
 )
 from planner.observe.traces.source import Progress, read_kineto, trace_file
-from planner.specs.base import Named, Texts
-from planner.specs.expressions import told
+from planner.specs.base import Named, Texts, filled, grouped
+from planner.specs.expressions import texts_of
 from planner.specs.reading import STDIN
 
 _COLLECTIVE_PATTERNS = [(kind, re.compile(text, re.IGNORECASE)) for kind, text in TABLES["collectives"].items()]
@@ -143,15 +143,11 @@ def peer_times(ranks: Sequence[Sorted]) -> PeerTimes:
 
 def _matched(ranks: Sequence[Sorted]) -> Iterable[list[tuple[int, int]]]:
     """Lists of (rank's place, event's index) that are one exchange, of groups whose ranks did equally many."""
-    found: dict[SharedKey, list[list[tuple[int, int]]]] = defaultdict(list)
-    for place, events in enumerate(ranks):
-        mine: dict[SharedKey, list[tuple[int, int]]] = defaultdict(list)
-        for index in np.flatnonzero(events.group >= 0).tolist():
-            key = _shared_key(events, index)
-            if key is not None:
-                mine[key].append((place, index))
-        for key, entries in mine.items():
-            found[key].append(entries)
+    of_ranks = (
+        grouped((_shared_key(events, index), (place, index)) for index in np.flatnonzero(events.group >= 0).tolist())
+        for place, events in enumerate(ranks)
+    )
+    found = grouped((key, entries) for mine in of_ranks for key, entries in mine.items() if key is not None)
     for lists in found.values():
         if len({len(entries) for entries in lists}) == 1:
             yield from ([entries[number] for entries in lists] for number in range(len(lists[0])))
@@ -195,8 +191,8 @@ def _clocks(ranks: Sequence[Sorted], shared: Sequence[list[tuple[int, int]]]) ->
             continue
         for place, index in entries[1:]:
             ends[first, place].append(int(trace.gpu["end"][first_index]) - int(ranks[place].trace.gpu["end"][index]))
-    known: set[int] = set()
-    errors: list[int] = []
+    known = set()
+    errors = []
     for root in range(len(ranks)):  # one of each part of the ranks that no collective joins to those before
         if root in known:
             continue
@@ -316,7 +312,7 @@ def _not_shown(ranks: Sequence[Sorted], reports: Sequence[RankReport], peers: Pe
         "ranks": ranks, "steps": [step for report in reports for step in report.steps],
         "communicates": any((events.group >= 0).any() for events in ranks), "num_matched": peers.num_matched,
     }  # fmt: skip
-    return tuple(says for (says,) in told(TABLES["not_shown"], names))
+    return tuple(texts_of(TABLES["not_shown"], names))
 
 
 _TERMS = {
@@ -345,7 +341,7 @@ class ObservedFiles(Observed):
 def kinds_of(paths: Sequence[str]) -> dict[str, FileKind]:
     """The files that are no text logs, with their kinds; SpecError for one that cannot be read."""
     kinds = {path: file_kind_of(path) for path in paths if path != STDIN}
-    return {path: kind for path, kind in kinds.items() if kind is not None}
+    return filled(kinds.items())
 
 
 def read_recorded(
@@ -428,7 +424,7 @@ def _facts(traces: TraceReport | None) -> JobFacts:
 
 def _notes(recorded: Recorded) -> Texts:
     """Sentences on what the files cannot show."""
-    notes: list[str] = []
+    notes = []
     if recorded.traces:
         notes += [f"not shown: {sentence}" for sentence in recorded.traces.not_shown]
         notes += dict.fromkeys(warning for rank in recorded.traces.ranks for warning in rank.warnings)

@@ -38,6 +38,7 @@ from planner.observe.traces.events import (
     Events,
     ProcessGroup,
     RankTrace,
+    is_whole,
     launch_of,
     rank_in_name,
     ranks_by_stride,
@@ -334,13 +335,13 @@ class _Reader:
             self.num_negative += 1
             return
         said = event.get("args")
-        arguments: Fields = said if isinstance(said, dict) else {}
+        arguments = said if isinstance(said, dict) else {}
         call = self._call(arguments) if "Collective name" in arguments else -1
         link = arguments.get("correlation")
         lane = self.lanes.setdefault((_key(event.get("pid")), _key(event.get("tid"))), len(self.lanes))
         row = (
             start_ns, start_ns + round(length_us * 1e3), lane, self._name(text),
-            link if isinstance(link, int) and 0 <= link < 2**62 else -1, call, kind == "gpu" and category != "kernel",
+            link if is_whole(link) else -1, call, kind == "gpu" and category != "kernel",
         )  # fmt: skip
         self.tables[kind].extend(row)
         if call >= 0 and kind == "operators":
@@ -371,7 +372,7 @@ class _Reader:
         sizes = (arguments.get(f"{side} msg nelems") for side in ("In", "Out"))
         call = Call(
             _text(arguments["Collective name"]).lower(), group,
-            max(size if isinstance(size, int) and 0 <= size < 2**62 else 0 for size in sizes),
+            max(size if is_whole(size) else 0 for size in sizes),
             _text(arguments.get("dtype", "")),
             (source, destination) if isinstance(source, int) and isinstance(destination, int) else None,
         )  # fmt: skip
@@ -398,12 +399,13 @@ class _Reader:
         device_of = [0 if on_host else device for device, _ in lanes]
         devices = sorted({device_of[lane] for lane in np.unique(gpu["lane"])}, key=str)
         rank, world_size = _rank(header, where)
+        origin_ns = header.get("baseTimeNanoseconds")
         for device in devices:
             mine = np.array([own == device for own in device_of], bool)[gpu["lane"]]
             yield RankTrace(
                 where=where, rank=rank if len(devices) == 1 else None, world_size=world_size,
                 device=HOST if on_host else _device_name(header, device),
-                origin_ns=_whole(header.get("baseTimeNanoseconds")) + round((self.origin_us or 0.0) * 1e3),
+                origin_ns=(origin_ns if is_whole(origin_ns) else 0) + round((self.origin_us or 0.0) * 1e3),
                 names=tuple(printable(name, MAX_NAME_CHARS) for name in self.names),
                 groups={**self.groups, **_configured(header)}, calls=tuple(self.calls), gpu=gpu[mine],
                 launches=launches, operators=operators, marks=marks, on_host=on_host, warnings=tuple(warnings),
@@ -465,9 +467,9 @@ def _rank(header: Said, where: str) -> tuple[int | None, int | None]:
     said = info if isinstance(info, dict) else {}
     rank = said.get("rank")
     world_size = said.get("world_size")
-    if not isinstance(rank, int) or not 0 <= rank < 10**7:
-        rank = rank_in_name(where)
-    return rank, world_size if isinstance(world_size, int) and world_size > 0 else None
+    return rank if is_whole(rank, 10**7) else rank_in_name(where), world_size if isinstance(
+        world_size, int
+    ) and world_size > 0 else None
 
 
 def _device_name(header: Said, device: int | str) -> str:
@@ -484,7 +486,3 @@ def _text(value: object) -> str:
 
 def _key(place: object) -> int | str:
     return place if isinstance(place, int) else str(place)[:100]
-
-
-def _whole(value: object) -> int:
-    return value if isinstance(value, int) and abs(value) < 2**62 else 0

@@ -11,10 +11,22 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from planner.physics.layer.blocks import bias_gradients, cast_copy, enter_tp, leave_tp, local_copies, norm, rotary
+from planner.physics.layer.blocks import (
+    bias_gradients,
+    cast_copy,
+    dense_mlp,
+    enter_tp,
+    gradient_sums,
+    is_packed,
+    leave_tp,
+    local_copies,
+    norm,
+    rotary,
+    square,
+)
 from planner.physics.layer.core_attention import choice, core_attention, indexer, kv_heads_per_rank, scores
-from planner.physics.operators import BF16, Collective, Item, Operator, Saved
-from planner.shape import Number, Shape
+from planner.physics.operators import BF16, Collective, Item, Operator, Saved, matmul
+from planner.shape import Number, Shape, minimum
 from planner.specs.model import LayerKind, ModelSpec
 from planner.specs.model_parts import CompressedAttentionSpec, MLASpec
 from planner.trainers.documents import head_dims
@@ -29,25 +41,23 @@ def latent_qkv(model: ModelSpec, mla: MLASpec, shape: Shape, runtime: RuntimeSpe
     heads = model.num_attention_heads / shape.tp
     qk_dim = mla.qk_nope_head_dim + mla.qk_rope_head_dim
     tokens, shard = shape.tokens, shape.shard_tokens
-    up, inputs = ("mla_up_proj",), model.hidden_size + model.qkv_bias
+    up, hidden, bias = ("mla_up_proj",), model.hidden_size, model.qkv_bias
     q_width = heads * qk_dim
     if mla.q_lora_rank is None:
-        query = Operator(
-            name="q", kind="gemm", m=tokens, n=q_width, k=model.hidden_size, parameters=q_width * model.hidden_size
-        )
+        query = matmul("q", tokens, q_width, model.hidden_size)
         yield from enter_tp("q", [query], model.hidden_size, shape, runtime)
     else:
         rank = mla.q_lora_rank
-        yield Operator(name="q down", kind="gemm", m=shard, n=rank, k=model.hidden_size, parameters=rank * inputs)
+        yield matmul("q down", shard, rank, hidden, biases=bias)
         yield cast_copy("kv down", (shard, model.hidden_size), ("layernorm",))
         yield norm("q latent norm", rank, shard, model, runtime, module="mla_up_proj")
         both, gates = (2 * rank, heads * mla.v_head_dim) if mla.gates_by_latents else (rank, 0)
         columns = q_width + gates
-        query = Operator(name="q up", kind="gemm", modules=up, m=tokens, n=columns, k=both, parameters=columns * both)
+        query = matmul("q up", tokens, columns, both, modules=up)
         yield from enter_tp("q up", [query], both, shape, runtime)
     rank = mla.kv_lora_rank
     down = rank + mla.qk_rope_head_dim
-    yield Operator(name="kv down", kind="gemm", m=shard, n=down, k=model.hidden_size, parameters=down * inputs)
+    yield matmul("kv down", shard, down, hidden, biases=bias)
     latent_norm = norm("kv latent norm", rank, shard, model, runtime, module="mla_up_proj")
     if not runtime.fused_rotary:
         # its input is a view of the down-projection's output, whose rotary part is kept along
@@ -57,18 +67,24 @@ def latent_qkv(model: ModelSpec, mla: MLASpec, shape: Shape, runtime: RuntimeSpe
         latent_norm = replace(latent_norm, saved=(*others, own))
     yield latent_norm
     kv_width = heads * (mla.qk_nope_head_dim + mla.v_head_dim)
-    keys = Operator(name="kv up", kind="gemm", modules=up, m=tokens, n=kv_width, k=rank, parameters=kv_width * rank)
+    keys = matmul("kv up", tokens, kv_width, rank, modules=up)
     yield from enter_tp("kv up", [keys], down, shape, runtime)
     # eager: v is a view that keeps the up-projection's output, nope keys included
     v_width = mla.v_head_dim + (0 if runtime.fused_rotary else mla.qk_nope_head_dim)
     rope = rotary(heads * mla.qk_rope_head_dim + mla.qk_rope_head_dim, tokens, runtime, up)
     # rotation writes q anew and assembles k from its two parts: nope and the rope part shared by all heads
     assembled = BF16 * tokens * 2 * heads * qk_dim
+    backward_bytes, family, kernels = 2 * assembled, "rotary", (1, 1)
+    if runtime.runs_transformers:  # gradients of heads are copied to rows, and parts joined for both projections
+        backward_bytes = 4 * (1.5 * assembled + BF16 * tokens * (kv_width + heads * mla.v_head_dim))
+        family, kernels = "strided", (6, 16)
+        yield from gradient_sums("latents", 2, BF16 * shard * model.hidden_size, runtime)
     kept = (("q", qk_dim), ("k", qk_dim), ("v", v_width))
     yield Operator(
-        name="assemble q, k", kind="elementwise", family="rotary", modules=up,
-        forward_bytes=rope.forward_bytes + 2 * assembled, backward_bytes=rope.backward_bytes + 2 * assembled,
-        forward_kernels=rope.forward_kernels + 1, backward_kernels=rope.backward_kernels + 1,
+        name="assemble q, k", kind="elementwise", family=family, modules=up,
+        forward_bytes=rope.forward_bytes + 2 * assembled, backward_bytes=rope.backward_bytes + backward_bytes,
+        forward_kernels=rope.forward_kernels + kernels[0],
+        backward_kernels=rope.backward_kernels + kernels[1],
         saved=tuple(Saved(name, (tokens, heads, width), up) for name, width in kept),
     )  # fmt: skip
 
@@ -86,16 +102,23 @@ def attention(model: ModelSpec, kind: LayerKind, shape: Shape, runtime: RuntimeS
         if (model.attn_output_gate or model.attn_head_gate) and not model.mla.gates_by_latents:
             per_head = model.mla.v_head_dim if model.attn_output_gate else 1
             gates = model.num_attention_heads * per_head / shape.tp
-            product = Operator(
-                name="output gate", kind="gemm", m=shape.tokens, n=gates, k=model.hidden_size,
-                parameters=gates * model.hidden_size,
-            )  # fmt: skip
+            product = matmul("output gate", shape.tokens, gates, model.hidden_size)
             yield from enter_tp("output gate", [product], model.hidden_size, shape, runtime)
     if kind.attention == "indexed":
         yield from indexer(model, shape, runtime)
     yield from core_attention(model, kind, shape, runtime)
     # the core's output has the layout of its queries, so that [seq, batch, heads·dim] is a view of it
     width = model.num_attention_heads * _value_dim(model) / shape.tp
+    if kind.attention == "differential":
+        # the same queries and keys to the other half of the values; the outputs' halves are subtracted and normed
+        yield from core_attention(model, kind, shape, runtime)
+        normed = norm("differential norm", width, shape.tokens, model, runtime)
+        # what is subtracted, for the gradient of its factor; values of each half, once more for the other heads
+        again = (
+            Saved("subtracted", (shape.tokens, width)),
+            Saved("v", (shape.tokens, kv_heads_per_rank(model, shape) * model.head_dim)),
+        )
+        yield replace(normed, parameters=4 * model.head_dim, saved=(*normed.saved, *again))
     if model.attn_output_gate or model.attn_head_gate:
         gates = width if model.attn_output_gate else model.num_attention_heads / shape.tp
         yield _output_gate(width, gates, shape)
@@ -103,14 +126,8 @@ def attention(model: ModelSpec, kind: LayerKind, shape: Shape, runtime: RuntimeS
         # attention keeps its output too, for the gradient
         yield cast_copy("attention output", (shape.tokens, width))
     hidden_bytes = BF16 * shape.tokens * model.hidden_size
-    output = Operator(
-        name="attention output",
-        kind="gemm",
-        modules=("op",),
-        m=shape.tokens,
-        n=model.hidden_size,
-        k=width,
-        parameters=width * model.hidden_size + (model.hidden_size if model.output_bias else 0),
+    output = matmul(
+        "attention output", shape.tokens, model.hidden_size, width, biases=model.output_bias, modules=("op",)
     )
     yield from leave_tp(output, hidden_bytes, shape)
     biased = [(_qkv_width(model, shape), model.qkv_bias), (model.hidden_size, model.output_bias)]
@@ -160,20 +177,25 @@ def _qkv(model: ModelSpec, shape: Shape, runtime: RuntimeSpec) -> Iterator[Item]
     rotates, own_keys = model.position_embedding == "rope", kv_heads * (not model.shares_keys)
     # eager: q and k are copies after rotation, and v is a view that keeps the whole buffer; else q, k, v are kept once
     keeps_buffer = rotates and not runtime.fused_rotary
-    parts = [("qkv", width, False)] if runtime.fused_projections else _three(model, heads, kv_heads)
+    parts = [("qkv", width, False)] if is_packed("attention", model, runtime) else _three(model, heads, kv_heads)
     products = []
     # three: rotation makes copies of queries and keys, and keeps nothing of what it reads
     copied = ("q", "k") if keeps_buffer else ()
     for name, kept, again in parts:
         modules = ("op",) if again else ()
         columns = cut if name == "qkv" else kept
-        product = Operator(
-            name=name, kind="gemm", modules=modules, m=shape.tokens, n=columns, k=model.hidden_size,
-            parameters=columns * model.hidden_size + (columns if model.qkv_bias else 0),
-            saved=() if name in copied else (Saved(name, (shape.tokens, kept), modules),),
-        )  # fmt: skip
-        products.append(product)
+        tensors = () if name in copied else (Saved(name, (shape.tokens, kept), modules),)
+        products.append(
+            matmul(name, shape.tokens, columns, model.hidden_size, *tensors, biases=model.qkv_bias, modules=modules)
+        )
     yield from enter_tp("qkv", products, model.hidden_size, shape, runtime)
+    if len(products) == 1 and runtime.runs_transformers:
+        # of chunks, the backward joins the gradients; each slice's is written among zeros, and all are added up
+        passes = 2 if model.num_attention_heads == model.num_key_value_heads else 11
+        yield Operator(
+            name="qkv slices", kind="elementwise", family="strided", working_bytes=0, backward_kernels=8,
+            backward_bytes=passes * BF16 * shape.tokens * width,
+        )  # fmt: skip
     if model.query_rank is not None:
         yield from _queries_up(model, model.query_rank, heads, shape, runtime)
     if model.qk_norm:
@@ -193,7 +215,7 @@ def _qkv(model: ModelSpec, shape: Shape, runtime: RuntimeSpec) -> Iterator[Item]
         yield _with_parameters(normed, weights * model.head_dim * model.norm_weight)
     if rotates:
         width = (heads + own_keys) * model.head_dim
-        operator = rotary(width, shape.tokens, runtime, ("op",), model.scales_rotation)
+        operator = rotary(width, shape.tokens, runtime, ("op",), model.scales_rotation, model.rotary_in_fp32)
         turned = (("rotated q", heads), ("rotated k", own_keys))
         rotated = [Saved(name, (shape.tokens, number, model.head_dim)) for name, number in turned]
         yield _with_saved(operator, *rotated) if keeps_buffer else operator
@@ -203,10 +225,7 @@ def _queries_up(model: ModelSpec, rank: int, heads: Number, shape: Shape, runtim
     """The norm and the second product of low-rank queries (Step-3's multi-matrix factorization attention)."""
     yield norm("q latent norm", rank, shape.tokens, model, runtime, saves_input=False)
     width = heads * model.head_dim
-    yield Operator(
-        name="q up", kind="gemm", m=shape.tokens, n=width, k=rank, parameters=width * rank,
-        saved=(Saved("q up", (shape.tokens, width)),),
-    )  # fmt: skip
+    yield matmul("q up", shape.tokens, width, rank, Saved("q up", (shape.tokens, width)))
 
 
 def _three(model: ModelSpec, heads: Number, kv_heads: Number) -> list[tuple[str, Number, bool]]:
@@ -239,10 +258,7 @@ def cross_attention(model: ModelSpec, kind: LayerKind, shape: Shape, runtime: Ru
     for name, m, columns, kept in (
         ("cross q", shape.tokens, heads * width, ()), ("cross k, v", rows, 2 * kv_heads * width, (images,)),
     ):  # fmt: skip
-        product = Operator(
-            name=name, kind="gemm", m=m, n=columns, k=hidden, parameters=columns * hidden,
-            saved=(*kept, Saved(name, (m, columns))),
-        )  # fmt: skip
+        product = matmul(name, m, columns, hidden, *kept, Saved(name, (m, columns)))
         yield from enter_tp(name, [product], hidden, shape, runtime) if not kept else (product,)
     normed = norm("cross qk norm", width, shape.tokens * heads + rows * kv_heads, model, runtime, saves_input=False)
     yield _with_parameters(normed, 2 * width)
@@ -254,11 +270,43 @@ def cross_attention(model: ModelSpec, kind: LayerKind, shape: Shape, runtime: Ru
             Saved("log-sum-exp", (shape.tokens, heads), ("core_attn",), dtype="fp32"),
         ),
     )  # fmt: skip
-    output = Operator(
-        name="attention output", kind="gemm", modules=("op",), m=shape.tokens, n=hidden, k=heads * width,
-        parameters=heads * width * hidden,
-    )  # fmt: skip
+    output = matmul("attention output", shape.tokens, hidden, heads * width, modules=("op",))
     yield from leave_tp(output, BF16 * shape.tokens * hidden, shape)
+
+
+def shared_block(model: ModelSpec, kind: LayerKind, shape: Shape, runtime: RuntimeSpec) -> Iterator[Item]:
+    """A block of attention and MLP that several layers run (Zamba): it reads the residual beside the embedding.
+
+    Adapters and the square matrix behind it are each layer's own.
+    """
+    model = model.of_layer(kind)
+    hidden, tokens, heads = model.hidden_size, shape.tokens, model.num_attention_heads / shape.tp
+    wide, width = model.model_copy(update={"hidden_size": 2 * hidden}), heads * model.head_dim
+    assert model.intermediate_size is not None
+    output = matmul("attention output", tokens, hidden, width, modules=("op",))
+    block = (
+        norm("block norm", 2 * hidden, shape.shard_tokens, model, runtime),
+        *_qkv(wide, shape, runtime),
+        *core_attention(model, kind, shape, runtime),
+        *leave_tp(output, BF16 * tokens * hidden, shape),
+        norm("block mlp norm", hidden, shape.shard_tokens, model, runtime),
+        *dense_mlp(model, model.intermediate_size, shape, runtime, "mlp"),
+    )
+    for item in block:
+        yield replace(item, parameters=0) if model.shares_weights and isinstance(item, Operator) else item
+    mlp = 2 * model.intermediate_size / shape.tp
+    for name, inputs, columns, rank in (
+        *((name, 2 * hidden, 2 * hidden / shape.tp, model.block_adapter_ranks[0]) for name in ("q", "k", "v")),
+        ("gate, up", hidden, mlp, model.block_adapter_ranks[1]),
+    ):
+        for part, n, k, kept in (
+            ("down", rank, inputs, (Saved("latents", (tokens, rank)),)),
+            ("up", columns, rank, ()),
+        ):
+            product = matmul(f"{name} {part}", tokens, n, k, *kept)
+            yield from (product,) * bool(rank)
+    yield Operator(name="block output", kind="elementwise", saved=(Saved("mlp output", (shape.shard_tokens, hidden)),))
+    yield from square(model, shape)
 
 
 def compressed_attention(
@@ -271,12 +319,16 @@ def compressed_attention(
     heads, width, tokens = model.num_attention_heads / shape.tp, model.head_dim, shape.tokens
     yield from _queries(model, spec, shape, runtime)
     yield from _keys("kv", model.hidden_size, width, model, shape, runtime)
-    rate = spec.rate(kind.attention)
-    if rate:
-        yield from _pooled("compressed kv", model.hidden_size, width, rate, spec.overlaps(rate), model, shape, runtime)
-    if kind.attention == "compressed_sparse":
-        yield from _chosen(model, spec, rate, shape, runtime)
-    yield from _core(model, kind, spec, shape)
+    shares = kind.attention == "shared_compressed"
+    rate = model.compress_rate if shares else spec.rate(kind.attention)
+    if model.makes_keys if shares else rate:
+        overlaps = not shares and spec.overlaps(rate)
+        yield from _pooled(
+            "compressed kv", model.hidden_size, width, rate, overlaps, model, shape, runtime, has_biases=not shares
+        )
+    if model.chooses_keys or kind.attention == "compressed_sparse":
+        yield from _chosen(model, spec, rate, shares, shape, runtime)
+    yield from _core(model, kind, rate, shape)
     # the rotated part of the output is rotated back, since values are rotated keys
     yield replace(rotary(heads * model.rotary_dim, tokens, runtime, ("op",)), name="rotate back")
     groups, inner = spec.o_groups / shape.tp, model.num_attention_heads * width / spec.o_groups
@@ -287,10 +339,7 @@ def compressed_attention(
         saved=(Saved("output latents", (tokens, groups * spec.o_lora_rank), ("op",), gemm_input=True),),
     )  # fmt: skip
     rows = groups * spec.o_lora_rank
-    output = Operator(
-        name="attention output", kind="gemm", modules=("op",), m=tokens, n=model.hidden_size, k=rows,
-        parameters=rows * model.hidden_size,
-    )  # fmt: skip
+    output = matmul("attention output", tokens, model.hidden_size, rows, modules=("op",))
     yield from leave_tp(output, BF16 * tokens * model.hidden_size, shape)
 
 
@@ -298,14 +347,15 @@ def _queries(model: ModelSpec, spec: CompressedAttentionSpec, shape: Shape, runt
     """Queries through a low rank, normed over each head without weights, and rotated."""
     rank, heads, width = spec.q_lora_rank, model.num_attention_heads / shape.tp, model.head_dim
     up, hidden = ("mla_up_proj",), model.hidden_size
-    yield Operator(name="q down", kind="gemm", m=shape.shard_tokens, n=rank, k=hidden, parameters=rank * hidden)
+    yield matmul("q down", shape.shard_tokens, rank, hidden)
     yield cast_copy("kv", (shape.shard_tokens, hidden), ("layernorm",))
     yield norm("q latent norm", rank, shape.shard_tokens, model, runtime, module="mla_up_proj")
     columns = heads * width
-    query = Operator(name="q up", kind="gemm", modules=up, m=shape.tokens, n=columns, k=rank, parameters=columns * rank)
+    query = matmul("q up", shape.tokens, columns, rank, modules=up)
     yield from enter_tp("q up", [query], rank, shape, runtime)
-    normed = norm("q norm", width, shape.tokens * heads, model, runtime, saves_output=False, module="mla_up_proj")
-    yield replace(normed, parameters=0)
+    if spec.norms_queries:
+        normed = norm("q norm", width, shape.tokens * heads, model, runtime, saves_output=False, module="mla_up_proj")
+        yield replace(normed, parameters=0)
     turned = rotary(heads * model.rotary_dim, shape.tokens, runtime, up)
     yield replace(turned, saved=(Saved("q", (shape.tokens, heads, width), up),))
 
@@ -315,7 +365,7 @@ def _keys(
 ) -> Iterator[Item]:
     """The one head of keys that are values too, normed and rotated; every tensor-parallel rank gets all tokens'."""
     shard = shape.shard_tokens
-    yield Operator(name=name, kind="gemm", m=shard, n=width, k=inputs, parameters=width * inputs)
+    yield matmul(name, shard, width, inputs)
     yield norm(f"{name} norm", width, shard, model, runtime, saves_output=False)
     yield replace(
         rotary(model.rotary_dim, shard, runtime, ("op",)), name=f"{name} rotary",
@@ -332,25 +382,24 @@ def _keys(
 
 
 def _pooled(
-    name: str, inputs: int, width: int, rate: int, overlaps: bool, model: ModelSpec, shape: Shape, runtime: RuntimeSpec
-) -> Iterator[Item]:
+    name: str, inputs: int, width: int, rate: int, overlaps: bool, model: ModelSpec, shape: Shape, runtime: RuntimeSpec,
+    has_biases: bool = True,
+) -> Iterator[Item]:  # fmt: skip
     """Keys of windows of `rate` tokens: a softmax over gates weights what is projected; `overlaps`: two series of it.
 
-    With two series a window pools its own tokens and those before it. A position in the window has a bias of its own.
+    With two series a window pools its own tokens and those before it. A position in the window may have a bias of its
+    own. Keys of single tokens are projected alone.
     """
     columns, shard = (2 if overlaps else 1) * width, shape.shard_tokens
-    for part in ("values", "gates"):
-        yield Operator(
-            name=f"{name} {part}", kind="gemm", m=shard, n=columns, k=inputs, parameters=columns * inputs,
-            saved=(Saved(part, (shard, columns), ("op",)),),
-        )  # fmt: skip
+    for part in ("values", "gates")[: 1 if rate == 1 else 2]:
+        yield matmul(f"{name} {part}", shard, columns, inputs, Saved(part, (shard, columns), ("op",)))
     moved = BF16 * shard * columns
     yield Operator(
         name=f"{name} pool", kind="elementwise", family="softmax", modules=("op",),
         # gates and values are read, and rows written; the backward reads both again and writes two gradients
         forward_bytes=2 * moved + BF16 * shard * width / rate, backward_bytes=4 * moved,
         forward_kernels=1 if runtime.fused_norm else 6, backward_kernels=2 if runtime.fused_norm else 8,
-        parameters=rate * columns,
+        parameters=rate * columns * has_biases,
     )  # fmt: skip
     pooled = shard / rate
     yield norm(f"{name} norm", width, pooled, model, runtime, saves_output=False)
@@ -359,27 +408,34 @@ def _pooled(
 
 
 def _chosen(
-    model: ModelSpec, spec: CompressedAttentionSpec, rate: int, shape: Shape, runtime: RuntimeSpec
+    model: ModelSpec, spec: CompressedAttentionSpec, rate: int, shares: bool, shape: Shape, runtime: RuntimeSpec
 ) -> Iterator[Item]:
-    """The indexer: compressed keys of its own, queries from the same latents, a weight a head, the best keys."""
+    """The indexer: keys of its own, queries from the same latents, a weight a head, the best keys.
+
+    Where keys are shared, those of the indexer are projected from them, by the layer that makes them.
+    """
     indexer = model.indexer
     assert indexer is not None
     width, heads = indexer.index_head_dim, indexer.index_n_heads
-    yield from _pooled("index keys", model.hidden_size, width, rate, True, model, shape, runtime)
+    keys: Number = shape.seq_length / rate
+    if not shares:
+        yield from _pooled("index keys", model.hidden_size, width, rate, True, model, shape, runtime)
+    elif model.makes_keys:
+        rows = shape.tokens / rate
+        yield matmul("index keys", rows, width, model.head_dim)
+        yield norm("index norm", width, rows, model, runtime)
+    elif spec.candidates is not None:
+        keys = minimum(keys, spec.candidates)
     for name, columns, inputs in (
         ("index q", heads * width, spec.q_lora_rank),
         ("index weights", heads, model.hidden_size),
     ):
-        yield Operator(
-            name=name, kind="gemm", wide=True, m=shape.tokens, n=columns, k=inputs, parameters=columns * inputs,
-            saved=(Saved(name, (shape.tokens, columns)),),
-        )  # fmt: skip
-    keys = shape.seq_length / rate
+        yield matmul(name, shape.tokens, columns, inputs, Saved(name, (shape.tokens, columns)), wide=True)
     yield scores(indexer, shape, keys)
     yield choice(indexer, shape, keys)
 
 
-def _core(model: ModelSpec, kind: LayerKind, spec: CompressedAttentionSpec, shape: Shape) -> Iterator[Item]:
+def _core(model: ModelSpec, kind: LayerKind, rate: int, shape: Shape) -> Iterator[Item]:
     """One kernel over the keys of the window and the compressed ones; what each attends to is counted by itself."""
     heads, width, core = model.num_attention_heads / shape.tp, model.head_dim, ("core_attn",)
     assert model.sliding_window is not None
@@ -393,10 +449,9 @@ def _core(model: ModelSpec, kind: LayerKind, spec: CompressedAttentionSpec, shap
         ),
     )  # fmt: skip
     yield attended
-    rate = spec.rate(kind.attention)
     if not rate:
         return
-    chosen = model.indexer.index_topk if kind.attention == "compressed_sparse" and model.indexer else 0
+    chosen = model.indexer.index_topk if kind.attention != "heavily_compressed" and model.indexer else 0
     yield replace(
         attended, name="attention to compressed keys", kv_len=shape.seq_length / rate, window=chosen, parameters=0,
         saved=(),

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Literal
 
-from planner.physics.operators import BF16, FP32, Collective, Item, Operator, Saved
+from planner.physics.operators import BF16, FP32, Collective, Item, Operator, Saved, matmul
 from planner.shape import Number, Shape
 from planner.specs.model import ModelSpec
 from planner.trainers.spec import RuntimeSpec
@@ -48,6 +48,7 @@ def enter_tp(
             name=f"{name} gather again", kind="all_gather", group="tp", num_bytes=sharded, cast=cast, backward=True,
             overlap="tp_async", beside=beside, beside_pass="dgrad_s", for_weight=True,
         )  # fmt: skip
+    yield from gradient_sums(name, len(products), num_bytes, runtime, modules)
     yield Collective(
         name=f"{name} dgrad scatter", kind="reduce_scatter", group="tp", num_bytes=sharded, backward=True,
         overlap="tp_async", beside=beside, beside_pass="wgrad_s",
@@ -57,6 +58,20 @@ def enter_tp(
         overlap="tp_async", beside=beside, beside_pass="wgrad_s",
     )  # fmt: skip
     yield from products
+
+
+def gradient_sums(
+    name: str, readers: int, num_bytes: Number, runtime: RuntimeSpec, modules: tuple[str, ...] = ()
+) -> Iterator[Operator]:
+    """The sums of the gradients that the readers of one input of `num_bytes` give, which autograd adds one by one.
+
+    Counted where transformers' own code was traced; what was measured of other trainers has them in its factors.
+    """
+    if readers > 1 and runtime.runs_transformers:
+        yield Operator(
+            name=f"{name} gradient sums", kind="elementwise", family="residual", modules=modules,
+            backward_bytes=3 * (readers - 1) * num_bytes, backward_kernels=readers - 1, working_bytes=0,
+        )  # fmt: skip
 
 
 def leave_tp(product: Operator, num_bytes: Number, shape: Shape, modules: tuple[str, ...] = ()) -> Iterator[Item]:
@@ -135,19 +150,24 @@ def norm(
     """RMSNorm or LayerNorm over `width` features of `tokens` rows; keeps its input, its statistics and its output.
 
     The forward reads the input and writes the output. The backward reads input and gradient and writes a gradient
-    (eager torch reads both again for the weight's gradient). An unfused norm is six kernels, and makes nine such
-    passes. `module` is the module that Megatron-LM recomputes together with the norm: where the norm is part of the
-    product behind it, that product's module; where the norm stands by itself, `layernorm`; where it is empty, only
-    torchtitan's `op` recomputes the norm. `input_modules` are those that recompute what it reads.
+    (eager torch reads both again for the weight's gradient). An unfused norm is six kernels that make nine such
+    passes; those of transformers move the rows 18 and 48 times, 20 and 54 where its weight multiplies in fp32.
+    `module` is the module that Megatron-LM recomputes together with the norm: where the norm is part of the product
+    behind it, that product's module; where the norm stands by itself, `layernorm`; where it is empty, only torchtitan's
+    `op` recomputes the norm. `input_modules` are those that recompute what it reads.
     """
     modules = (module, "op") if module else ("op",)
     num_bytes = BF16 * tokens * width
-    # unfused: cast to fp32, square, mean, scale, cast back, weight; torch itself has one kernel for a LayerNorm
-    passes, kernels = (1, 1) if runtime.fused_norm or model.norm == "layernorm" else (9, 6)
+    wide = model.zero_centered_norm if model.norm_in_fp32 is None else model.norm_in_fp32
+    forward, backward, kernels = 2, 3 if runtime.fused_rotary else 5, 1
+    if not runtime.fused_norm and model.norm != "layernorm":  # torch itself has one kernel for a LayerNorm
+        # cast to fp32, square, mean, scale, cast back, weight
+        forward, backward, kernels = 18, 9 * backward, 6
+        if runtime.runs_transformers:
+            forward, backward = 18 + 2 * wide, 48 + 6 * wide
     saved = [Saved("statistics", (2 if model.norm == "layernorm" else 1, tokens), dtype="fp32")]
     if runtime.copies_norm_input and not runtime.fused_norm and model.norm == "rmsnorm":
         # the input in fp32, and the normalized rows before their weight
-        wide = model.zero_centered_norm if model.norm_in_fp32 is None else model.norm_in_fp32
         rows = Saved("normalized", (tokens, width), for_weight=True, dtype="fp32" if wide else "bf16")
         saved += [Saved("input", (tokens, width), dtype="fp32"), rows]
     elif saves_input:
@@ -159,8 +179,8 @@ def norm(
         kind="elementwise",
         family="norm",
         modules=modules,
-        forward_bytes=2 * num_bytes * passes,
-        backward_bytes=(3 if runtime.fused_rotary else 5) * num_bytes * passes,
+        forward_bytes=forward * num_bytes,
+        backward_bytes=backward * num_bytes,
         forward_kernels=kernels,
         backward_kernels=2 * kernels,
         parameters=width * (0 if not model.norm_weight else 2 if model.has_norm_bias else 1),
@@ -255,27 +275,36 @@ def residual(
 
 
 def rotary(
-    width: Number, tokens: Number, runtime: RuntimeSpec, modules: tuple[str, ...], scales: bool = False
-) -> Operator:
+    width: Number, tokens: Number, runtime: RuntimeSpec, modules: tuple[str, ...], scales: bool = False,
+    wide: bool = False,
+) -> Operator:  # fmt: skip
     """Rotary embedding of `width` query and key features a token.
 
     Where it is fused, one kernel reads and writes. Eager torch runs neg, cat, two mul and an add (ten passes in all),
     for q and for k, on views of the QKV buffer. Transformer Engine's kernel does not scale what it rotates: where yarn
-    `scales` queries and keys, Megatron-Core rotates in eager torch.
+    `scales` queries and keys, Megatron-Core rotates in eager torch. Where transformers casts to fp32 and back (`wide`),
+    it moves the bytes of 22 passes, and of 25 backward, as torch's trace has it.
     """
     num_bytes = BF16 * tokens * width
     fused = runtime.compiled or (runtime.fused_rotary and not scales)
-    passes, kernels = (2, 1) if fused else (10, 10)
+    passes, backward, kernels = (2, 2, 1) if fused else (10, 10, 10)
+    if wide and runtime.runs_transformers:
+        passes, backward, kernels = 22, 25, 13
     return Operator(
         name="rotary",
         kind="elementwise",
         family="rotary" if fused else "strided",
         modules=modules,
         forward_bytes=passes * num_bytes,
-        backward_bytes=passes * num_bytes,
+        backward_bytes=backward * num_bytes,
         forward_kernels=kernels,
         backward_kernels=kernels,
     )
+
+
+def is_packed(part: Literal["attention", "mlp"], model: ModelSpec, runtime: RuntimeSpec) -> bool:
+    """True where the projections of half a layer are one product: the trainer's way, or the model's in transformers."""
+    return runtime.fused_projections or (runtime.runs_transformers and model.packed_projections in (part, "all"))
 
 
 def dense_mlp(model: ModelSpec, intermediate: int, shape: Shape, runtime: RuntimeSpec, module: str) -> Iterator[Item]:
@@ -283,7 +312,7 @@ def dense_mlp(model: ModelSpec, intermediate: int, shape: Shape, runtime: Runtim
     tokens, hidden, width = shape.tokens, model.hidden_size, intermediate / shape.tp
     factor = 2 if model.gated_mlp else 1
     modules = (module,)
-    apart = model.gated_mlp and not runtime.fused_projections
+    apart = model.gated_mlp and not is_packed("mlp", model, runtime)
     products = []
     for name in ("gate", "up") if apart else ("up",):
         columns = width if apart else factor * width
@@ -302,7 +331,9 @@ def dense_mlp(model: ModelSpec, intermediate: int, shape: Shape, runtime: Runtim
         )
         products.append(product)
     yield from enter_tp(f"{module} up", products, hidden, shape, runtime, modules)
-    yield activation_of(f"{module} activation", model, tokens, width, runtime, modules)
+    yield activation_of(
+        f"{module} activation", model, tokens, width, runtime, modules, apart and runtime.runs_transformers
+    )
     down = Operator(
         name=f"{module} down",
         kind="gemm",
@@ -322,7 +353,7 @@ def dense_mlp(model: ModelSpec, intermediate: int, shape: Shape, runtime: Runtim
 def square(model: ModelSpec, shape: Shape) -> Iterator[Item]:
     """One square matrix in the place of half a layer (Nemotron-NAS), of which a tensor-parallel rank has its share."""
     rows, hidden = model.hidden_size / shape.tp, model.hidden_size
-    product = Operator(name="linear", kind="gemm", m=shape.tokens, n=hidden, k=rows, parameters=rows * hidden)
+    product = matmul("linear", shape.tokens, hidden, rows)
     yield from leave_tp(product, BF16 * shape.tokens * hidden, shape)
 
 
@@ -330,21 +361,21 @@ def per_layer_input(model: ModelSpec, size: int, shape: Shape, runtime: RuntimeS
     """The part of a layer's own embedding that it adds: gated by the stream, projected, normed; whole on every rank."""
     hidden, tokens = model.hidden_size, shape.shard_tokens
     kept = tuple(Saved(name, (tokens, width)) for name, width in (("input", hidden), ("gate", size)))
-    yield Operator(
-        name="layer input gate", kind="gemm", m=tokens, n=size, k=hidden, parameters=size * hidden, saved=kept
-    )
+    yield matmul("layer input gate", tokens, size, hidden, *kept)
     yield activation_of("layer input", model, tokens, size, runtime, ())
-    yield Operator(name="layer input up", kind="gemm", m=tokens, n=hidden, k=size, parameters=size * hidden)
+    yield matmul("layer input up", tokens, hidden, size)
     yield norm("layer input norm", hidden, tokens, model, runtime, saves_output=False)
     yield residual("layer input residual", hidden, tokens, runtime)
 
 
 def activation_of(
-    name: str, model: ModelSpec, rows: Number, width: Number, runtime: RuntimeSpec, modules: tuple[str, ...]
-) -> Operator:
+    name: str, model: ModelSpec, rows: Number, width: Number, runtime: RuntimeSpec, modules: tuple[str, ...],
+    apart: bool = False,
+) -> Operator:  # fmt: skip
     """The activation act(gate)·up or act(x), which gives `width` features of `rows`.
 
-    It keeps its output, and act(gate) where activation and product are not fused.
+    It keeps its output, and act(gate) where activation and product are not fused. Gate and up are tensors of their own
+    where they lie `apart`, else views of one buffer, in which the backward joins their gradients.
     """
     modules = (*modules, "op")
     saved = [Saved("activation", (rows, width), modules, gemm_input=True)]
@@ -358,16 +389,15 @@ def activation_of(
     elif fused:
         passes, backward, kernels = (3, 5, 1)
     else:
-        # silu (read, write) and product (two reads, write); backward: two products, silu's gradient, the concatenation;
-        # gate and up are views of one buffer
-        passes, backward, kernels = (5, 13, 2)
+        # silu (read, write) and product (two reads, write); backward: two products, silu's gradient, the concatenation
+        passes, backward, kernels = (5, 9 if apart else 13, 2)
         saved.append(Saved("activated gate", (rows, width), modules))
     # x · sigmoid(1.702·x) in three kernels
     sigmoid = (Saved("sigmoid", (rows, width), modules),) * (model.activation == "quick_gelu" and runtime.is_runner)
     return Operator(
         name=name,
         kind="elementwise",
-        family="strided" if len(saved) > 1 else "activation",
+        family="strided" if len(saved) > 1 and not apart else "activation",
         modules=modules,
         forward_bytes=passes * num_bytes,
         backward_bytes=backward * num_bytes,
@@ -400,7 +430,10 @@ def _featurewise(
 
 
 def ngrams(size: int, model: ModelSpec, shape: Shape, runtime: RuntimeSpec) -> Iterator[Operator]:
-    """Embeddings of n-grams, whose projected values every stream adds through a gate and a convolution (Qwen4)."""
+    """Embeddings of n-grams, whose projected values every stream adds through a gate (DeepSeek-V4.1).
+
+    Qwen4 norms the values too, and passes them through a convolution.
+    """
     tokens, hidden = shape.shard_tokens, model.hidden_size
     width, moved = model.num_residual_streams * hidden, BF16 * tokens * size
     yield Operator(
@@ -408,11 +441,15 @@ def ngrams(size: int, model: ModelSpec, shape: Shape, runtime: RuntimeSpec) -> I
         backward_bytes=2 * moved, forward_kernels=2, backward_kernels=3, parameters=model.ngram_parameters / shape.tp,
     )  # fmt: skip
     columns = width + hidden
-    yield Operator(
-        name="n-gram keys, values", kind="gemm", m=tokens, n=columns, k=size, parameters=columns * size,
-        saved=(Saved("embeddings", (tokens, size)), Saved("values", (tokens, hidden))),
-    )  # fmt: skip
-    for name in ("key", "query", "value"):
+    yield matmul(
+        "n-gram keys, values",
+        tokens,
+        columns,
+        size,
+        Saved("embeddings", (tokens, size)),
+        Saved("values", (tokens, hidden)),
+    )
+    for name in ("key", "query") if model.stream_rank is None else ("key", "query", "value"):
         yield norm(f"n-gram {name} norm", width, tokens, model, runtime)
     gates = _passes("n-gram gates", (4 * width, 2 * width), shape, runtime)
     yield replace(gates, saved=(Saved("convolved", (tokens, width)),))
@@ -427,7 +464,7 @@ def gather_streams(name: str, model: ModelSpec, shape: Shape, runtime: RuntimeSp
     streams, tokens = model.num_residual_streams, shape.shard_tokens
     width, kinds = streams * model.hidden_size, 2 + model.mixes_streams
     if model.stream_rank is not None:
-        back = Operator(name=f"{name} maps back", kind="gemm", m=tokens, n=streams, k=width, parameters=streams * width)
+        back = matmul(f"{name} maps back", tokens, streams, width)
         return (*_featurewise(name, model.stream_rank, width, model, shape, runtime), back)
     maps = (2 + streams * model.mixes_streams) * streams
     product = Operator(

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from planner.physics.operators import BF16, FP32, Collective, Item, Operator, Saved
+from planner.physics.operators import BF16, FP32, Collective, Item, Operator, Saved, matmul
 from planner.shape import Number, Shape, maximum, minimum, where
 from planner.specs.model import LayerKind, ModelSpec
 from planner.specs.model_parts import IndexerSpec
@@ -30,10 +30,7 @@ def indexer(model: ModelSpec, shape: Shape, runtime: RuntimeSpec) -> Iterator[It
     weights = (("index weights", heads, model.hidden_size),) if spec.weighs_heads else ()
     products = (("index q", heads * width, rank), ("index k", width, model.hidden_size), *weights)
     for name, columns, inputs in products:
-        yield Operator(
-            name=name, kind="gemm", wide=True, m=tokens, n=columns, k=inputs, parameters=columns * inputs,
-            saved=(Saved(name, (tokens, columns)),),
-        )  # fmt: skip
+        yield matmul(name, tokens, columns, inputs, Saved(name, (tokens, columns)), wide=True)
     yield Operator(
         name="index norm", kind="elementwise", family="norm", forward_bytes=2 * BF16 * tokens * width,
         backward_bytes=3 * BF16 * tokens * width, forward_kernels=1, backward_kernels=2,
@@ -154,7 +151,9 @@ def core_attention(model: ModelSpec, kind: LayerKind, shape: Shape, runtime: Run
     qk_dim, v_dim = head_dims(model)
     if model.mla is not None:
         kv_heads = heads
-    if runtime.repeats_keys and model.num_key_value_heads < model.num_attention_heads:
+    if (
+        runtime.repeats_keys or (runtime.runs_transformers and not runtime.flash_attention)
+    ) and model.num_key_value_heads < model.num_attention_heads:
         yield _repeated(shape, model.head_dim, heads, kv_heads)
         kv_heads = heads
     sinks = heads if model.attention_sinks else 0
@@ -167,7 +166,8 @@ def core_attention(model: ModelSpec, kind: LayerKind, shape: Shape, runtime: Run
     masks_scores = kind.attention in ("indexed", "sparse") and not runtime.fuses_sparse_attention
     if masks_scores or not runtime.flash_attention:
         dtype = "fp32" if masks_scores else "bf16"
-        yield from _unfused_core(shape, runtime, heads, qk_dim, v_dim, sinks, output, dtype)
+        is_capped = model.attn_logit_softcapping is not None
+        yield from _unfused_core(shape, runtime, heads, qk_dim, v_dim, sinks, output, dtype, is_capped)
         return
     core, span = ("core_attn",), shape.seq_length
     gathered = shape.tokens * (shape.cp - 1), kv_heads, qk_dim + v_dim
@@ -221,11 +221,14 @@ def _merged(shape: Shape, head_bytes: Number, kv_bytes: Number, qk_dim: int, v_d
 
 
 def _unfused_core(
-    shape: Shape, runtime: RuntimeSpec, heads: Number, qk_dim: int, v_dim: int, sinks: Number, output: Saved, dtype: str
-) -> Iterator[Operator]:
+    shape: Shape, runtime: RuntimeSpec, heads: Number, qk_dim: int, v_dim: int, sinks: Number, output: Saved,
+    dtype: str, is_capped: bool,
+) -> Iterator[Operator]:  # fmt: skip
     """QKᵀ, softmax and AV as three kernels, of which the softmax keeps the probabilities.
 
-    In fp32 a mask of the chosen keys is added to the scores in a pass of its own.
+    In fp32 a mask of the chosen keys is added to the scores in a pass of its own. Transformers scales, masks, casts to
+    fp32, takes the softmax and casts back one after another, and keeps probabilities of both widths; a cap is three
+    kernels more, and keeps its tanh.
     """
     core, q_len, keys, in_fp32 = ("core_attn",), shape.seq_length / shape.cp, shape.seq_length, dtype == "fp32"
     count = shape.micro_batch_size * heads
@@ -235,6 +238,17 @@ def _unfused_core(
     if runtime.dropout:  # reads and writes once more
         kept += scores._replace(name="dropped probabilities"), scores._replace(name="mask", dtype="uint8")
         kernels, read, written = 2, read + 2.5, 5.5
+    if runtime.runs_transformers:
+        wide = scores._replace(name="probabilities in fp32", dtype="fp32")
+        for name, family, forward, backward, num_kernels, tensors in (
+            ("scale, mask", "residual", 6 + 6 * is_capped, 5 + 7 * is_capped, 2 + 3 * is_capped, (wide,)),
+            ("casts", "cast", 6, 6, 2, (scores._replace(name="tanh"),) * is_capped),
+        ):
+            yield Operator(
+                name=name, kind="elementwise", family=family, modules=core, forward_bytes=forward * scores.num_bytes,
+                backward_bytes=backward * scores.num_bytes, forward_kernels=num_kernels, backward_kernels=num_kernels,
+                saved=tensors,
+            )  # fmt: skip
     yield Operator(
         name="scores", kind="gemm", modules=core, weight=False, count=count, m=q_len, n=keys, k=qk_dim, in_fp32=in_fp32,
     )  # fmt: skip

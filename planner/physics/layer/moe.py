@@ -7,8 +7,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Literal
 
-from planner.physics.layer.blocks import activation_of, cast_copy, dense_mlp, norm
-from planner.physics.operators import BF16, FP32, Collective, Item, Operator, Saved
+from planner.physics.layer.blocks import activation_of, cast_copy, dense_mlp, gradient_sums, norm
+from planner.physics.operators import BF16, FP32, Collective, Item, Operator, Saved, matmul
 from planner.shape import Number, Shape, minimum
 from planner.specs.model import ModelSpec
 from planner.specs.model_parts import MoESpec
@@ -32,6 +32,9 @@ def mixture(model: ModelSpec, moe: MoESpec, shape: Shape, runtime: RuntimeSpec, 
     tokens, hidden, sent = shape.shard_tokens, model.hidden_size, moe.latent_size or model.hidden_size
     # a choice that falls on a zero expert stays where it is
     pairs = tokens * moe.num_experts_per_tok * (moe.num_experts / (moe.num_experts + moe.num_zero_experts))
+    # router, experts and the shared expert read one input
+    readers = 2 + (moe.shared_expert_intermediate_size > 0) + moe.shared_expert_gate
+    yield from gradient_sums("mixture", readers, BF16 * tokens * hidden, runtime)
     yield from _router(model, moe, tokens, pairs, runtime)
     if moe.expert_norms:
         yield from _expert_norms(model, moe, shape, runtime)
@@ -53,7 +56,7 @@ def mixture(model: ModelSpec, moe: MoESpec, shape: Shape, runtime: RuntimeSpec, 
         summed, sums = Saved("expert outputs", (pairs - combined, sent), MODULES), Saved("sums", (combined, sent), MOE)
         unpermute = replace(unpermute, saved=(summed, sums))
     yield unpermute
-    if _in_fp32(model, moe, runtime):
+    if _in_fp32(model, moe, runtime, moe.row_weights_in_fp32):
         yield _wide_rows(BF16 * pairs * sent, BF16 * tokens * sent)
     if moe.latent_size is not None:
         if moe.latent_norm:
@@ -81,9 +84,12 @@ def _router(model: ModelSpec, moe: MoESpec, tokens: Number, pairs: Number, runti
     )  # fmt: skip
 
 
-def _in_fp32(model: ModelSpec, moe: MoESpec, runtime: RuntimeSpec) -> bool:
-    """True where transformers casts the router's input to fp32; its weights make fp32 of the rows that they weight."""
-    casts = model.balances_by_bias if moe.router_in_fp32 is None else moe.router_in_fp32
+def _in_fp32(model: ModelSpec, moe: MoESpec, runtime: RuntimeSpec, said: bool | None = None) -> bool:
+    """True where transformers has logits in fp32, which casts the router's input; and the weights, unless it is `said`.
+
+    Weights in fp32 make fp32 of the rows that they weight.
+    """
+    casts = next((one for one in (said, moe.router_in_fp32) if one is not None), model.balances_by_bias)
     return casts and runtime.runs_transformers
 
 
@@ -154,9 +160,7 @@ def _expert_norms(model: ModelSpec, moe: MoESpec, shape: Shape, runtime: Runtime
 def _latent(name: str, inputs: int, outputs: int, shape: Shape) -> Operator:
     """The projection of tokens to the width in which experts work, or back from it; every rank holds all of it."""
     kept = (Saved("combined", (shape.shard_tokens, inputs), gemm_input=True),) if name == "latent up" else ()
-    return Operator(
-        name=name, kind="gemm", m=shape.shard_tokens, n=outputs, k=inputs, parameters=inputs * outputs, saved=kept
-    )
+    return matmul(name, shape.shard_tokens, outputs, inputs, *kept)
 
 
 def _experts(model: ModelSpec, moe: MoESpec, shape: Shape, runtime: RuntimeSpec, rows: Number) -> Iterator[Item]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from planner.physics.layer.blocks import bias_gradients, enter_tp, leave_tp
-from planner.physics.operators import BF16, FP32, Collective, Item, Operator, Saved
+from planner.physics.operators import BF16, FP32, Collective, Item, Operator, Saved, matmul
 from planner.shape import Number, Shape, maximum
 from planner.specs.hardware import HardwareSpec
 from planner.specs.model import LayerKind, ModelSpec
@@ -120,6 +120,7 @@ def mamba2(model: ModelSpec, kind: LayerKind, shape: Shape, runtime: RuntimeSpec
     groups = maximum(mamba.n_groups / shape.tp, 1.0)
     both = 2 * groups * mamba.state_size
     yield from _project_in(model, mamba, 2 * width + both + heads, shape, runtime)
+    yield from _exchange_heads(2 * width + both + heads, width, shape)
     yield convolution("mamba convolution", width + both, mamba.conv_kernel, shape, mamba.conv_bias)
     head_dim, state, chunk = mamba.intermediate_size / mamba.num_heads, mamba.state_size, mamba.chunk_size
     flops = 2 * chunk * (groups * state + width) + 4 * width * state
@@ -146,12 +147,10 @@ def mamba1(model: ModelSpec, kind: LayerKind, shape: Shape, runtime: RuntimeSpec
     width, state, rank = mamba.intermediate_size / shape.tp, mamba.state_size, mamba.time_step_rank
     tokens, inner = shape.tokens, mamba.time_step_rank + 2 * mamba.state_size
     yield from _project_in(model, mamba, 2 * width, shape, runtime)
+    yield from _exchange_heads(2 * width, width, shape)
     kept = Saved("convolved", (tokens, width))
     yield convolution("mamba convolution", width, mamba.conv_kernel, shape, mamba.conv_bias, (kept,))
-    yield Operator(
-        name="mamba x", kind="gemm", wide=True, m=tokens, n=inner, k=width, parameters=inner * width,
-        saved=(Saved("dt, B, C", (tokens, inner)),),
-    )  # fmt: skip
+    yield matmul("mamba x", tokens, inner, width, Saved("dt, B, C", (tokens, inner)), wide=True)
     for backward in (False, True):
         yield Collective(
             name="mamba x reduce", kind="all_reduce", group="tp", num_bytes=BF16 * tokens * inner, backward=backward
@@ -162,10 +161,7 @@ def mamba1(model: ModelSpec, kind: LayerKind, shape: Shape, runtime: RuntimeSpec
             backward_bytes=3 * BF16 * tokens * inner, forward_kernels=3, backward_kernels=6, parameters=inner,
             saved=(Saved("normed dt, B, C", (tokens, inner)), Saved("statistics", (3, tokens), dtype="fp32")),
         )  # fmt: skip
-    yield Operator(
-        name="mamba dt", kind="gemm", wide=True, m=tokens, n=width, k=rank, parameters=width * (rank + 1),
-        saved=(Saved("time steps", (tokens, width)),),
-    )  # fmt: skip
+    yield matmul("mamba dt", tokens, width, rank, Saved("time steps", (tokens, width)), biases=1, wide=True)
     outputs = Saved("scan output", (tokens, width))
     gated = Saved("gated output", (tokens, width), gemm_input=True)
     states = Saved("states", (tokens / SCAN_SEGMENT, width, 2 * state), dtype="fp32")
@@ -177,22 +173,41 @@ def mamba1(model: ModelSpec, kind: LayerKind, shape: Shape, runtime: RuntimeSpec
     yield from _scan_out(model, mamba, width, shape, runtime)
 
 
+def griffin(model: ModelSpec, kind: LayerKind, shape: Shape, runtime: RuntimeSpec) -> Iterator[Item]:
+    """Griffin's recurrent block (De et al. 2024): a gate, a convolution, two gates by blocks, one number of state.
+
+    A channel's gates, its decay, the root of it and the update are some 20 FLOPs a token, without tensor cores.
+    """
+    mamba = model.mamba
+    assert mamba is not None
+    assert mamba.num_heads is not None
+    width, block = mamba.intermediate_size / shape.tp, mamba.intermediate_size / mamba.num_heads
+    tokens = shape.tokens
+    yield from _project_in(model, mamba, 2 * width, shape, runtime)
+    convolved = Saved("convolved", (tokens, width))
+    yield convolution("griffin convolution", width, mamba.conv_kernel, shape, mamba.conv_bias, (convolved,))
+    yield Operator(
+        name="griffin gates", kind="gemm", wide=True, count=2 * mamba.num_heads / shape.tp, m=tokens, n=block, k=block,
+        parameters=2 * width * (block + 1), saved=(Saved("gates", (2, tokens, width)),),
+    )  # fmt: skip
+    kept = (Saved("decays", (tokens, width), dtype="fp32"), Saved("states", (tokens, width)))
+    yield scan(
+        "griffin scan", 20 * width, BF16 * 4 * width, shape, (1, 1), kept, parameters=width, on_tensor_cores=False
+    )
+    yield _conv_product("griffin gate", width, shape, gemm_input=True)
+    yield from _scan_out(model, mamba, width, shape, runtime)
+
+
 def _project_in(
     model: ModelSpec, mamba: MambaSpec, columns: Number, shape: Shape, runtime: RuntimeSpec
 ) -> Iterator[Item]:
-    product = Operator(
-        name="mamba in", kind="gemm", m=shape.tokens, n=columns, k=model.hidden_size,
-        parameters=columns * (model.hidden_size + mamba.proj_bias),
-        saved=(Saved("projected", (shape.tokens, columns)),),
-    )  # fmt: skip
+    kept = Saved("projected", (shape.tokens, columns))
+    product = matmul("mamba in", shape.tokens, columns, model.hidden_size, kept, biases=mamba.proj_bias)
     yield from enter_tp("mamba in", [product], model.hidden_size, shape, runtime)
 
 
 def _scan_out(model: ModelSpec, mamba: MambaSpec, width: Number, shape: Shape, runtime: RuntimeSpec) -> Iterator[Item]:
-    output = Operator(
-        name="mamba out", kind="gemm", modules=("op",), m=shape.tokens, n=model.hidden_size, k=width,
-        parameters=model.hidden_size * (width + mamba.proj_bias),
-    )  # fmt: skip
+    output = matmul("mamba out", shape.tokens, model.hidden_size, width, biases=mamba.proj_bias, modules=("op",))
     yield from leave_tp(output, BF16 * shape.tokens * model.hidden_size, shape)
     if mamba.proj_bias:
         yield from bias_gradients("mamba", [width, model.hidden_size], shape, runtime)
@@ -219,6 +234,7 @@ def gated_delta(model: ModelSpec, kind: LayerKind, shape: Shape, runtime: Runtim
         _product(model, "delta gates", 2 * heads, shape, Saved("a, b", (tokens, 2 * heads))),
     ]  # fmt: skip
     yield from enter_tp("delta in", products, model.hidden_size, shape, runtime)
+    yield from _exchange_heads(both + 2 * heads, values, shape)
     yield convolution("delta convolution", 2 * keys + values, linear.conv_kernel or 1, shape, has_bias=False)
     # the logarithm of the decay and the step of each head
     yield _gates(tokens * heads, 2 * heads, BF16 + FP32)
@@ -247,10 +263,8 @@ def kimi_delta(model: ModelSpec, kind: LayerKind, shape: Shape, runtime: Runtime
         products += [_product(model, f"{name} down", rank, shape, Saved(name, (tokens, rank))) for name, _ in gates]
     yield from enter_tp("delta in", products, model.hidden_size, shape, runtime)
     for name, columns in gates if rank is not None else ():
-        yield Operator(
-            name=f"{name} up", kind="gemm", m=tokens, n=columns, k=rank or 0, parameters=columns * (rank or 0),
-            saved=(Saved(name, (tokens, columns)),),
-        )  # fmt: skip
+        yield matmul(f"{name} up", tokens, columns, rank or 0, Saved(name, (tokens, columns)))
+    yield from _exchange_heads(3 * keys + 2 * values + heads, values, shape)
     yield convolution("delta convolution", 2 * keys + values, linear.conv_kernel or 1, shape, has_bias=False)
     yield _gates(tokens * keys, heads + keys, FP32)
     yield _delta_rule(linear, heads, shape, decays=keys)
@@ -271,6 +285,7 @@ def lightning(model: ModelSpec, kind: LayerKind, shape: Shape, runtime: RuntimeS
         _product(model, "lightning gate", values, shape, Saved("gate", (tokens, values))),
     ]
     yield from enter_tp("lightning qkv", products, model.hidden_size, shape, runtime)
+    yield from _exchange_heads(2 * keys + 2 * values, values, shape)
     num_bytes = BF16 * tokens * (2 * keys + values)
     yield Operator(
         name="lightning activation", kind="elementwise", family="activation", modules=("op",),
@@ -294,6 +309,21 @@ def lightning(model: ModelSpec, kind: LayerKind, shape: Shape, runtime: RuntimeS
     yield from _project_out(model, "lightning out", values, shape)
 
 
+def _exchange_heads(columns: Number, outputs: Number, shape: Shape) -> Iterator[Item]:
+    """Ranks of context parallelism exchange tokens for heads before a scan, which needs all tokens, and back behind it.
+
+    Heads are put in the order of their ranks and tokens in that of their texts by a copy each, both ways (Megatron-LM,
+    ssm/gated_delta_net and ssm/mamba_context_parallel).
+    """
+    num_bytes = BF16 * shape.tokens * (columns + outputs)
+    for backward in (False, True):
+        yield Collective(name="cp heads", kind="all_to_all", group="cp", num_bytes=num_bytes, backward=backward)
+    moved = 4 * num_bytes * (shape.cp > 1)
+    yield Operator(
+        name="cp order", kind="elementwise", family="copy", forward_bytes=moved, backward_bytes=moved, working_bytes=0.0
+    )
+
+
 def _of(model: ModelSpec) -> LinearAttentionSpec:
     assert model.linear_attention is not None
     return model.linear_attention
@@ -309,10 +339,7 @@ def _widths(linear: LinearAttentionSpec, shape: Shape) -> tuple[Number, Number, 
 
 
 def _product(model: ModelSpec, name: str, columns: Number, shape: Shape, saved: Saved) -> Operator:
-    return Operator(
-        name=name, kind="gemm", m=shape.tokens, n=columns, k=model.hidden_size,
-        parameters=columns * model.hidden_size, saved=(saved,),
-    )  # fmt: skip
+    return matmul(name, shape.tokens, columns, model.hidden_size, saved)
 
 
 def _gates(elements: Number, parameters: Number, bytes_each: int) -> Operator:
@@ -348,10 +375,7 @@ def _delta_rule(linear: LinearAttentionSpec, heads: Number, shape: Shape, decays
 
 
 def _project_out(model: ModelSpec, name: str, width: Number, shape: Shape) -> Iterator[Item]:
-    output = Operator(
-        name=name, kind="gemm", modules=("op",), m=shape.tokens, n=model.hidden_size, k=width,
-        parameters=model.hidden_size * width,
-    )  # fmt: skip
+    output = matmul(name, shape.tokens, model.hidden_size, width, modules=("op",))
     yield from leave_tp(output, BF16 * shape.tokens * model.hidden_size, shape)
 
 
@@ -360,19 +384,13 @@ def short_conv(model: ModelSpec, kind: LayerKind, shape: Shape, runtime: Runtime
     assert model.short_conv_kernel is not None
     hidden, tokens, width = model.hidden_size, shape.tokens, model.hidden_size / shape.tp
     bias = int(model.bias)
-    product = Operator(
-        name="convolution in", kind="gemm", m=tokens, n=3 * width, k=hidden, parameters=3 * width * (hidden + bias),
-        saved=(Saved("B, C, x", (tokens, 3 * width)),),
-    )  # fmt: skip
+    product = matmul("convolution in", tokens, 3 * width, hidden, Saved("B, C, x", (tokens, 3 * width)), biases=bias)
     yield from enter_tp("convolution in", [product], hidden, shape, runtime)
     yield _conv_product("gate before", width, shape, gemm_input=False)
     kept = Saved("convolved", (tokens, width))
     yield convolution("convolution", width, model.short_conv_kernel, shape, model.bias, (kept,))
     yield _conv_product("gate behind", width, shape, gemm_input=True)
-    output = Operator(
-        name="convolution out", kind="gemm", modules=("op",), m=tokens, n=hidden, k=width,
-        parameters=hidden * (width + bias),
-    )  # fmt: skip
+    output = matmul("convolution out", tokens, hidden, width, biases=bias, modules=("op",))
     yield from leave_tp(output, BF16 * tokens * hidden, shape)
 
 

@@ -13,6 +13,7 @@ import time
 import traceback
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -135,13 +136,8 @@ def out_of_memory_result(run: ProbeRun, failure: RankFailure) -> MeasuredRun:
     return MeasuredRun(run=run, ranks=(), out_of_memory=RankOutOfMemory(**fields))
 
 
-def rank_process(folder: Path, rank: int, local_rank: int) -> None:
-    """The process of one rank among all ranks of a run."""
-    run_in_own_process(lambda: Worker(folder, rank, local_rank), folder, rank)
-
-
-def run_in_own_process(make: Callable[[], Worker], folder: Path, rank: int) -> None:
-    """Run a worker and end the process. The process ends early when its launcher is interrupted or ends."""
+def rank_process(folder: Path, rank: int, local_rank: int, worker: type[Worker] = Worker) -> None:
+    """The process of one rank among all ranks of a run. It ends early when its launcher is interrupted or ends."""
     os.setsid()
     threading.Thread(target=_die_with_launcher, daemon=True).start()
     try:
@@ -155,7 +151,7 @@ def run_in_own_process(make: Callable[[], Worker], folder: Path, rank: int) -> N
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(1)
-    failure = run_worker(make, folder, rank)
+    failure = run_worker(lambda: worker(folder, rank, local_rank), folder, rank)
     with suppress(OSError):  # a full disk
         print("" if failure is None else failure.traceback, flush=True)
     os._exit(0 if failure is None else EXIT_FAILED)  # threads of a lost process group must not hold the process back
@@ -166,11 +162,6 @@ def _die_with_launcher() -> None:
     if launcher is not None:
         multiprocessing.connection.wait([launcher.sentinel])
         os._exit(EXIT_FAILED)
-
-
-def stage_process(folder: Path, rank: int, local_rank: int) -> None:
-    """The process of one stage alone."""
-    run_in_own_process(lambda: StageWorker(folder, rank, local_rank), folder, rank)
 
 
 class StageWorker(Worker):
@@ -189,3 +180,7 @@ class StageWorker(Worker):
         self.status.enter("report")
         self.write(result)
         self.status.enter("done")
+
+
+stage_process = partial(rank_process, worker=StageWorker)
+"""The process of one stage alone."""

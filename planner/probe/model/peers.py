@@ -236,7 +236,7 @@ def leave(y: Tensor, peers: TensorPeers) -> Tensor:
 
 def leave_by_view(y: Tensor, peers: TensorPeers) -> Tensor:
     """The same sum, of which the sequence shard is a view that keeps all of it alive."""
-    own: Way = lambda x: peers.all_reduce(x).chunk(peers.size)[peers.rank]  # noqa: E731
+    own = lambda x: peers.all_reduce(x).chunk(peers.size)[peers.rank]  # noqa: E731
     return apply(Exchange, y, own, lambda grad: peers.all_gather(grad.contiguous()))
 
 

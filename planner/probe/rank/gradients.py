@@ -240,7 +240,7 @@ def shard_chunk(
     # weights that both ends share, or layers, are the whole chunk's
     shared = chunk.model.tie_word_embeddings and chunk.head is not None and chunk.embedding is not None
     ends = [] if shared else [part for part in (chunk.embedding, chunk.mtp_embedding, chunk.head) if part is not None]
-    units: list[tuple[nn.Module, Sharding]] = [(module, expert) for module in experts if expert.group is not None]
+    units = [(module, expert) for module in experts if expert.group is not None]
     layers = () if chunk.model.traced is not None and chunk.model.traced.is_looped else chunk.layers.values()
     units += [(module, dense) for module in (*layers, *chunk.mtp, *ends, chunk)]
     for module, sharding in units:

@@ -29,6 +29,7 @@ from planner.probe.model.peers import ExpertGroup, ExpertPeers, GroupPeers, Surr
 from planner.probe.rank.gradients import Sharding
 from planner.probe.result import RankResult
 from planner.probe.run import Place, ProbeRun, Purpose, group_keys, groups_of
+from planner.specs.base import Named
 
 RUN_FILE = "run.json"
 RESULT_FILE, STATUS_FILE, FAILURE_FILE = "rank{}.json", "rank{}.status", "rank{}.failure.json"
@@ -174,11 +175,11 @@ class Identity(NamedTuple):
     """The unique id of the GPU, which no other rank may have; empty on a CPU."""
     address: str
     """The port at which it answers when it is rung: host|port; empty where its launcher watches it."""
-    same: dict[str, str]
+    same: Named
     """The versions that all ranks must share, and every field of the run, long ones by a hash."""
 
 
-def what_runs(run: ProbeRun) -> dict[str, str]:
+def what_runs(run: ProbeRun) -> Named:
     """The versions and the fields of a run, as ranks compare them."""
     fields = run.model_dump(mode="json")
     model = {f"model.{name}": value for name, value in fields.pop("model").items()}

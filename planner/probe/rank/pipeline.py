@@ -127,7 +127,7 @@ def start_together(clock: RankClock, rank: int, device: str, is_shared: bool) ->
 def _offset(clock: RankClock, rank: int, device: str) -> tuple[float, float | None]:
     """The seconds by which this rank's clock is ahead of rank 0's, and the most by which that is wrong."""
     token = torch.zeros((), device=device)
-    marks = list[tuple[Any, Any]]()
+    marks = []
     for _ in range(NUM_SUMS):
         entered = clock.mark()
         dist.all_reduce(token)
@@ -267,23 +267,19 @@ class SavedForward(NamedTuple):
     output: Tensor
 
 
+@dataclass(eq=False)
 class RankPipeline:
     """The stages of one pipeline rank, and the loop over its actions."""
 
-    def __init__(
-        self,
-        schedule: Schedule,
-        pp_rank: int,
-        chunks: Mapping[int, Chunk],
-        wires: Wires,
-        around: Surroundings,
-        tables: AttentionTables | None,
-        clock: RankClock,
-    ) -> None:
-        self.schedule, self.actions = schedule, tuple(schedule.ranks[pp_rank])
-        self.chunks, self.wires, self.around, self.tables, self.clock = chunks, wires, around, tables, clock
-        self.saved: dict[tuple[int, int], SavedForward] = {}
-        self.postponed: dict[tuple[int, int], list[Callable[[], None]]] = {}
+    schedule: Schedule
+    actions: Sequence[Action]
+    chunks: Mapping[int, Chunk]
+    wires: Wires
+    around: Surroundings
+    tables: AttentionTables | None
+    clock: RankClock
+    saved: dict[tuple[int, int], SavedForward] = field(init=False, default_factory=dict)
+    postponed: dict[tuple[int, int], list[Callable[[], None]]] = field(init=False, default_factory=dict)
 
     def step(
         self, batches: Sequence[tuple[Tensor, Tensor]], loss_weight: float, on_action: Callable[[str], None]
@@ -342,15 +338,12 @@ class RankPipeline:
         return output.detach()
 
 
+@dataclass(eq=False)
 class SleepingPipeline(RankPipeline):
     """A pipeline that sleeps instead of computing. Its messages have the right shape and no meaning."""
 
-    def __init__(
-        self, *args: Any, durations: Sequence[SleepSeconds], empty: Callable[[], Tensor], **kwargs: Any
-    ) -> None:
-        super().__init__(*args, **kwargs)
-        self.durations = durations
-        self.empty = empty
+    durations: Sequence[SleepSeconds]
+    empty: Callable[[], Tensor]
 
     def run(
         self, action: Action, received: Tensor | None, batches: Sequence[tuple[Tensor, Tensor]], loss_weight: float

@@ -27,7 +27,7 @@ from planner.probe.rank.pipeline import EmulatedWires, RankClock, RankPipeline, 
 from planner.probe.result import StepSeconds
 from planner.probe.run import ProbeRun, holders, needed_by
 from planner.schedule.actions import Action
-from planner.specs.base import Ints
+from planner.specs.base import Ints, grouped
 from planner.specs.model import ModelSpec
 
 
@@ -111,16 +111,14 @@ class Parameters:
 
     def replicas(self) -> dict[Ints, dict[str, list[Tensor]]]:
         """Main gradients of parameters that are held more than once, by holders and by name."""
-        by_holders: dict[Ints, dict[str, list[nn.Parameter]]] = {}
-        for name, stage, parameter in self.named:
-            by_holders.setdefault(self.holders[name, stage], {}).setdefault(name, []).append(parameter)
+        by_holders = grouped((self.holders[name, stage], (name, parameter)) for name, stage, parameter in self.named)
         return {
             pp_ranks: {
                 name: [main_gradient(parameter) for parameter in replicas]
-                for name, replicas in names.items()
+                for name, replicas in grouped(pairs).items()
                 if len(pp_ranks) > 1 or len(replicas) > 1
             }
-            for pp_ranks, names in by_holders.items()
+            for pp_ranks, pairs in by_holders.items()
         }
 
 
@@ -149,12 +147,12 @@ class RankTrainer:
         self.clock = RankClock(device)
         dtype, grad_dtype = dtypes(run)
         self.dtype = dtype
-        stages = run.stages_of(pp_rank)
+        stages, actions = run.stages_of(pp_rank), tuple(run.order.ranks[pp_rank])
         self.chunks: dict[int, Chunk] = {}
         self.flat: list[FlatParameters | ShardedParameters] = []
         if run.sleep is not None:
             self.pipeline: RankPipeline = SleepingPipeline(
-                run.order, pp_rank, {}, wires, around, None, self.clock, durations=run.sleep, empty=self.empty
+                run.order, actions, {}, wires, around, None, self.clock, run.sleep, self.empty
             )
             return
         fully_sharded = run.fully_sharded and dense.group is not None
@@ -174,7 +172,7 @@ class RankTrainer:
         if self.clock.is_cuda:
             torch.cuda.empty_cache()  # what building needed for a moment is no part of the run
         tables = AttentionTables.of(run.model, run.whole_seq_length, around, self.empty())
-        self.pipeline = RankPipeline(run.order, pp_rank, self.chunks, wires, around, tables, self.clock)
+        self.pipeline = RankPipeline(run.order, actions, self.chunks, wires, around, tables, self.clock)
 
     @property
     def num_parameters(self) -> int:

@@ -45,7 +45,7 @@ from planner.probe.rank.training import RankTrainer, batch_seed, dtypes, empty_m
 from planner.probe.result import ChunkSeconds, ProbeCheck, ProbedMemory, RankResult, StepSeconds, TimedAction, shown
 from planner.probe.run import ChunkSpec, ProbeRun, Repeats, spread_fraction
 from planner.probe.torch_build import Monitor, watched
-from planner.specs.base import Texts
+from planner.specs.base import Texts, grouped
 
 REFERENCE = "reference is computed"
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 5e-2}
@@ -129,11 +129,10 @@ def check_steps(reference: OneProcess, steps: list[StepSeconds], dtype: torch.dt
 
 def chunk_seconds(actions: Iterable[ActionTimes]) -> tuple[ChunkSeconds, ...]:
     """Median seconds of each virtual stage's actions, which come in the order in which they ran."""
-    seconds: dict[int, dict[str, list[float]]] = {}
-    for action, _, start_s, end_s in actions:
-        seconds.setdefault(action.stage, {}).setdefault(action.kind, []).append(end_s - start_s)
+    seconds = grouped((action.stage, (action.kind, end_s - start_s)) for action, _, start_s, end_s in actions)
     report = []
-    for stage, of_kind in sorted(seconds.items()):
+    for stage, pairs in sorted(seconds.items()):
+        of_kind = grouped(pairs)
         medians = {kind: median(values) for kind, values in of_kind.items()}
         spreads = [spread for spread in map(spread_fraction, of_kind.values()) if spread is not None]
         apart_s = medians.get("I", 0.0) + medians.get("W", 0.0)
@@ -247,7 +246,7 @@ class Worker:
         with self.writing_down_attention():
             trainer.rehearse(self.status.at)
         reference = self.reference(run.warm_up_steps + run.num_steps) if run.check else None
-        checks: list[ProbeCheck] = []
+        checks = []
         loop = StepLoop(run, self.agree)
 
         def one_step(step: int) -> tuple[StepRecord, StepSeconds]:
@@ -378,7 +377,7 @@ class Worker:
         their groups'.
         """
         self.status.enter("reference", "" if self.rank == 0 else WAITING)
-        results: list[Any] = [compute_reference(self.run, num_steps, self.status.at) if self.rank == 0 else None]
+        results = [compute_reference(self.run, num_steps, self.status.at) if self.rank == 0 else None]
         if self.rank == 0:
             self.store.set(REFERENCE, "")
         while not self.store.check([REFERENCE]):
@@ -388,7 +387,7 @@ class Worker:
         return cast(OneProcess, results[0])
 
     def quiet(self, trainer: RankTrainer, chunks: tuple[ChunkSeconds, ...]) -> tuple[ChunkSeconds, ...]:
-        """The seconds of chunks on GPUs, also without the messages between stages."""
+        """Chunks with their seconds on GPUs measured once more, while no messages between stages are in flight."""
         if self.run.device == "cpu" or self.run.pp == 1:
             return chunks
         self.barrier()

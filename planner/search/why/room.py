@@ -69,13 +69,14 @@ def within_risk(candidate: Candidate, case: Case) -> Candidate:
 def room_of(best: Candidate) -> Room:
     """The largest micro-batch and sequence beside the layout's own switches and sharding."""
     positions = best.pricing.model.max_position_embeddings
+    pair = 2 if best.pricing.training.objective.has_pairs else 1
     most = MOST_STEPS if positions is None else positions // SEQUENCE_STEP
 
     def batch(mode: Recompute | None) -> int:
-        return most_within(lambda size: batch_excess_bytes(best, size, mode), MOST_SEQUENCES)
+        return pair * most_within(lambda number: batch_excess_bytes(best, pair * number, mode), MOST_SEQUENCES // pair)
 
     def length(mode: Recompute) -> int:
-        return SEQUENCE_STEP * most_within(lambda n: sequence_excess_bytes(best, SEQUENCE_STEP * n, mode), most)
+        return SEQUENCE_STEP * most_within(lambda n: sequence_excess_bytes(best, SEQUENCE_STEP * n, mode, pair), most)
 
     return Room(
         micro_batch_size=batch(None),
@@ -119,10 +120,10 @@ def batch_excess_bytes(best: Candidate, size: int, mode: Recompute | None) -> fl
     return _excess_bytes(best, mode, shape, {"global_batch_size": size * int(best.shape.dp)})
 
 
-def sequence_excess_bytes(best: Candidate, seq_length: int, mode: Recompute) -> float:
-    """The same of one sequence at a time, of `seq_length` tokens."""
-    shape = {"micro_batch_size": 1, "num_microbatches": 1, "seq_length": seq_length}
-    training = {"seq_length": seq_length, "global_batch_size": int(best.shape.dp), "document_lengths": None}
+def sequence_excess_bytes(best: Candidate, seq_length: int, mode: Recompute, number: int = 1) -> float:
+    """The same of one sequence at a time, or one pair of answers, of `seq_length` tokens."""
+    shape = {"micro_batch_size": number, "num_microbatches": 1, "seq_length": seq_length}
+    training = {"seq_length": seq_length, "global_batch_size": number * int(best.shape.dp), "document_lengths": None}
     return _excess_bytes(best, mode, shape, training)
 
 

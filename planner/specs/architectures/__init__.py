@@ -21,6 +21,7 @@ from planner.errors import SpecError
 from planner.specs.architectures import derivations, layer_lists, sections
 from planner.specs.architectures.derivations import Config, Derived, InexpressibleError, check_switches, first_of
 from planner.specs.architectures.layer_lists import without_unused_sections
+from planner.specs.base import filled
 from planner.specs.model import ModelSpec
 from planner.specs.model_parts import MLASpec, MoESpec
 from planner.specs.problems import nearest, spec_error
@@ -120,6 +121,8 @@ ARCHITECTURES = _architectures(load_yaml(_HERE / "rows.yaml"))
 _NAMES = load_yaml(_HERE / "names.yaml")
 SAME_AS: dict[str, str] = _NAMES["same_as"]
 """Models that call a known architecture by a name of their own, in lower case with underscores."""
+OTHER: dict[str, tuple[str, bool, str]] = {name: tuple(row) for name, row in _NAMES["other"].items()}
+"""Kinds that are another where the value of a key is set, or is not."""
 INNER: tuple[str, ...] = tuple(_NAMES["inner"])
 """Keys under which a multimodal config holds that of its language model, whose `model_type` decides."""
 WRAPPERS: dict[str, str] = _NAMES["wrappers"]
@@ -216,7 +219,7 @@ def router(config: Config) -> Derived:
         config, ("scoring_func", "score_function", "score_func", "moe_router_activation_func", "moe_router_activation")
     )
     fields["scoring_func"] = _SCORES.get(scores, scores) if isinstance(scores, str) else scores
-    return {name: value for name, value in fields.items() if value is not None}
+    return filled(fields.items())
 
 
 def _vision(config: Config, text_hidden: Any, where: str) -> Derived:
@@ -272,7 +275,7 @@ _DECIDES = re.compile(
     r"hidden_size|intermediate|latent|expert|_rank$|heads?$|layers?$|_dim$|kernel|block_size|gate$|gated?_|_size$|_freq$"
     r"|interval|pattern|mtp|nextn|attn_res|compress|conv_|state_size|shared?_|(?<!un)tied?_|merge|stride"
     r"|window|_expand$|d_(model|state|conv|ssm|rel)$|n_embd|hc_mult|(?<!norm_)(?<!grouped_)topk$|groups$|dense_replace"
-    r"|layer_(end|period|offset)|expert_num$|num_inputs$"
+    r"|layer_(end|period|offset)|expert_num$|num_inputs$|sparse_.*config$"
 )
 """Names of keys that may say sizes, layers or parts of a model."""
 _SAYS_NOTHING = re.compile(
@@ -282,7 +285,7 @@ _SAYS_NOTHING = re.compile(
     r"|mtp_hybrid|num_expert_group|n_shared_experts|zero_expert|index_share|index_topk_freq|^qk_head_dim|moe_layer_freq|block_dim"
     r"|attn_output_gate|expert_(parallel|capacity)|^(moe_|shared_|moe_shared_expert_)?intermediate_size$|^num_(hidden_layers|experts)$|^moe_k$|^head_dim"
     r"|group_norm_size|kda_|granularity|router_enable|^(use_)?sliding_window$|^no_rope_layer_interval$|^first_k_dense_replace$|^max_window_layers|attention_chunk|temperature|original_|tie_encoder|keep_last|generation|dtype"
-    r"|_kernels$|_overlap$|^mtp_layers_block|num_hash_layers|_conv_states$|^indexer_kv|output_gate_type|^[lr]m_head$"
+    r"|_kernels$|_overlap$|^mtp_layers_block|num_hash_layers|_conv_states$|^indexer_kv|output_gate_type|^[lr]m_head$|^spatial_merge"
 )
 """Names among them that say nothing of what a layer is."""
 
@@ -314,7 +317,8 @@ def _tell_unread(config: Config, read: set[str], where: str) -> None:
         for key, value in config.items()
         if key not in read
         and value not in (None, False, 0, "", [], {})
-        and not isinstance(value, (dict, float))
+        and not isinstance(value, float)
+        and (not isinstance(value, dict) or "sparse" in key)
         and _DECIDES.search(key)
         and not _SAYS_NOTHING.search(key)
         and not _is_listed(key, config)
@@ -328,7 +332,7 @@ def _tell_unread(config: Config, read: set[str], where: str) -> None:
         _log.warning("%s: not read, and may change parameters: %s", where, listed)
 
 
-_CANONICAL = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads")
+_CANONICAL = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "sliding_window")
 """Fields that functions read under our names, however a config spells them."""
 _TRACED = "trace it: plan models trace hf-code:{} -o model.yaml"
 
@@ -397,11 +401,12 @@ def _architecture(config: Config, where: str) -> tuple[Config, Architecture]:
     if kind in WRAPPERS and "hidden_size" not in config:
         raise SpecError(f"{where}: text_config: nothing, not a mapping", "give the language model's own config")
     name = SAME_AS.get(kind, kind)
-    name = "deepseek" if name == "deepseek_v2" and config.get("use_mla") is False else name
+    key, where_set, other = OTHER.get(name, ("", True, ""))
+    name = other if key in config and bool(config[key]) is where_set else name
     if name in ARCHITECTURES:
         warn_of_towers(config, where)
         return config, ARCHITECTURES[name]
-    problem = "is missing" if config.get("model_type") is None else f"unknown architecture {kind[:60]!r}"
+    problem = "is missing" if kind == "None" else f"unknown architecture {kind[:60]!r}"
     known = {*ARCHITECTURES, *SAME_AS, *WRAPPERS}
     raise SpecError(
         f"{where}: model_type: {problem}", f"{_TRACED.format(PurePath(where).parent)}{nearest(kind, known)}"
@@ -409,10 +414,12 @@ def _architecture(config: Config, where: str) -> tuple[Config, Architecture]:
 
 
 def _kind_of_model(config: Config) -> str:
-    """The `model_type` in lower case with underscores, as long as that is what the table knows."""
-    stated = config.get("model_type")
+    """The `model_type` in lower case with underscores, as long as that is what the table knows; else the class's."""
+    stated, classes = config.get("model_type"), config.get("architectures")
     if not isinstance(stated, str):
-        return str(stated)
+        known = {kind.replace("_", ""): kind for kind in (*ARCHITECTURES, *SAME_AS)}
+        made = classes[0] if isinstance(classes, list) and classes and isinstance(classes[0], str) else ""
+        return known.get(made.removesuffix("ForCausalLM").lower(), str(stated))
     plain = stated.lower()
     for kind in (stated, plain, plain.replace("-", "_")):
         if kind in ARCHITECTURES or kind in SAME_AS or kind in WRAPPERS or kind in REFUSED:

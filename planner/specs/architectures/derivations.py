@@ -10,6 +10,7 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any
 
+from planner.specs.base import filled
 from planner.specs.expressions import names_in, value_of
 from planner.specs.reading import kind_of
 
@@ -68,18 +69,18 @@ _CALLED = {"max", "min"}
 
 
 def size_of(config: Config, texts: str | list[str], needed: bool = False) -> int | None:
-    """The first of these sums whose sizes are all given, where `auto` is none; the last where one is needed."""
+    """The first of these sums whose sizes the config gives (`auto` gives none); the last one if a size is needed."""
     sums = [texts] if isinstance(texts, str) else texts
     given = [text for text in sums if not any(config.get(key) in (None, "auto") for key in names_in(text) - _CALLED)]
     return sum_of((given or sums[-1:])[0], partial(whole, config)) if given or needed else None
 
 
 def sizes(fields: Mapping[str, str | list[str]]) -> Callable[[Config], Derived]:
-    """A function that works out fields as `size_of` has it, as far as their sizes are given."""
+    """A function that derives each field by `size_of`, and leaves out those whose sizes the config does not give."""
 
     def derive(config: Config) -> Derived:
         found = {name: size_of(config, texts) for name, texts in fields.items()}
-        return {name: size for name, size in found.items() if size is not None}
+        return filled(found.items())
 
     return derive
 
@@ -98,7 +99,7 @@ def section(
     def derive(config: Config) -> Derived:
         counted = {field: size_of(config, texts, needed=True) for field, texts in fields.items()}
         stated = {field: first_of(config, keys) for field, keys in others.items()}
-        return {name: counted | {field: value for field, value in stated.items() if value is not None}}
+        return {name: counted | filled(stated.items())}
 
     return derive
 
@@ -251,7 +252,7 @@ def all_or_qkv_bias(config: Config) -> Derived:
 
 
 def longcat(config: Config) -> Derived:
-    """LongCat's layers are two each: one whose MLP has the experts beside it, one without them."""
+    """Each layer of LongCat's config is two here: one whose MLP has the experts beside it, one without them."""
     layers = config.get("num_layers", config.get("num_hidden_layers"))
     if isinstance(layers, bool) or not isinstance(layers, int):
         raise InexpressibleError(f"num_layers: {layers!r:.60} is {kind_of(layers)}, expected an integer")

@@ -6,6 +6,7 @@ A list of layers becomes the shortest that repeats to it, or, where layers slide
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from planner.specs.architectures.derivations import (
     MAX_LAYERS,
@@ -14,6 +15,7 @@ from planner.specs.architectures.derivations import (
     InexpressibleError,
     first_of,
     num_layers,
+    sum_of,
     whole,
 )
 from planner.specs.model_parts import NEEDS
@@ -81,7 +83,7 @@ def window(is_full: IsOne, key: str = "sliding_window") -> Callable[[Config], De
 
 
 def mixers(kind: str, is_full: IsOne) -> Callable[[Config], Derived]:
-    """A function that lists the layers of `kind` among those with full attention, or to chosen keys."""
+    """A function that says of each layer whether it mixes by `kind`, full attention, or attention to chosen keys."""
     names = ATTENTIONS | {"attention": "full", "indexed_attention": "indexed"}
     names |= dict.fromkeys((*STATE_NAMES, kind), kind)
 
@@ -144,9 +146,14 @@ def among(key: str, other: IsOne = never, first: int = 0) -> IsOne:
     return is_listed
 
 
-def phased(period: int, first: int = 0) -> IsOne:
-    """Every n-th layer, from the first or a later one on."""
-    return lambda config, layer: layer >= first and layer % period == 0
+def phased(period: int | str, first: int = 0) -> IsOne:
+    """Every n-th layer, from the first or a later one on; n itself, or the key under which it stands."""
+
+    def is_nth(config: Config, layer: int) -> bool:
+        every = whole(config, period) if isinstance(period, str) else period
+        return layer >= first and every > 0 and layer % every == 0
+
+    return is_nth
 
 
 def unrotated(config: Config, layer: int) -> bool:
@@ -330,24 +337,95 @@ def mllama_layers(config: Config) -> Derived:
     return {"layer_types": shortest(["cross" if one else "full" for one in crosses]), "layer_sizes": sizes}
 
 
-def looped(key: str, default: int) -> Callable[[Config], Derived]:
-    """A function that writes all layers again for each further time that they run, which stands under a key."""
+def iquest_layers(config: Config) -> Derived:
+    """IQuest-Q1's layers: a few first ones, a block of kinds that repeats, a few last ones."""
+    first, block, last = (
+        config.get(name) for name in ("first_layers_types", "hybrid_layers_types_block", "last_layers_types")
+    )
+    if not (isinstance(first, list) and isinstance(block, list) and isinstance(last, list)):
+        raise InexpressibleError("first_layers_types, hybrid_layers_types_block, last_layers_types: expected lists")
+    types = [*first, *block * min(whole(config, "num_hybrid_layers_block"), MAX_LAYERS), *last]
+    return window(never)({**config, "layer_types": types})
+
+
+def looped(key: str, default: int, first: str = "0", last: str = "num_hidden_layers") -> Callable[[Config], Derived]:
+    """A function that writes layers again for each further time that they run, which stands under a key.
+
+    They are those from one sum of sizes to another; kinds of layers that a config lists are listed again, too.
+    """
 
     def derive(config: Config) -> Derived:
         layers, times = num_layers(config), whole(config, key, default)
+        start, end = (min(max(sum_of(text, partial(whole, config)), 0), layers) for text in (first, last))
         if not 0 < times * layers <= MAX_LAYERS:
             raise InexpressibleError(f"{key}: {times}, and {layers} layers")
-        again = ({"shares_weights": True},) * (layers * (times - 1))
-        return {"num_hidden_layers": layers * times, "layer_sizes": ({},) * layers + again if again else None}
+        order = [*range(end), *list(range(start, end)) * (times - 1), *range(end, layers)]
+        fields: Derived = {"num_hidden_layers": len(order)}
+        if len(order) > layers:
+            again = ({"shares_weights": True},) * (len(order) - layers)
+            fields["layer_sizes"] = ({},) * end + again + ({},) * (layers - end)
+        if start or end < layers:
+            types = listed(config, ATTENTIONS) or []
+            fields |= {"layer_types": shortest([types[layer] for layer in order]), "sliding_window_pattern": None}
+        return fields
 
     return derive
 
 
-def lfm3_layers(config: Config) -> Derived:
-    """LFM3 has windows among LFM2's layers."""
-    turns = ("sliding", "conv", "full", "conv")
-    kinds = ("conv", *(turns[layer % 4] for layer in range(1, num_layers(config))))
-    return {} if config.get("layer_types") else {"layer_types": kinds}
+def dory(config: Config) -> Derived:
+    """Dory's layers, those between the first and the last few more than once; a config may list halves of layers."""
+    types = config.get("layer_types")
+    if isinstance(types, list) and "mlp" in types:
+        halved = ("num_hidden_layers", "n_input_layers", "n_output_layers")
+        config = {**config, "layer_types": types[::2], **{name: whole(config, name) // 2 for name in halved}}
+    elif types is None:
+        turns = ["full_attention" if layer % 4 == 3 else "sliding_attention" for layer in range(num_layers(config))]
+        config = {**config, "layer_types": turns}
+    return looped("n_recurrent_loops", 2, "n_input_layers", "num_hidden_layers - n_output_layers")(config)
+
+
+def repeated(key: str, names: dict[str, str]) -> Callable[[Config], Derived]:
+    """A function that reads kinds of layers, which repeat."""
+
+    def derive(config: Config) -> Derived:
+        stated = config.get(key)
+        whole_list = {**config, "num_hidden_layers": len(stated) if isinstance(stated, list) else 0}
+        return {"layer_types": tuple(listed(whole_list, names, key) or ())[: num_layers(config)] or None}
+
+    return derive
+
+
+def shared_blocks(scan: str, shared: str, is_shared: IsOne) -> Callable[[Config], Derived]:
+    """A function that lists Zamba's layers: all scan, and some of them behind one of a few blocks, which take turns."""
+    names = {"mamba": scan, "linear_attention": scan, "hybrid": shared}
+
+    def derive(config: Config) -> Derived:
+        kinds = listed(config, names, "layers_block_type") or listed(config, names)
+        kinds = kinds or [shared if is_shared(config, layer) else scan for layer in range(num_layers(config))]
+        once, seen, sizes = whole(config, "num_mem_blocks", 1), 0, list[Derived]()
+        for kind in kinds:
+            sizes.append({"shares_weights": True} if kind == shared and seen >= once else {})
+            seen += kind == shared
+        return {"layer_types": shortest(kinds), "layer_sizes": tuple(sizes)}
+
+    return derive
+
+
+def zamba(config: Config, layer: int) -> bool:
+    """The third layer, and every n-th from the fourth and an offset on."""
+    period = whole(config, "attn_layer_period")
+    return layer == 2 or (period > 0 and layer > 2 and (layer - 3) % period == whole(config, "attn_layer_offset"))
+
+
+def turns(kinds: list[str], first: list[str] | None = None) -> Callable[[Config], Derived]:
+    """A function that lists kinds which take turns, behind a few first ones, where a config lists none."""
+
+    def derive(config: Config) -> Derived:
+        before = first or []
+        behind = [kinds[layer % len(kinds)] for layer in range(len(before), num_layers(config))]
+        return {} if config.get("layer_types") else {"layer_types": shortest([*before, *behind])}
+
+    return derive
 
 
 def jamba_moe(config: Config) -> Derived:

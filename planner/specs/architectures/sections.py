@@ -70,10 +70,25 @@ def ling_layers(config: Config) -> Derived:
     size, layers = max(whole(config, "layer_group_size"), 1), num_layers(config)
     rest = layers // size * size
     kinds = types or ["full" if (i + 1) % size == 0 or i >= rest else linear for i in range(layers)]
-    # queries and keys of lightning attention are normed too
-    normed = bool(config.get("use_qk_norm")) * 2 * whole(config, "head_dim", 0)
-    sizes = tuple({"vector_parameters": normed} if kind == "lightning" and normed else {} for kind in kinds)
+    return _with_norms(kinds, bool(config.get("use_qk_norm")) * 2 * whole(config, "head_dim", 0))
+
+
+def _with_norms(kinds: list[str], num_weights: int) -> Derived:
+    """Layers of which those with lightning attention norm queries and keys by `num_weights` weights."""
+    sizes = tuple({"vector_parameters": num_weights} if kind == "lightning" and num_weights else {} for kind in kinds)
     return {"layer_types": lists.shortest(kinds), "layer_sizes": sizes if any(sizes) else None}
+
+
+def sala(config: Config) -> Derived:
+    """MiniCPM-SALA: listed layers of lightning attention among those of gated grouped attention."""
+    names = {"minicpm4": "full"} | dict.fromkeys(("lightning", "lightning-attn", "lightning_attn"), "lightning")
+    width = whole(config, "lightning_head_dim", 128)
+    other = {"use_output_gate": True, "use_output_norm": True, "lightning_nkv": config.get("lightning_nh")}
+    for key, value in other.items():
+        if config.get(key, value) != value:
+            raise InexpressibleError(f"{key}: lightning attention is read with {value} alone, not {config[key]!r:.60}")
+    normed = _with_norms(lists.listed(config, names, "mixer_types") or [], bool(config.get("qk_norm")) * 2 * width)
+    return normed | {"position_embedding": "rope" if config.get("attn_use_rope", True) else "none"}
 
 
 def glm5_next(config: Config) -> Derived:
@@ -142,14 +157,6 @@ def dots3(config: Config) -> Derived:
     }
 
 
-def lara(config: Config) -> Derived:
-    """Lara Mini: gated delta net on two of five layers, windows on two, full attention on one."""
-    if config.get("layer_types") is not None:
-        return {}
-    turns = ("gated_delta", "sliding", "gated_delta", "full", "sliding")
-    return {"layer_types": lists.shortest([turns[layer % 5] for layer in range(num_layers(config))])}
-
-
 _COMPRESSED = {
     "sliding_attention": "sliding", "compressed_sparse_attention": "compressed_sparse",
     "heavily_compressed_attention": "heavily_compressed",
@@ -178,6 +185,38 @@ def compressed_attention(config: Config) -> Derived:
         "compressed_attention": {
             "q_lora_rank": whole(config, "q_lora_rank"), "o_groups": whole(config, "o_groups"),
             "o_lora_rank": whole(config, "o_lora_rank"), "sparse_rate": sparse, "heavy_rate": heavy,
+        },
+    }  # fmt: skip
+
+
+def shared_compression(config: Config) -> Derived:
+    """DeepSeek-V4.1: listed layers compress keys and choose among them for those behind; some add n-grams."""
+    layers = num_layers(config)
+    rates, makers, choosers, adders, rows = (
+        stated if isinstance(stated := config.get(key), list) and all(type(one) is int for one in stated) else []
+        for key in ("compress_ratios", "kv_source_layer_ids", "index_source_layer_ids", "engram_layer_ids",
+                    "engram_num_embeddings")
+    )  # fmt: skip
+    if len(rates) < layers or min(rates, default=0) < 0 or len(rows) < len(adders):
+        raise InexpressibleError(f"compress_ratios, engram_num_embeddings: {rates!r:.60}, {rows!r:.60}")
+    names = ("engram_max_ngram_size", "engram_n_heads", "engram_head_dim")
+    orders, heads, width = (max(whole(config, name), 1) for name in names)
+    sizes = list[Derived]()
+    for layer, rate in enumerate(rates[:layers]):
+        own: Derived = {"makes_keys": layer in makers, "chooses_keys": layer in choosers, "compress_rate": rate}
+        sizes.append(own if rate else {})
+        if layer in adders:
+            table = rows[adders.index(layer)] * width
+            sizes[-1] |= {"ngram_size": (orders - 1) * heads * width, "ngram_parameters": table}
+    has_candidates = whole(config, "candidate_source_layer_id") >= 0
+    blocks = whole(config, "candidate_topk_blocks") * whole(config, "candidate_block_size")
+    return {
+        "layer_types": lists.shortest(["shared_compressed" if rate else "sliding" for rate in rates[:layers]]),
+        "layer_sizes": tuple(sizes),
+        "partial_rotary_factor": whole(config, "qk_rope_head_dim") / max(whole(config, "head_dim"), 1),
+        "compressed_attention": {
+            "q_lora_rank": whole(config, "q_lora_rank"), "o_groups": whole(config, "o_groups"), "norms_queries": False,
+            "o_lora_rank": whole(config, "o_lora_rank"), "candidates": blocks if has_candidates else None,
         },
     }  # fmt: skip
 
@@ -276,6 +315,12 @@ def xlstm(config: Config) -> Derived:
             "value_head_dim": values // heads, "chunk_size": whole(config, "chunk_size"),
         },
     }  # fmt: skip
+
+
+def zamba_adapters(config: Config) -> Derived:
+    """Zamba 2's adapters of shared blocks: those of the MLP always, those of attention where it says so."""
+    rank = whole(config, "adapter_rank")
+    return {"block_adapter_ranks": (rank if config.get("use_shared_attention_adapter") else 0, rank)}
 
 
 def nas_blocks(config: Config) -> Derived:
@@ -395,9 +440,11 @@ def laguna(config: Config) -> Derived:
 _TABLE = Path(__file__).parent / "vision.yaml"
 _NORMS = {"rms_norm": "rmsnorm", "layer_norm": "layernorm"}
 _MOST, _MOST_LAYERS = 10**9, 1000
-"""The largest number that is taken for a size, and for a number of layers or projectors."""
+"""The largest size that is believed, and the largest number of layers or projectors."""
+_SIDE = 896
+"""Pixels along the side of an image, where a tower sees images as large as they are."""
 _PATCHES = 8192
-"""The most patches along the side of an image that are taken for a size."""
+"""The largest number of patches along an image's side that is believed."""
 
 
 @cache
@@ -469,9 +516,11 @@ def vision_of(config: Config, text_hidden: int) -> Derived | None:
     sizes = _Sizes(vision, config, {**row, "defaults": row["defaults"] | behind["defaults"]}, text_hidden)
     projector = [*row.get("projector", ()), *behind.get("projector", ())]
     again = sizes[row["again"]] if "again" in row else 0
-    tokens = behind.get("tokens", row.get("tokens"))
-    image_tokens = 1024 if tokens is None else max(sizes.sum_of(tokens), 1)
-    merged = sizes["m"] ** 2 if "m" in sizes.row["defaults"] else sizes["n"] // image_tokens
+    tokens = None if row.get("native") else behind.get("tokens", row.get("tokens"))
+    has_merges = "m" in sizes.row["defaults"]
+    side = _SIDE // max(sizes["k"] * (sizes["m"] if has_merges else 1), 1)
+    image_tokens = max(side**2 if tokens is None else sizes.sum_of(tokens), 1)
+    merged = sizes["m"] ** 2 if has_merges else 1 if tokens is None else sizes["n"] // image_tokens
     return {
         "encoder": _encoder(sizes, vision, row),
         "patch_values": sizes.sum_of(row["patch"]),

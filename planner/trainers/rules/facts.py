@@ -10,7 +10,7 @@ from typing import Any, Final, Literal
 import numpy as np
 
 from planner.shape import RANK_ORDERS, Number, maximum, where
-from planner.specs.base import Named, Said, Texts
+from planner.specs.base import Named, Said, Texts, filled
 from planner.specs.model import ModelSpec
 from planner.specs.model_parts import SPARSE, MoESpec
 from planner.specs.training import GROUPS, TrainingSpec, tokens_split
@@ -150,7 +150,7 @@ def _state_widths(model: ModelSpec) -> dict[str, int]:
     for whose, sizes in own:
         widths[f"{whose}.num_attention_heads"] = sizes.num_attention_heads
         widths[f"{whose}.intermediate_size"] = sizes.intermediate_size
-    return {name: width for name, width in widths.items() if width is not None}
+    return filled(widths.items())
 
 
 def splits_states(model: ModelSpec, tp: Number) -> Any:
@@ -173,7 +173,7 @@ def unsplit_state(model: ModelSpec, tp: int) -> str:
 
 def reads_before(model: ModelSpec) -> bool:
     """Layers read what the first stage has, or keys of a layer further back than the pairs of cross-layer attention."""
-    shares = [bool(one.shares_keys) for one in model.layer_sizes or ()]
+    shares = [bool(one.shares_keys or one.makes_keys is False) for one in model.layer_sizes or ()]
     is_looped = model.traced is not None and model.traced.is_looped
     is_looped = is_looped or any(one.shares_weights for one in model.layer_sizes or ())
     return is_looped or model.per_layer_input_size is not None or any(map(all, pairwise(shares)))

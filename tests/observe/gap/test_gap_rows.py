@@ -26,7 +26,7 @@ from planner.observe.observation import (
 )
 from planner.observe.traces.events import CollectiveTime, FamilyTime, GroupTime, RankReport, TraceReport, TraceStep
 from planner.observe.traces.recorded import Recorded
-from planner.specs.units import GIB
+from planner.specs.units import GIB, MIB
 from planner.trainers.switches import SWITCHES
 
 WALL_S = 1.0
@@ -231,7 +231,31 @@ def test_memory_that_ran_out_is_told_with_its_bytes() -> None:
 
 def test_a_collective_that_a_watchdog_ended_is_a_hang() -> None:
     hung = tuple(HungCollective(rank=rank, sequence=7, collective="allreduce", seconds=600.0) for rank in (0, 3))
-    assert [(one.name, "number 7" in one.evidence) for one in named(hung_collectives=hung)] == [("hang", True)]
+    ahead = HungCollective(rank=2, sequence=9, collective="broadcast")
+    for others, says in (((), "number 7"), ((ahead,), "rank 2 in broadcast number 9")):
+        assert [(one.name, says in one.evidence) for one in named(hung_collectives=hung + others)] == [("hang", True)]
+    stuck = HungCollective(rank=6, sequence=0, seconds=480.0)
+    assert [(one.name, "watchdog of rank 6" in one.evidence) for one in named(hung_collectives=(stuck,))] == [
+        ("hang", True)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("found", "names"),
+    [
+        ({"not_numbers": (2, 95, 99)}, ["not_a_number"]), ({"not_numbers": (2, 1, 3)}, []),
+        ({"not_numbers": (1, 99, 99)}, []), ({"num_host_ooms": 1}, ["host_memory"]),
+    ],
+)  # fmt: skip
+def test_numbers_that_are_none_and_hosts_without_memory(found: Any, names: list[str]) -> None:
+    steps = StepSeries(steps=tuple(range(100)), seconds=(1.0,) * 100)
+    assert [one.name for one in named(**found, series=steps, num_steps=100)] == names
+
+
+def test_a_full_gpu_is_not_in_fragments() -> None:
+    """LLaMA-Factory 9510: 0.05 GiB refused, 77.9 held, 0.15 reserved beside them."""
+    full = FailedAllocation(requested_bytes=56 * MIB, allocated_bytes=78 * GIB, unused_bytes=150 * MIB)
+    assert [one.name for one in named(failed_allocations=(full,))] == ["out_of_memory"]
 
 
 @pytest.mark.parametrize("row", GAP_ROWS.values())

@@ -68,8 +68,10 @@ def of_kind(changes: tuple[Change, ...], kind: str) -> list[Change]:
     return [change for change in changes if change.kind == kind]
 
 
-def test_the_largest_batch_and_sequence_fit_and_the_next_do_not() -> None:
-    case, found = tuned()
+@pytest.mark.parametrize(("objective", "each"), [("lm", 1), ("dpo", 2)])
+def test_the_largest_batch_and_sequence_fit_and_the_next_do_not(objective: str, each: int) -> None:
+    case = case_of(**LORA, objective=objective)
+    found = planned(case)
     best, room = candidate_of(found, case), found.room
     assert room.micro_batch_size > 0
     sizes: tuple[tuple[int, Recompute | None], ...] = (
@@ -77,14 +79,15 @@ def test_the_largest_batch_and_sequence_fit_and_the_next_do_not() -> None:
         (room.checkpointed_micro_batch_size, "full"),
     )
     for size, mode in sizes:
-        assert batch_excess_bytes(best, size, mode) <= 0 < batch_excess_bytes(best, size + 1, mode)
+        assert batch_excess_bytes(best, size, mode) <= 0 < batch_excess_bytes(best, size + each, mode)
     lengths: tuple[tuple[int, Recompute], ...] = (
         (room.sequence.seq_length, "none"),
         (room.sequence.checkpointed_seq_length, "full"),
     )
     for length, mode in lengths:
         assert length % SEQUENCE_STEP == 0
-        assert sequence_excess_bytes(best, length, mode) <= 0 < sequence_excess_bytes(best, length + 128, mode)
+        assert sequence_excess_bytes(best, length, mode, each) <= 0
+        assert sequence_excess_bytes(best, length + 128, mode, each) > 0
     assert room.checkpointed_micro_batch_size > room.micro_batch_size
 
 
