@@ -262,18 +262,26 @@ class OutsidePipeline(NamedTuple):
     tail_s: float
 
 
+OUTSIDE = {
+    "forward_s": "forward_total_s", "input_grad_s": "backward_total_s",
+    "reduce_s": "reduce_s", "gather_s": "gather_s", "optimizer_s": "optimizer_s",
+}  # fmt: skip
+"""Seconds of a rank that decide what it takes outside the pipeline, by the field that holds them."""
+
+
 def outside_pipeline(pricing: Pricing, table: CostTable, ranks: Sequence[PartCost], schedule: str) -> OutsidePipeline:
     """`outside_seconds` of one split."""
-    return OutsidePipeline(*(float(seconds) for seconds in outside_seconds(pricing, table, ranks, schedule)))
+    columns = {name: np.array([getattr(rank, held) for rank in ranks]) for name, held in OUTSIDE.items()}
+    return OutsidePipeline(*map(float, outside_seconds(pricing, table, PartCost(**columns), schedule)))
 
 
 def outside_seconds(
-    pricing: Pricing, table: CostTable, ranks: Sequence[PartCost], schedule: str
+    pricing: Pricing, table: CostTable, ranks: PartCost, schedule: str
 ) -> tuple[Number, Number, Number]:
     """Seconds of the exposed data-parallel exchange, of the optimizer, and of the tail on every rank.
 
     Gradients are reduced behind the last micro-batch's backward, parameters gathered behind the first one's forward.
-    The costs of ranks are numbers, or arrays of as many splits.
+    The costs are arrays, whose first axis is of ranks; of a pass only its seconds count (`OUTSIDE`).
 
     A rank has as much time for this as a micro-batch takes through a chunk of each rank before it, there or back
     (`lead_passes`). Each of its chunks exchanges an equal part. The part of the last chunk can hide behind this chunk's
@@ -285,20 +293,17 @@ def outside_seconds(
     sharded = sharded_each_time(int(shape.zero_stage), int(shape.pp))
     exposed: Number = 0.0
     if sharded:
-        (first,) = ranks
-        exchanged = _each_time_s(first, sharded)
+        exchanged = _each_time_s(ranks, sharded)
         hidden = each_time_overlap_fraction(runtime, shape) * (
-            first.total_s if sharded == 3 else first.backward_total_s
+            ranks.total_s if sharded == 3 else ranks.backward_total_s
         )
-        shown_s = np.maximum(runtime.contention_fraction * exchanged, exchanged - hidden)
+        (shown_s,) = np.maximum(runtime.contention_fraction * exchanged, exchanged - hidden)
         exposed = float(shape.num_microbatches) * shown_s
     vpp = int(shape.vpp)
     passes, led = passes_behind(schedule, int(shape.pp), vpp), lead_passes(schedule, vpp)
 
-    def shown(exchange: str, way: str, fraction: float, lead: float) -> Number:
+    def shown(exchanged: Number, passing_s: Number, fraction: float, lead: float) -> Number:
         """Seconds of one exchange that show on the rank where most do."""
-        exchanged = np.array([getattr(rank, exchange) for rank in ranks])
-        passing_s = np.array([getattr(rank, way) for rank in ranks])
         hidden = fraction * passing_s
         before_s = np.cumsum(lead * passing_s, axis=0) - lead * passing_s
         own = np.maximum((exchanged - hidden) / vpp, exchanged - passes * hidden)
@@ -307,11 +312,10 @@ def outside_seconds(
 
     if sharded < 2:
         fraction = float(reduce_overlap_fraction(runtime, shape))
-        exposed = exposed + shown("reduce_s", "backward_total_s", fraction, led)
+        exposed = exposed + shown(ranks.reduce_s, ranks.backward_total_s, fraction, led)
     if sharded < 3:
-        exposed = exposed + shown("gather_s", "forward_total_s", runtime.parameter_overlap_fraction, 1 / vpp)
-    optimizers_s = np.array([rank.optimizer_s for rank in ranks])
-    return exposed, optimizers_s.max(axis=0), table.tail_s
+        exposed = exposed + shown(ranks.gather_s, ranks.forward_total_s, runtime.parameter_overlap_fraction, 1 / vpp)
+    return exposed, np.max(ranks.optimizer_s, axis=0), table.tail_s
 
 
 def _each_time_s(rank: PartCost, sharded: int) -> Number:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from textwrap import wrap
+from typing import TYPE_CHECKING
 
 from rich.console import Console, Group, RenderableType
 from rich.padding import Padding
@@ -18,7 +19,6 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from planner.answer import Plan, PricedLayout
-from planner.layout.alive import MemoryAnswer, MemoryChange, MemoryOfStage
 from planner.record import record
 from planner.report import small
 from planner.report.format import (
@@ -36,6 +36,9 @@ from planner.report.pieces import Parts, TextBar, as_group, bullets, columns, he
 from planner.report.rows import Entry, Figure, ReportSection, Robust, Table, entry_of
 from planner.report.view import View, seconds_table, stage_table, view_of
 from planner.specs.base import Texts, grouped
+
+if TYPE_CHECKING:
+    from planner.layout.alive import MemoryAnswer, MemoryChange, MemoryOfStage
 
 LINES, COLUMNS = 38, 80
 """The most lines of an answer on a terminal of 80 columns and 40 lines, which has a prompt too."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -53,12 +54,14 @@ from planner.search.ilp.node import (
     splits_tried,
     with_shorter_chunks,
 )
-from planner.search.ilp.program import SolverFailed, solve
 from planner.search.priced_shapes import PricedShapes
 from planner.search.rebalance import SHAPES, improved, level_guess_s, level_split
 from planner.shape import FloatArray, IntArray, Shape
 from planner.specs.training import SearchLimits
 from planner.trainers.spec import RuntimeSpec
+
+if TYPE_CHECKING:
+    from planner.search.ilp.program import SolverFailed
 
 PRICED = 32
 """Number of nodes that are priced together with the one that is solved next."""
@@ -278,6 +281,9 @@ class Branch:
             alike.setdefault(key, []).append(node)
         for group in alike.values():
             first = group[0]
+            if first.priced is None and len(group) == 1:
+                self.tables[first.prices] = first.pricing.table(first.shape)
+                continue
             if first.priced is not None:
                 together = first.priced.cost_table(np.array([node.row for node in group]))
             else:
@@ -365,6 +371,8 @@ class Branch:
 
         The bound is 0 if the solver's is not confirmed, or the replay is below it: then it is none.
         """
+        from planner.search.ilp.program import SolverFailed, solve
+
         bound, pricing, table = np.inf, layout.pricing, layout.table
         if not self.candidates:
             self._try_even_split(choice, layout)

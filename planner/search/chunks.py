@@ -171,10 +171,10 @@ def least_steps_s(
         column(node.p2p_s)[..., None] * (ranks[1:] != ranks[:-1]), (*forward_s.shape[:-1], len(ranks) - 1)
     )
     bounds_s = trip_bounds_s((forward_s, *back_s), hop_s, node.placement, steps, slots, splits_backward=splits)
+    stages = _stages_of(node)
     seconds = {"forward_s": forward_s, "input_grad_s": input_s, "weight_grad_s": weight_s}
     seconds |= {name: of_stages(name) for name in ("reduce_s", "gather_s", "optimizer_s")}
-    on_rank = [ranks == rank for rank in range(node.pp)]
-    parts = [PartCost(**{name: each[..., at].sum(axis=-1) for name, each in seconds.items()}) for at in on_rank]
+    parts = PartCost(**{name: np.moveaxis(each[..., stages].sum(axis=-1), -1, 0) for name, each in seconds.items()})
     exposed_s, optimizer_s, tail_s = outside_seconds(pricing, table, parts, schedule)
     step_s = bounds_s.max(axis=-1) + exposed_s + optimizer_s + column(tail_s)
     return np.where(_fit(chain), step_s, np.inf)
@@ -182,15 +182,16 @@ def least_steps_s(
 
 def _fit(chain: Chain) -> BoolArray:
     """True for each split whose ranks have memory for their stages (last axis), as row 6 of the program says."""
-    node, ranks = chain.node, np.asarray(chain.node.placement)
-    static, live, transient = chain.total("static_bytes"), chain.total("live_bytes"), chain.transient_bytes()
-    fits: BoolArray = np.ones(static.shape[:-1], dtype=bool)
-    usable = column(node.usable_bytes) * (1 + TINY)
-    *beside, loss = beside_layers(node)
-    kept = beside[0] + beside[1]
-    for rank in range(node.pp):
-        at, held = np.flatnonzero(ranks == rank), np.asarray(node.in_flight_of(rank), dtype=float)
-        largest = np.maximum(transient[..., at].max(axis=-1), loss[..., rank, None])
-        needed = relaxed_peak_bytes(static[..., at].sum(axis=-1), (live[..., at] * held).sum(axis=-1), largest)
-        fits &= needed + kept[..., rank, None] <= usable
-    return fits
+    node, stages = chain.node, _stages_of(chain.node)
+    beside_static, beside_live, loss = (each[..., None, :] for each in beside_layers(node))
+    held = np.array([node.in_flight_of(rank) for rank in range(node.pp)], dtype=float)
+    static, live = (chain.total(name)[..., stages] for name in ("static_bytes", "live_bytes"))
+    largest = np.maximum(chain.transient_bytes()[..., stages].max(axis=-1), loss)
+    needed = relaxed_peak_bytes(static.sum(axis=-1), (live * held).sum(axis=-1), largest)
+    usable = column(node.usable_bytes)[..., None] * (1 + TINY)
+    return np.asarray((needed + (beside_static + beside_live) <= usable).all(axis=-1))
+
+
+def _stages_of(node: Node) -> IntArray:
+    """The virtual stages of each rank (rows), in the order of its chunks."""
+    return np.argsort(node.placement, kind="stable").reshape(node.pp, -1)

@@ -34,7 +34,6 @@ from planner.search.bounds import busiest_rank_s, schedule_bound_s
 from planner.search.case import Deadline
 from planner.search.frontier import Nodes
 from planner.search.ilp.node import RecomputeChoice, Whole, splits_tried
-from planner.search.ilp.program import solve
 from planner.shape import FloatArray
 from planner.specs.model import ModelSpec
 
@@ -178,6 +177,8 @@ def rebalance(plan: Plan, rank_factors: Sequence[float], time_limit_s: float = 1
 
 def _solved(start: Candidate, choice: RecomputeChoice, deadline: Deadline) -> Candidate:
     """The integer program's split; as it was if it gives none that fits, is out of time or fails."""
+    from planner.search.ilp.program import solve
+
     with suppress(SolverError):
         tries = splits_tried(start, choice, lambda node: solve(node, deadline.left_s, proves=False))
         return next((found for _, found in tries if found is not None and found.fits), start)

@@ -16,6 +16,7 @@ from planner.layout.price import parallelism_of
 from planner.layout.variation import NUM_LAYOUTS, assumed_steps, setting_of
 from planner.record import record
 from planner.search.case import Case
+from planner.search.chunks import least_step_s
 from planner.search.enumerate import schedule_options
 from planner.search.rebalance import level_split
 from planner.search.recipes import pinned, pinned_by
@@ -163,7 +164,11 @@ def _simplest(candidate: Candidate, most_s: float, case: Case) -> Candidate:
     for shape, schedule in fewer[:MOST_CHUNKINGS]:
         start = replace(candidate, table=replace(candidate.table, shape=shape), schedule=schedule)
         simpler = start.with_split(level_split(start))
-        if simpler.fits and simpler.step_s <= most_s and not any(broken_recipe_rules(setting_of(simpler))):
+        if (
+            simpler.fits
+            and least_step_s(simpler) <= most_s >= simpler.step_s
+            and not any(broken_recipe_rules(setting_of(simpler)))
+        ):
             return simpler
     return candidate
 

@@ -31,11 +31,11 @@ from planner.physics.passes import Passes
 from planner.physics.pricing import Pricing
 from planner.schedule.orders import SCHEDULES
 from planner.schedule.replay import makespan_s
-from planner.search import branch
 from planner.search.bounds import all_optimizers_s, beyond_s, coarse_bound_s, showing_s, with_ends_s
 from planner.search.case import Case
 from planner.search.enumerate import Bar, enumerate_shapes, scalar, schedules_tried
 from planner.search.frontier import Nodes, bound_of_shapes_s, nodes_of
+from planner.search.ilp import program
 from planner.search.ilp.node import RecomputeChoice, node_of
 from planner.search.ilp.program import solve
 from planner.search.layouts import _least_work_s, _pricings
@@ -374,7 +374,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     for owner, function, kind in (
         (Pricing, "table", "tables"),
         (Nodes, "bound_s", "bounds"),
-        (branch, "solve", "programs"),
+        (program, "solve", "programs"),
         (candidate, "pipeline_s", "replays"),
     ):
         original = getattr(owner, function)
