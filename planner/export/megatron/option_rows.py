@@ -302,7 +302,12 @@ class Section:
     def says(self, row: OptionRow) -> Fields:
         """The fields that one of the options says by itself, in some value."""
         codec = self.codecs.get(row.by)
-        return (codec.read({row.name: []}) if codec and codec.read else row.read({row.name: []})) | row.says
+        read = codec.read if codec and codec.read else row.read
+        try:
+            return read({row.name: []}) | row.says
+        except SpecError:
+            # it is an option of a number
+            return read({row.name: ["1"]}) | row.says
 
     def names_read(self) -> frozenset[str]:
         """The options that are read."""
