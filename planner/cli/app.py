@@ -371,4 +371,6 @@ def _usage_error(error: Any) -> SpecError:
         from planner.export.targets import TARGETS
 
         hint = f"--to {'|'.join(TARGETS)}"
+    elif getattr(error, "option_name", None) == "--shard-size":
+        hint = "one layout says it as --fsdp N"
     return SpecError(error.format_message().rstrip("."), hint)

@@ -361,7 +361,7 @@ def render_memory(answer: MemoryAnswer, stage: MemoryOfStage) -> Iterator[Render
     )
     if answer.changes:
         yield section(
-            f"What would make room on stage {stage.stage}",
+            f"What would make room on stage {stage.stage}, the allocator's reserve aside",
             listed("room_on_stage", answer.changes, stage=stage, longer=partial(_longer, answer)),
         )
     notes = dict.fromkeys(f"{tensor.name}: {tensor.note}" for tensor in stage.tensors if tensor.note)

@@ -121,10 +121,10 @@ class Regret:
 
 def sweeps(scored: Iterable[Scored]) -> list[PublishedSweep]:
     """All sweeps of two or more layouts among runs that count and could be priced, in order of appearance."""
-    known = [answer for answer in scored if answer.row.counts and answer.layout is not None]
-    layouts = grouped((answer.row.run_key, answer) for answer in known)
-    jobs = grouped((job_key(runs[0].row), runs) for runs in layouts.values())
-    return [_sweep(layouts_of_job) for layouts_of_job in jobs.values() if len(layouts_of_job) > 1]
+    known = (answer for answer in scored if answer.row.counts and answer.layout is not None)
+    jobs = grouped((job_key(answer.row), answer) for answer in known).values()
+    layouts = (grouped((answer.row.run_key, answer) for answer in job) for job in jobs)
+    return [_sweep([*found.values()]) for found in layouts if len(found) > 1]
 
 
 def job_key(row: PublishedRun) -> str:

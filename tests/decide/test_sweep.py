@@ -164,7 +164,7 @@ def test_tables_and_csv_have_every_point_and_say_the_answers() -> None:
     assert [row["fits"] for row in rows] == ["True", "True", "False"]
     assert float(rows[1]["usd_interval_low"]) < float(rows[1]["usd"]) < float(rows[1]["usd_interval_high"])
     assert "fewest GPUs: 8 GPUs" in says_sweep(answer)
-    assert says_sweep(of_points([planned(trial(8, "405b"))], Goal())) == "None of 1 points fits."
+    assert says_sweep(of_points([planned(trial(8, "405b"))], Goal())) == "None of 1 point fits."
 
 
 def plan_of(global_batch_size: int = 64, hardware: str = "h100", runtime: str = "megatron", **layout: Any) -> Plan:

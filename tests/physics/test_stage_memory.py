@@ -377,8 +377,8 @@ def test_arrays_of_shapes_are_priced_as_each_shape_by_itself() -> None:
     for place, (tp, dp) in enumerate(((1, 8), (2, 4))):
         one = pricing.table(Shape.of(tp=tp, dp=dp, seq_length=2048, zero_stage=1))
         for key, part in several.layers.items():
-            assert float(part.take(place).optimizer_bytes) == pytest.approx(float(one.layers[key].optimizer_bytes))
-            assert float(part.take(place).optimizer_s) == pytest.approx(float(one.layers[key].optimizer_s))
+            assert float(part.take(place, {}).optimizer_bytes) == pytest.approx(float(one.layers[key].optimizer_bytes))
+            assert float(part.take(place, {}).optimizer_s) == pytest.approx(float(one.layers[key].optimizer_s))
 
 
 def _evaluated(optimizer: str) -> Plan:

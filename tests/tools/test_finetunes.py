@@ -82,7 +82,7 @@ def test_widths_cover_four_in_five_of_the_sources_that_they_are_read_from(scores
     read = scores[READ]
     for share in (read.step_coverage, read.memory_coverage):
         assert share is not None
-        assert 0.7 <= share <= 0.92
+        assert 0.7 <= share <= 0.95, "peaks end where what an allocator keeps does"
     assert {row.origin for row in load_finetunes()} >= SOURCES_READ
 
 

@@ -36,6 +36,8 @@ from planner.validate.rows import MemoryKind
 
 READ, HELD = "sources read", "sources held out"
 """Names of the two halves of the sources."""
+ALLOCATED = ("allocated", "allocated on rank 0")
+"""Kinds of peaks that leave out blocks which an allocator keeps."""
 SOURCES_READ = frozenset({
     "answer-ai", "hf-4bit-blog", "hf-fsdp-70b-blog", "litgpt-issues", "llama-factory", "peft-docs", "qwen-readme",
     "torchtune", "unsloth-benchmarks",
@@ -155,8 +157,7 @@ class Tuned:
         if self.layout is None or measured.peak_memory_gib is None:
             return None
         stage = self.layout.worst_stage.memory
-        is_allocated = measured.memory_kind in ("allocated", "allocated on rank 0")
-        predicted = stage.peak_allocated_bytes if is_allocated else stage.total_bytes
+        predicted = stage.peak_allocated_bytes if measured.memory_kind in ALLOCATED else stage.total_bytes
         return predicted / (measured.peak_memory_gib * GIB) - 1
 
     @property
@@ -244,20 +245,22 @@ def _tuned(row: Finetune) -> Tuned:
     except PlannerError as error:
         return Tuned(row, error=error)
     interval, memory = layout.step.step_s_interval, layout.worst_stage.memory
-    width_s, width_bytes = half_width(interval or (1.0, 1.0)), half_width(memory.total_bytes_interval or (1.0, 1.0))
+    width_s, total_bytes = half_width(interval or (1.0, 1.0)), memory.total_bytes
+    low_bytes, high_bytes = memory.total_bytes_interval or (total_bytes, total_bytes)
     seconds = {
         other.what: [(math.log(other.seconds * priced.step.step_s / layout.step.step_s), other.share, 0.0)]
         for other, priced in others
     }
     room = {
-        other.what: [(math.log(priced.worst_stage.memory.total_bytes / memory.total_bytes), other.share, 0.0)]
+        other.what: [(math.log(priced.worst_stage.memory.total_bytes / total_bytes), other.share, 0.0)]
         for other, priced in others
     }
     low, high = mixture_interval(width_s, seconds)
     step_s = layout.step.step_s
-    return Tuned(
-        row, layout, None, (step_s * math.exp(low), step_s * math.exp(high)), mixture_interval(width_bytes, room)
-    )
+    least, most = mixture_interval(math.log(total_bytes / low_bytes), room)
+    if row.measured.memory_kind not in ALLOCATED:
+        most = max(most, math.log(high_bytes / total_bytes))
+    return Tuned(row, layout, None, (step_s * math.exp(low), step_s * math.exp(high)), (least, most))
 
 
 def _score(name: str, tuned: Sequence[Tuned]) -> TunedScore:

@@ -99,6 +99,9 @@ def _behind_srun(words: list[str], directives: Named) -> list[str]:
         name, is_with, value = word.lstrip("-").partition("=")
         if word.startswith("-") and (is_with or after[0].isdigit()):
             directives[name] = value if is_with else after
+    if words[end] == "deepspeed" and not any(word.startswith(("--hostfile", "--num_nodes")) for word in words):
+        # each node starts a job of its own GPUs, as the launcher knows no other
+        directives |= {"nodes": "1", "N": "1"}
     return words[end:]
 
 

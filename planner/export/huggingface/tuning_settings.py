@@ -157,7 +157,7 @@ _OFFLOADS = ("optimizer_offload", "parameter_offload")
 
 
 _READ_OF_SECTIONS = re.compile(
-    r"(fsdp_)?(sharding_strategy|reshard_after_forward|activation_checkpointing|version|offload_params)|zero_stage"
+    r"(fsdp_)?(sharding_strategy|reshard_after_forward|activation_checkpointing(_offload)?|version|offload_params)|zero_stage"
     r"|gradient_accumulation_steps|offload_(optimizer|param)_device|deepspeed_config_file"
     r"|parallelism_config_((tp|cp|sp|dp_replicate|dp_shard)_size|cp_comm_strategy)"
     r"|megatron_lm_(tp_degree|pp_degree|sequence_parallelism|use_distributed_optimizer|recompute_activations?"

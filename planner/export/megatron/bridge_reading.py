@@ -357,7 +357,7 @@ def _words(config: ConfigFile) -> tuple[list[str], Script, str]:
         rows = flat(data) if isinstance(data, dict) else {}
         return [f"{path}={json.dumps(value)}" for path, value in rows.items()], Script(), ""
     script = read_script(text, config.beside)
-    return [word for word in script.words if re.match(r"[+a-z_]+(\.\w+)+=", word)], script, ""
+    return [word for word in script.words if re.match(r"([+a-z_]+(\.\w+)+|mixed_precision)=", word)], script, ""
 
 
 def _arguments(words: Sequence[str]) -> tuple[list[str], Named]:
