@@ -52,7 +52,7 @@ def meaning(model: ModelSpec) -> dict[str, Any]:
     """All that a model computes and learns, however its spec says it, on short sequences."""
     said = stated(model)
     # how transformers computes norms and routers is no trainer's
-    of_transformers = {"norm_in_fp32", "residual_dropout"}
+    of_transformers = {"norm_in_fp32", "rotary_in_fp32", "packed_projections", "residual_dropout"}
     fields = said.model_dump(
         exclude={"name", "aliases", "source", "training", "bias", "sliding_window_pattern", *of_transformers}
     )
@@ -74,7 +74,7 @@ def meaning(model: ModelSpec) -> dict[str, Any]:
         fields["moe"]["norm_topk_prob"] = False
     if fields["moe"]:
         # which layers have experts is a list of its own
-        others = ("first_k_dense_replace", "moe_layer_freq", "router_in_fp32")
+        others = ("first_k_dense_replace", "moe_layer_freq", "router_in_fp32", "row_weights_in_fp32")
         fields["moe"] = {k: v for k, v in fields["moe"].items() if k not in others}
     return fields
 
