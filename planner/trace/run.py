@@ -345,7 +345,9 @@ def built(source: str, device: str = "meta") -> nn.Module:
         sys.modules[spec.name] = loaded
         spec.loader.exec_module(loaded)
         module = getattr(loaded, factory)()
-    return module.to(torch.bfloat16)  # type: ignore[no-any-return]
+        if not isinstance(module, nn.Module):
+            raise AttributeError(f"module {spec.name!r}: what {factory!r} returns is no torch module")
+    return module.to(torch.bfloat16)
 
 
 def _of_transformers(folder: str) -> nn.Module:

@@ -155,3 +155,7 @@ class Waits(nn.Module):
 
 def waits() -> nn.Module:
     return Waits()
+
+
+def weights() -> dict[str, torch.Tensor]:
+    return {}

@@ -186,6 +186,7 @@ def test_a_traced_file_plans_without_torch(tmp_path: Path, capsys: pytest.Captur
     [
         (f"module:{ODD}:waits", "cannot be traced"),
         (f"module:{ODD}:no_such", "no attribute 'no_such'"),
+        (f"module:{ODD}:weights", "is no torch module"),
         ("module:nowhere.py:make", "no such file"),
         ("somewhere", "names no module"),
     ],
