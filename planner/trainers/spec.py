@@ -102,6 +102,11 @@ class RuntimeSpec(Host, Limits, Overlaps, FineTuning, Memory, Kernels, Generatio
         return without(data, _RETIRED)
 
     @property
+    def runs_as_traced(self) -> bool:
+        """True where transformers' own code runs kernel by kernel, as torch's trace of it has them."""
+        return self.runs_transformers and not self.compiled
+
+    @property
     def recomputes_layers(self) -> bool:
         """True where whole layers can be recomputed; neither overlapped exchanges, graphs of modules nor policies of
         operators allow it."""

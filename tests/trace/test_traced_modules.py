@@ -19,6 +19,7 @@ from planner.specs.model import ModelSpec
 from planner.specs.registry import load_model
 from planner.trace.trace import LENGTHS, fitted, trace
 from planner.trainers.load import load_runtime
+from planner.trainers.spec import RuntimeSpec
 
 pytest.importorskip("torch")
 
@@ -239,3 +240,19 @@ def test_a_layer_of_transformers_keeps_what_was_traced(
     model = from_config({"model_type": kind, "num_hidden_layers": 4, "vocab_size": 32000, **sizes}, "config.json")
     kept = saved_bytes(decoder_layer(model, model.layers[-1], Shape(seq_length=2048), load_runtime("hf")))
     assert kept / 2048 == pytest.approx(bytes_per_token, rel=1e-3)
+
+
+def test_what_is_fused_compiled_or_shared_has_no_passes_of_eager_code() -> None:
+    eager, wide = load_runtime("hf"), load_model("olmo-2-32b")
+    compiled, fused = (eager.model_copy(update={name: True}) for name in ("compiled", "fused_rotary"))
+
+    def passes(model: ModelSpec, runtime: RuntimeSpec) -> dict[str, float]:
+        items = decoder_layer(model, model.layers[0], Shape(seq_length=S), runtime)
+        return {item.name: float(item.forward_bytes) for item in operators_of(items)}
+
+    assert passes(wide, eager)["rotary"] == 11 * passes(wide, compiled)["rotary"] == 11 * passes(wide, fused)["rotary"]
+    assert {"qkv gradient sums", "mlp up gradient sums"} <= passes(wide, eager).keys() - passes(wide, compiled).keys()
+    # queries alone are one product, too, of which nothing is cut
+    shared = load_model("llama-3.1-8b").model_copy(update={"shares_keys": True})
+    assert "qkv slices" not in passes(shared, eager)
+    assert "qkv slices" in passes(load_model("phi-3-mini"), eager)

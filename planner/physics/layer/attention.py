@@ -39,17 +39,16 @@ def latent_qkv(model: ModelSpec, mla: MLASpec, shape: Shape, runtime: RuntimeSpe
     The down-projections are replicated over tp; the heads behind them are sharded.
     """
     heads = model.num_attention_heads / shape.tp
-    qk_dim = mla.qk_nope_head_dim + mla.qk_rope_head_dim
     tokens, shard = shape.tokens, shape.shard_tokens
     up, hidden, bias = ("mla_up_proj",), model.hidden_size, model.qkv_bias
-    q_width = heads * qk_dim
+    q_width = heads * (mla.qk_nope_head_dim + mla.qk_rope_head_dim)
     if mla.q_lora_rank is None:
-        query = matmul("q", tokens, q_width, model.hidden_size)
-        yield from enter_tp("q", [query], model.hidden_size, shape, runtime)
+        query = matmul("q", tokens, q_width, hidden)
+        yield from enter_tp("q", [query], hidden, shape, runtime)
     else:
         rank = mla.q_lora_rank
         yield matmul("q down", shard, rank, hidden, biases=bias)
-        yield cast_copy("kv down", (shard, model.hidden_size), ("layernorm",))
+        yield cast_copy("kv down", (shard, hidden), ("layernorm",))
         yield norm("q latent norm", rank, shard, model, runtime, module="mla_up_proj")
         both, gates = (2 * rank, heads * mla.v_head_dim) if mla.gates_by_latents else (rank, 0)
         columns = q_width + gates
@@ -69,22 +68,28 @@ def latent_qkv(model: ModelSpec, mla: MLASpec, shape: Shape, runtime: RuntimeSpe
     kv_width = heads * (mla.qk_nope_head_dim + mla.v_head_dim)
     keys = matmul("kv up", tokens, kv_width, rank, modules=up)
     yield from enter_tp("kv up", [keys], down, shape, runtime)
+    yield from _assembled(model, mla, shape, runtime)
+
+
+def _assembled(model: ModelSpec, mla: MLASpec, shape: Shape, runtime: RuntimeSpec) -> Iterator[Operator]:
+    """Queries and keys of latent attention, rotated and put together from what does and does not rotate."""
+    heads, tokens, up = model.num_attention_heads / shape.tp, shape.tokens, ("mla_up_proj",)
+    qk_dim = mla.qk_nope_head_dim + mla.qk_rope_head_dim
     # eager: v is a view that keeps the up-projection's output, nope keys included
     v_width = mla.v_head_dim + (0 if runtime.fused_rotary else mla.qk_nope_head_dim)
     rope = rotary(heads * mla.qk_rope_head_dim + mla.qk_rope_head_dim, tokens, runtime, up)
     # rotation writes q anew and assembles k from its two parts: nope and the rope part shared by all heads
     assembled = BF16 * tokens * 2 * heads * qk_dim
     backward_bytes, family, kernels = 2 * assembled, "rotary", (1, 1)
-    if runtime.runs_transformers:  # gradients of heads are copied to rows, and parts joined for both projections
-        backward_bytes = 4 * (1.5 * assembled + BF16 * tokens * (kv_width + heads * mla.v_head_dim))
-        family, kernels = "strided", (6, 16)
-        yield from gradient_sums("latents", 2, BF16 * shard * model.hidden_size, runtime)
+    if runtime.runs_as_traced:  # gradients of heads are copied to rows, and parts joined for both projections
+        joined = BF16 * tokens * heads * (mla.qk_nope_head_dim + 2 * mla.v_head_dim)
+        backward_bytes, family, kernels = 4 * (1.5 * assembled + joined), "strided", (6, 16)
+        yield from gradient_sums("latents", 2, BF16 * shape.shard_tokens * model.hidden_size, runtime)
     kept = (("q", qk_dim), ("k", qk_dim), ("v", v_width))
     yield Operator(
         name="assemble q, k", kind="elementwise", family=family, modules=up,
         forward_bytes=rope.forward_bytes + 2 * assembled, backward_bytes=rope.backward_bytes + backward_bytes,
-        forward_kernels=rope.forward_kernels + kernels[0],
-        backward_kernels=rope.backward_kernels + kernels[1],
+        forward_kernels=rope.forward_kernels + kernels[0], backward_kernels=rope.backward_kernels + kernels[1],
         saved=tuple(Saved(name, (tokens, heads, width), up) for name, width in kept),
     )  # fmt: skip
 
@@ -177,7 +182,8 @@ def _qkv(model: ModelSpec, shape: Shape, runtime: RuntimeSpec) -> Iterator[Item]
     rotates, own_keys = model.position_embedding == "rope", kv_heads * (not model.shares_keys)
     # eager: q and k are copies after rotation, and v is a view that keeps the whole buffer; else q, k, v are kept once
     keeps_buffer = rotates and not runtime.fused_rotary
-    parts = [("qkv", width, False)] if is_packed("attention", model, runtime) else _three(model, heads, kv_heads)
+    packed = is_packed("attention", model, runtime)
+    parts = [("qkv", width, False)] if packed else _three(model, heads, kv_heads)
     products = []
     # three: rotation makes copies of queries and keys, and keeps nothing of what it reads
     copied = ("q", "k") if keeps_buffer else ()
@@ -189,7 +195,7 @@ def _qkv(model: ModelSpec, shape: Shape, runtime: RuntimeSpec) -> Iterator[Item]
             matmul(name, shape.tokens, columns, model.hidden_size, *tensors, biases=model.qkv_bias, modules=modules)
         )
     yield from enter_tp("qkv", products, model.hidden_size, shape, runtime)
-    if len(products) == 1 and runtime.runs_transformers:
+    if packed and runtime.runs_as_traced:
         # of chunks, the backward joins the gradients; each slice's is written among zeros, and all are added up
         passes = 2 if model.num_attention_heads == model.num_key_value_heads else 11
         yield Operator(

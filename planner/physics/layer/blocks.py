@@ -67,7 +67,7 @@ def gradient_sums(
 
     Counted where transformers' own code was traced; what was measured of other trainers has them in its factors.
     """
-    if readers > 1 and runtime.runs_transformers:
+    if readers > 1 and runtime.runs_as_traced:
         yield Operator(
             name=f"{name} gradient sums", kind="elementwise", family="residual", modules=modules,
             backward_bytes=3 * (readers - 1) * num_bytes, backward_kernels=readers - 1, working_bytes=0,
@@ -163,7 +163,7 @@ def norm(
     if not runtime.fused_norm and model.norm != "layernorm":  # torch itself has one kernel for a LayerNorm
         # cast to fp32, square, mean, scale, cast back, weight
         forward, backward, kernels = 18, 9 * backward, 6
-        if runtime.runs_transformers:
+        if runtime.runs_as_traced:
             forward, backward = 18 + 2 * wide, 48 + 6 * wide
     saved = [Saved("statistics", (2 if model.norm == "layernorm" else 1, tokens), dtype="fp32")]
     if runtime.copies_norm_input and not runtime.fused_norm and model.norm == "rmsnorm":
@@ -288,7 +288,7 @@ def rotary(
     num_bytes = BF16 * tokens * width
     fused = runtime.compiled or (runtime.fused_rotary and not scales)
     passes, backward, kernels = (2, 2, 1) if fused else (10, 10, 10)
-    if wide and runtime.runs_transformers:
+    if wide and not fused and runtime.runs_as_traced:
         passes, backward, kernels = 22, 25, 13
     return Operator(
         name="rotary",
@@ -332,7 +332,7 @@ def dense_mlp(model: ModelSpec, intermediate: int, shape: Shape, runtime: Runtim
         products.append(product)
     yield from enter_tp(f"{module} up", products, hidden, shape, runtime, modules)
     yield activation_of(
-        f"{module} activation", model, tokens, width, runtime, modules, apart and runtime.runs_transformers
+        f"{module} activation", model, tokens, width, runtime, modules, apart and runtime.runs_as_traced
     )
     down = Operator(
         name=f"{module} down",

@@ -238,7 +238,7 @@ def _unfused_core(
     if runtime.dropout:  # reads and writes once more
         kept += scores._replace(name="dropped probabilities"), scores._replace(name="mask", dtype="uint8")
         kernels, read, written = 2, read + 2.5, 5.5
-    if runtime.runs_transformers:
+    if runtime.runs_as_traced:
         wide = scores._replace(name="probabilities in fp32", dtype="fp32")
         for name, family, forward, backward, num_kernels, tensors in (
             ("scale, mask", "residual", 6 + 6 * is_capped, 5 + 7 * is_capped, 2 + 3 * is_capped, (wide,)),

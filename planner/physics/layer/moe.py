@@ -56,7 +56,7 @@ def mixture(model: ModelSpec, moe: MoESpec, shape: Shape, runtime: RuntimeSpec, 
         summed, sums = Saved("expert outputs", (pairs - combined, sent), MODULES), Saved("sums", (combined, sent), MOE)
         unpermute = replace(unpermute, saved=(summed, sums))
     yield unpermute
-    if _in_fp32(model, moe, runtime, moe.row_weights_in_fp32):
+    if _in_fp32(model, runtime, moe.row_weights_in_fp32, moe.router_in_fp32):
         yield _wide_rows(BF16 * pairs * sent, BF16 * tokens * sent)
     if moe.latent_size is not None:
         if moe.latent_norm:
@@ -71,7 +71,9 @@ def _router(model: ModelSpec, moe: MoESpec, tokens: Number, pairs: Number, runti
     """Scores of every expert for every token, and the choice of the best."""
     scored, hidden = moe.num_experts + moe.num_zero_experts, model.hidden_size
     has_bias = moe.router_bias and (model.has_mlp_bias or not runtime.balances_in_buffers)
-    copied = (Saved("input in fp32", (tokens, hidden), MODULES, dtype="fp32"),) * _in_fp32(model, moe, runtime)
+    copied = (Saved("input in fp32", (tokens, hidden), MODULES, dtype="fp32"),) * _in_fp32(
+        model, runtime, moe.router_in_fp32
+    )
     yield Operator(
         name="router", kind="gemm", wide=True, modules=MODULES, m=tokens, n=scored, k=hidden,
         parameters=scored * (hidden + has_bias) * (1 + (moe.image_expert_intermediate_size > 0)),
@@ -84,12 +86,12 @@ def _router(model: ModelSpec, moe: MoESpec, tokens: Number, pairs: Number, runti
     )  # fmt: skip
 
 
-def _in_fp32(model: ModelSpec, moe: MoESpec, runtime: RuntimeSpec, said: bool | None = None) -> bool:
-    """True where transformers has logits in fp32, which casts the router's input; and the weights, unless it is `said`.
+def _in_fp32(model: ModelSpec, runtime: RuntimeSpec, *said: bool | None) -> bool:
+    """True where transformers computes in fp32: as the first field that says it has it, else where a bias balances.
 
-    Weights in fp32 make fp32 of the rows that they weight.
+    Logits in fp32 cast the router's input; weights in fp32 make fp32 of the rows that they weight.
     """
-    casts = next((one for one in (said, moe.router_in_fp32) if one is not None), model.balances_by_bias)
+    casts = next((one for one in said if one is not None), model.balances_by_bias)
     return casts and runtime.runs_transformers
 
 
