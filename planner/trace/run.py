@@ -240,8 +240,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             # masks are asked whether all tokens are there, and whether any is not
             return _storage(args[0]) not in self.doubts
         output = func(*args, **(kwargs or {}))
-        if name == "any":
-            self.doubts.add(_storage(output))
+        if isinstance(output, torch.Tensor) and name not in VIEWS:  # a storage may have been another's before
+            (self.doubts.add if name == "any" else self.doubts.discard)(_storage(output))
         if self._is_hidden or name in VIEWS:
             return output
         read = () if name in FILLS else (args, kwargs)
@@ -297,6 +297,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _family(name: str, reads: Sequence[torch.Tensor]) -> str:
+    """The family of an operation by its name, else by whether it reads a part of a buffer."""
     parts = (0 not in one.stride() and _bytes(one) < one.untyped_storage().nbytes() for one in reads)
     return FAMILIES.get(name) or ("strided" if any(parts) else "residual")
 
