@@ -72,9 +72,7 @@ def probe_result(
 ) -> ProbeResult:
     """The result of a probe of the plan `asked`. `step_s` is given where no rank ran a whole step, `eager` where the
     plan's own stages ran."""
-    plan = planned.plan
-    ranks = measured.ranks
-    run = measured.run
+    plan, ranks, run = planned.plan, measured.ranks, measured.run
     alone = options.stages is not None
     complete = bool(ranks) and not alone
     same_steps = zip(*(rank.steps for rank in ranks), strict=True) if complete else ()

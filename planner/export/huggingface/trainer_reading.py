@@ -136,13 +136,7 @@ def run_of_arguments(keyed: KeyedSettings, config: ConfigFile, tool: Dialect | N
     tool.assume(imported, unasked | (dialect("peft").left_out(said) if said.get("peft_type") else {}))
     run, layout = imported.run, imported.run["parallelism"]
     run["seq_length"], run["global_batch_size"] = number(settings, *_SEQUENCE), number(settings, "global_batch_size")
-    asked = {name: settings[name] for name in _CHECKPOINTING if str(settings.get(name, 0)) != "0"}
-    is_asked = any(not is_off(value) for value in asked.values())
-    imported.unknown |= {
-        name: f"{value}, priced as kept on the GPU" for name, value in asked.items() if "offload" in str(value)
-    }
-    if is_asked or ("disable_gradient_checkpointing" in settings and "gradient_checkpointing" in tool.unasked):
-        layout["recompute"] = "none" if is_on(settings.get("disable_gradient_checkpointing")) else "full"
+    _read_checkpointing(imported, settings, tool)
     run["num_gpus"] = keyed.num_gpus or number(settings, "num_processes") or exported_gpus(config.text)
     if run["num_gpus"] is None and re.search(r"\bFast(Language|Vision)?Model\.from_pretrained", config.text):
         run["num_gpus"], imported.assumed["num_gpus"] = 1, "1, as Unsloth trains without a launcher"
@@ -170,6 +164,18 @@ def run_of_arguments(keyed: KeyedSettings, config: ConfigFile, tool: Dialect | N
     imported.unknown |= {name: value for name, value in unread.items() if not _ROW.is_harmless(name)}
     layout.setdefault("micro_batch_size", 1)
     return imported
+
+
+def _read_checkpointing(imported: ImportedRun, settings: Fields, tool: Dialect) -> None:
+    """Whether layers are recomputed, which one key or another asks for, or the tool where no key forbids it."""
+    asked = {name: settings[name] for name in _CHECKPOINTING if str(settings.get(name, 0)) != "0"}
+    imported.unknown |= {
+        name: f"{value}, priced as kept on the GPU" for name, value in asked.items() if "offload" in str(value)
+    }
+    is_asked = any(not is_off(value) for value in asked.values())
+    if is_asked or ("disable_gradient_checkpointing" in settings and "gradient_checkpointing" in tool.unasked):
+        is_forbidden = is_on(settings.get("disable_gradient_checkpointing"))
+        imported.run["parallelism"]["recompute"] = "none" if is_forbidden else "full"
 
 
 def _other_batches(imported: ImportedRun, said: Settings, found: Fields) -> list[str]:

@@ -170,6 +170,11 @@ class OptionRow(BaseModel):
     since: str = ""
 
     @property
+    def fields_read(self) -> set[str]:
+        """The fields that the option says by itself, in some value."""
+        return {path.rstrip("?") for path in (*self.says, *self.reads)}
+
+    @property
     def is_read(self) -> bool:
         """True if an importer looks at the option by itself."""
         return bool(self.count or self.amount or self.flag or self.size or self.says or self.known or self.reads)
@@ -298,16 +303,6 @@ class Section:
             if not row.by or row.by not in seen:
                 seen.add(row.by)
                 yield row
-
-    def says(self, row: OptionRow) -> Fields:
-        """The fields that one of the options says by itself, in some value."""
-        codec = self.codecs.get(row.by)
-        read = codec.read if codec and codec.read else row.read
-        try:
-            return read({row.name: []}) | row.says
-        except SpecError:
-            # it is an option of a number
-            return read({row.name: ["1"]}) | row.says
 
     def names_read(self) -> frozenset[str]:
         """The options that are read."""

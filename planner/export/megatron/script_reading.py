@@ -42,7 +42,7 @@ FEATURE_OPTIONS = SWITCHING | PRECISION_OPTIONS | KERNELS.names_read() | {"--hid
 def options_of_features() -> dict[str, frozenset[str]]:
     """The options that say each feature, in any value."""
     pairs = [(row.switch, option) for row in SWITCH_OPTIONS for option in row.settings]
-    pairs += [(feature, row.name) for row in KERNELS.rows for feature in KERNELS.says(row)]
+    pairs += [(feature, row.name) for row in KERNELS.rows for feature in row.fields_read]
     return {name: frozenset(option for other, option in pairs if other == name) for name, _ in pairs}
 
 
