@@ -129,11 +129,6 @@ class Shape:
         return cls(**{k: np.broadcast_to(size, length) if length else int(size) for k, size in numbers.items()})
 
     @property
-    def is_single(self) -> bool:
-        """True where every size is one number."""
-        return np.ndarray not in map(type, _sizes(self))
-
-    @property
     def tokens(self) -> Number:
         """m = seq_length / cp · micro_batch_size: tokens of one micro-batch on one context-parallel rank."""
         return self.seq_length / self.cp * self.micro_batch_size

@@ -31,7 +31,6 @@ RECOMPUTED = "activation_checkpoint.layers"
 """A setting of our own: the layers that the recipe's policy recomputes, where it names them."""
 _NEVER_FOLLOWED = frozenset({"model_registry", "default_adamw", "to_graph_trainer_config"})
 _SECTIONS = ("parallelism", "training", "compile")
-_COUNTS_TOKENS = {"training.max_context_length", "training.num_tokens_per_microbatch_per_dp_rank"}
 _MAX_SHOWN_CHARACTERS = 80
 _ROW = dialect("torchtitan")
 
