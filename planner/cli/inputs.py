@@ -112,7 +112,8 @@ def read_job(asked: JobOptions, said: set[str] | None = None) -> Job:
     name = asked.runtime or (usual if model.traced is None else MODULE_RUNTIME)
     runtime = load_runtime(name)
     if (objection := objection_to_silicon(runtime, hardware)) is not None:
-        raise SpecError(f"--runtime: {objection}", f"--runtime {runtime.family}")
+        other = todays(DEFAULT_RUNTIME if runtime.family == runtime.name else runtime.family, hardware.architecture)
+        raise SpecError(f"--runtime: {objection}", f"--runtime {other}")
     assumed, switches = _assumed(asked.assume or "", runtime)
     cluster = _cluster(asked, hardware, {field: assumed.pop(field) for field in _OF_CLUSTER if field in assumed})
     if assumed:
@@ -432,7 +433,7 @@ def count_of(field: str, text: str) -> int:
     try:
         return parse_count(text)
     except (ValueError, OverflowError):
-        raise SpecError(f"{option(field)}: {text[:60]!r} is not a count", "write 1048576, 16M or 15T") from None
+        raise SpecError(f"{option(field)}: {text[:60]!r} is not a count", "write 16777216, 16M or 15T") from None
 
 
 TUNING_RUNTIME, TUNING_SEQ_LENGTH, TUNING_BATCH_SIZE = "hf", 2048, 16

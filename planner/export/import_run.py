@@ -184,7 +184,8 @@ def _refuse_unread(text: str) -> None:
 
 
 def _recognised(text: str) -> str | None:
-    """The trainer whose mark a text bears."""
+    """The trainer whose mark a text bears, outside of its comments: these may speak of another."""
+    text = re.sub(r"^[ \t]*# .*$", "", text, flags=re.MULTILINE)
     return next((name for name in SOURCES if READERS[name].recognises(text)), None)
 
 
