@@ -162,8 +162,8 @@ class Layout(Spec):
     def replace(self, **changes: Any) -> Parallelism:
         """This layout as one that is given to `evaluate`, with other values: `replace(pp=8)`.
 
-        dp follows from the number of GPUs unless it is changed, or the layout leaves some of them spare; layers are cut as
-        the trainer cuts them. Raises pydantic's ValidationError for names and values that a layout does not have.
+        dp follows from the number of GPUs unless it is changed, or the layout leaves some of them spare; layers are cut
+        as the trainer cuts them. Raises pydantic's ValidationError for names and values that a layout does not have.
         """
         stated = {name: getattr(self, name) for name in _STATED}
         stated |= {"recompute_modules": self.recompute_modules if self.recompute == "selective" else ()}

@@ -78,8 +78,8 @@ def setting_of(candidate: Candidate) -> Setting:
 
 
 def settled(runtime: RuntimeSpec, cluster: ClusterSpec, model: ModelSpec) -> RuntimeSpec:
-    """The runtime with the name of the dispatcher that its GPUs' links ask for: alltoall where its version lacks it, its
-    GPUs run none, or nobody is known to gain from it on the network.
+    """The runtime with the name of the dispatcher that its GPUs' links ask for: alltoall where its version lacks it,
+    its GPUs run none, or nobody is known to gain from it on the network.
 
     On AMD's GPUs no user buffers hide the exchanges of tensor parallelism. Nor do they where GPUs reach each other only
     through host memory.
