@@ -71,13 +71,19 @@ def planned(case: Case, news: News | None = None) -> Plan:
     case = pinned(case)
     deadline = Deadline(case.limits.time_limit_s)
     try:
-        found = search(case, news)
+        found = search_dtypes(case, news)
     except Infeasible as error:
         raise with_remedy(error, case, deadline) from None
+    return with_room(found.model_copy(update={"batch_offer": batch_offer(found, case, deadline)}), case)
+
+
+def search_dtypes(case: Case, news: News | None = None) -> Plan:
+    """The plan of one case in the dtype that is fastest, of its own and those that it allows; raises as `search`."""
+    found = search(case, news)
     for narrow in narrower(case):
         with suppress(Infeasible):
             found = min(found, search(narrow), key=lambda other: (exceeds_risk(other, case), other.best.step.step_s))
-    return with_room(found.model_copy(update={"batch_offer": batch_offer(found, case, deadline)}), case)
+    return found
 
 
 def search(case: Case, news: News | None = None) -> Plan:

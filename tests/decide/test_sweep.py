@@ -63,8 +63,13 @@ def here(trials: Any) -> list[Point]:
 PINS: dict[str, Any] = {"tp": (1, 2), "pp": (1, 2), "micro_batch_size": (1,), "vpp": (1,)}
 
 
-def test_a_point_has_the_figures_of_the_plan_with_its_options() -> None:
-    one = trial(16, **PINS)
+@pytest.mark.parametrize(
+    "more",
+    [{}, {"allow": ("fp8",)}, {"switches": {"overlap_grad_reduce": False, "overlap_param_gather": False}}],
+    ids=str,
+)
+def test_a_point_has_the_figures_of_the_plan_with_its_options(more: dict[str, Any]) -> None:
+    one = trial(16, **PINS, **more)
     answer = plan(one.case.model, one.case.cluster, one.case.training, limits=one.case.limits)
     point = planned(one)
     assert (point.fits, point.layout, point.step_s) == (True, str(answer.parallelism), answer.step.step_s)

@@ -28,7 +28,7 @@ from planner.search.ilp.program import describe
 from planner.search.layouts import find_layouts, first_layouts
 from planner.search.rebalance import recompute_of
 from planner.search.recipes import Recipes, pinned
-from planner.search.search import planned, search
+from planner.search.search import planned, search, search_dtypes
 from planner.search.why.explanation import Beaten, ChangedAssumption, Constraint, Explanation, Lift
 from planner.search.why.misses import DOES_NOT_FIT, BrokenRule, Miss, hint_for, nearest_miss, refusal
 from planner.search.why.remedy import Trials, first_remedy, remedies
@@ -83,7 +83,7 @@ def _why_not(case: Case) -> Explanation:
     if refused is not None:
         return _why_refused(case, best, refused)
     try:
-        pinned = search(case.limited(top=1))
+        pinned = search_dtypes(case.limited(top=1))
     except Infeasible as error:
         return _why_no_room(case, best, error)
     return _why_slower(case, best, pinned)
