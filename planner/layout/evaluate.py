@@ -185,10 +185,10 @@ def evaluate(
     runs, unless `says_switches` is false or names those that are said. Raises SpecError when the layout contradicts
     the model, the batch or the number of GPUs.
     """
-    says_switches = isinstance(runtime, RuntimeSpec) if says_switches is None else says_switches
-    is_named = not isinstance(runtime, RuntimeSpec)
+    is_stated = isinstance(runtime, RuntimeSpec)
+    says_switches = is_stated if says_switches is None else says_switches
     model, training, runtime = job_of(model, cluster, training, runtime)
-    if is_named:
+    if not is_stated:
         runtime = of_today(runtime)
         if isinstance(parallelism, PricedLayout) and parallelism.recipe:
             says_switches, (runtime, _) = True, runtime.with_features(parallelism.recipe)
@@ -246,15 +246,12 @@ def job_of(
     No trainer means the usual one; where the training says nothing of it, experts are as uneven as in such runs.
     """
     model, tunes = model_of(model), training.adapters is not None
-    runtime = runtime_of(runtime or usual_trainer(model, cluster.hardware, tunes))
+    runtime = runtime or usual_trainer(model, cluster.hardware, tunes)
+    runtime = load_runtime(runtime) if isinstance(runtime, str) else runtime
     routing = imbalance_of(model, {}, runtime, tunes).fields
     if not routing.keys() & training.model_fields_set:
         training = training.model_copy(update=routing)
     return as_built(model, runtime), training, runtime
-
-
-def runtime_of(runtime: RuntimeSpec | str) -> RuntimeSpec:
-    return load_runtime(runtime) if isinstance(runtime, str) else runtime
 
 
 def pricing_of(

@@ -58,7 +58,7 @@ def plan(
 ) -> Plan:
     """The fastest layout of `model` on `cluster` that fits, proven within the reported gap, and its alternatives.
 
-    `news` is told how the search stands while it runs.
+    Without a `runtime` it is for the trainer of such jobs. `news` is told how the search stands while it runs.
     Raises Infeasible if no layout is legal and fits; the error has the nearest miss, and a remedy if one was found
     within the time limit. Raises SpecError if the inputs contradict each other.
     """
