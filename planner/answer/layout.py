@@ -162,11 +162,13 @@ class Layout(Spec):
     def replace(self, **changes: Any) -> Parallelism:
         """This layout as one that is given to `evaluate`, with other values: `replace(pp=8)`.
 
-        dp follows from the number of GPUs unless it is changed; layers are cut as the trainer cuts them. Raises
-        pydantic's ValidationError for names and values that a layout does not have.
+        dp follows from the number of GPUs unless it is changed, or the layout leaves some of them spare; layers are cut
+        as the trainer cuts them. Raises pydantic's ValidationError for names and values that a layout does not have.
         """
         stated = {name: getattr(self, name) for name in _STATED}
         stated |= {"recompute_modules": self.recompute_modules if self.recompute == "selective" else ()}
+        if self.num_gpus_spare and not changes.keys() & {"tp", "cp", "pp"}:
+            stated["dp"] = self.dp
         if not changes.keys() & {"recompute", "recompute_layers"}:
             stated["recompute_num_layers"] = self.recompute_num_layers
         stated |= {"fsdp": self.shard_size} if self.shard_size < self.dp * self.cp else {}

@@ -13,7 +13,6 @@ from planner.cli.measurements import read_calibration, with_history
 from planner.cli.options import (
     DEFAULT_HARDWARE,
     DEFAULT_RUNTIME,
-    MODULE_RUNTIME,
     JobOptions,
     LayoutOptions,
     PlanOptions,
@@ -40,7 +39,7 @@ from planner.specs.training import (
     TrainingSpec,
 )
 from planner.specs.units import SIZE, is_count, parse_count, parse_number, parse_whole, unit_of
-from planner.trainers.generations import described, imbalance_of, objection_to_silicon, todays
+from planner.trainers.generations import as_built, described, imbalance_of, objection_to_silicon, todays, usual_trainer
 from planner.trainers.load import load_runtime, switches_of
 from planner.trainers.rules.recipe import Setting
 from planner.trainers.spec import RuntimeSpec
@@ -108,11 +107,11 @@ def read_job(asked: JobOptions, said: set[str] | None = None) -> Job:
     model, hardware = load_model(asked.model), _hardware(asked)
     asked, adapters = in_gpus(asked, hardware.gpus_per_node), read_adapters(asked)
     tunes = adapters is not None or asked.finetune
-    usual = TUNING_RUNTIME if tunes else todays(DEFAULT_RUNTIME, hardware.architecture)
-    name = asked.runtime or (usual if model.traced is None else MODULE_RUNTIME)
+    name = asked.runtime or usual_trainer(model, hardware, tunes)
     runtime = load_runtime(name)
     if (objection := objection_to_silicon(runtime, hardware)) is not None:
-        raise SpecError(f"--runtime: {objection}", f"--runtime {runtime.family}")
+        other = runtime.family if runtime.family != runtime.name else todays(DEFAULT_RUNTIME, hardware.architecture)
+        raise SpecError(f"--runtime: {objection}", f"--runtime {other}")
     assumed, switches = _assumed(asked.assume or "", runtime)
     cluster = _cluster(asked, hardware, {field: assumed.pop(field) for field in _OF_CLUSTER if field in assumed})
     if assumed:
@@ -123,10 +122,7 @@ def read_job(asked: JobOptions, said: set[str] | None = None) -> Job:
     elif not asked.no_history:
         cluster = with_history(cluster, runtime, said)
     training = _routed(asked, _training(asked, model, adapters), model, runtime, switches)
-    model = _seeing(model, asked.images, training)
-    if runtime.runs_transformers and model.num_nextn_predict_layers:
-        _log.info("%s is trained without multi-token prediction, which transformers' models have none of", model.name)
-        model = model.without_predictions()
+    model = as_built(_seeing(model, asked.images, training), runtime)
     _note_doubts(asked, cluster, tunes)
     if training.operations.num_spare_nodes is not None:
         from planner.months.whole_run import check_spares
@@ -432,11 +428,11 @@ def count_of(field: str, text: str) -> int:
     try:
         return parse_count(text)
     except (ValueError, OverflowError):
-        raise SpecError(f"{option(field)}: {text[:60]!r} is not a count", "write 1048576, 16M or 15T") from None
+        raise SpecError(f"{option(field)}: {text[:60]!r} is not a count", "write 16777216, 16M or 15T") from None
 
 
-TUNING_RUNTIME, TUNING_SEQ_LENGTH, TUNING_BATCH_SIZE = "hf", 2048, 16
-"""Trainer, tokens of a sequence and sequences of a step where a job with adapters does not say them."""
+TUNING_SEQ_LENGTH, TUNING_BATCH_SIZE = 2048, 16
+"""Tokens of a sequence and sequences of a step where a job with adapters does not say them."""
 _ADAPTER_FIELDS = {"rank": "lora_rank", "dropout": "lora_dropout", "base_bits": "base_bits"}
 
 

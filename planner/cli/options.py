@@ -31,8 +31,6 @@ from planner.specs.units import UNITS, parse_number, parse_whole, unit_of
 from planner.trainers.shipped import RUNTIMES
 
 DEFAULT_RUNTIME = "megatron"
-MODULE_RUNTIME = "torch-eager"
-"""The trainer of a module of the user's own, which no other builds."""
 JOB, LAYOUT, SEARCH, ASSUMED, OUTPUT = "What to train, on what", "Layout", "Search", "Assumptions", "Output"
 FINETUNE = "Fine-tuning"
 RUN = "The whole run, with --tokens"

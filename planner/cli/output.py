@@ -75,7 +75,7 @@ def _next(plan: Plan, saved: str | None) -> str:
     before = "" if saved else "-o plan.json, then "
     target = target_of(plan)
     if target is None:
-        command = "report {} for files of your own" if plan.model.spec.traced is None else "probe {}"
+        command = "show {} --page report.html" if plan.model.spec.traced is None else "probe {}"
         return f"next  {before}plan {command.format(file)}"
     says = f"next  {before}plan export {file} --to {target}"
     rest = " (--full for the rest)"

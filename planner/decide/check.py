@@ -206,5 +206,5 @@ def own_choice(run: Run) -> Plan:
     """The planner's choice for the same job and trainer. Raises Infeasible where nothing fits."""
     from planner.search.search import plan
 
-    limits = SearchLimits(top=1, allow=consented(run.runtime))
+    limits = SearchLimits(allow=consented(run.runtime))
     return plan(run.model, run.cluster, run.training, limits=limits, runtime=freed(run.runtime))

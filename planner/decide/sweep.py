@@ -19,8 +19,9 @@ from pydantic import Field
 from planner.answer import SIGMAS_TO_END, Interval, Layout, Plan, half_width
 from planner.errors import PlannerError
 from planner.search.case import Case
+from planner.search.recipes import pinned
 from planner.search.safest import exceeds_risk
-from planner.search.search import search
+from planner.search.search import search_dtypes
 from planner.search.why.recipe import side_by_side
 from planner.search.why.remedy import least_that
 from planner.specs.base import Fields, Spec, filled
@@ -76,10 +77,10 @@ class Point(Spec):
 
 def planned(trial: Trial) -> Point:
     """Plan a trial. A job that cannot be planned is a point that does not fit, with the reason."""
-    case = trial.case.limited(top=1)
     options = dict(trial.options)
     try:
-        plan = search(case)
+        case = pinned(trial.case)
+        plan = search_dtypes(case)
     except PlannerError as error:
         return Point(options=options, num_gpus=trial.num_gpus, fits=False, reason=error.message)
     return _point(plan, options, exceeds_risk(plan, case))

@@ -17,7 +17,6 @@ from planner.export.keyed_settings import (
     is_on,
     mapping_of,
     num_gpus,
-    number,
     overrides_of,
     readings,
     resolved,
@@ -118,7 +117,8 @@ def read_nemo_rl(config: ConfigFile) -> ImportedRun:
     kinds = {path.partition(".")[0] for path in settings} & {"sft", "dpo", "rm"}
     kind = tunes[1] if tunes else next(iter(kinds), "")
     layout = imported.run["parallelism"]
-    imported.put(readings("nemo-rl", settings, kind=kind, cp=layout.get("cp", 1), micro=layout["micro_batch_size"]))
+    known = {"kind": kind, "cp": layout.get("cp", 1), "micro": layout["micro_batch_size"], "is_megatron": is_megatron}
+    imported.put(readings("nemo-rl", settings, **known))
     return imported
 
 
@@ -180,7 +180,6 @@ def _of_megatron(settings: Settings, gpus: int | None) -> ImportedRun:
     name = str(settings.get("policy.model_name") or "")
     imported = read_keys("nemo-rl-megatron", keys, gpus, named=model_called(name) if name else None)
     imported.model_name = "" if imported.run["model"] else name
-    imported.run["features"]["returns_logits"] = not number(settings, "policy.logprob_chunk_size")
     imported.rename(names)
     adapters = {path.removeprefix(f"{start}peft."): value for path, value in settings.items()}
     if is_on(adapters.get("enabled")):

@@ -172,8 +172,12 @@ def _is_code(cell: object) -> bool:
     return isinstance(cell, dict) and cell.get("cell_type") == "code"
 
 
-def _refuse_unread(text: str) -> None:
-    """Raise SpecError for the configuration of a trainer that has no reader."""
+def _refuse_unread(config: ConfigFile) -> None:
+    """Raise SpecError for an answer of our own, and for the configuration of a trainer that has no reader."""
+    text = config.text
+    if re.match(r'\s*{\s*"schema_version"', text):
+        hint = f"plan show {config.path or '-'} prints it, plan export makes a trainer's files of a plan"
+        raise SpecError("this is an answer that plan saved, and no trainer's file", hint)
     for name, mark in table()["unread"].items():
         if re.search(mark, text, re.MULTILINE) and "--tensor-model-parallel-size" not in text:
             raise SpecError(
@@ -184,7 +188,8 @@ def _refuse_unread(text: str) -> None:
 
 
 def _recognised(text: str) -> str | None:
-    """The trainer whose mark a text bears."""
+    """The trainer whose mark a text bears, outside of its comments: these may speak of another."""
+    text = re.sub(r"^[ \t]*# .*$", "", text, flags=re.MULTILINE)
     return next((name for name in SOURCES if READERS[name].recognises(text)), None)
 
 
@@ -201,7 +206,7 @@ def read_file(config: ConfigFile, source: str | None) -> ImportedRun:
         programs = map(config.beside, re.findall(r"[\w./-]+\.py\b", config.text))
         source = next((found for text in programs if text and (found := _recognised(text))), None)
     if source is None:
-        _refuse_unread(config.text)
+        _refuse_unread(config)
         if not re.search(r"(^|\s)--?\w|MODEL_ARGS|\A\s*[\[{]|^\s*(import|from) ", config.text, re.MULTILINE):
             known = f"the script that launches it; --from NAME if it is one of {', '.join(SOURCES)}"
             raise SpecError("no trainer that is read has such a file", f"give the file of its settings, or {known}")
@@ -216,7 +221,7 @@ def read_file(config: ConfigFile, source: str | None) -> ImportedRun:
         raise SpecError("the configuration is nested too deeply", "give a simpler file") from None
     except SpecError:
         if source in (UNMARKED, "huggingface") and not is_told:
-            _refuse_unread(config.text)
+            _refuse_unread(config)
         raise
     if job is not None:
         imported.run["num_gpus"] = imported.run.get("num_gpus") or job.num_gpus

@@ -119,6 +119,8 @@ def _script(
     nodes, gpus, last = nodes_of(plan)
     spared = [place.name for place in places if not (place.in_first_run or place.is_optional)]
     has_arguments = bool(command.arguments or command.words)
+    # where the last node starts fewer ranks; nothing but a reader uses the sum
+    sizes = f"export GPUS={gpus} TOTAL_GPUS={plan.parallelism.num_gpus_used}"
     minutes = f'"$(( (SLURM_JOB_END_TIME - $(date +%s)) / 60 - {_MINUTES_TO_SAVE} ))"'
     return rendered(
         name,
@@ -135,8 +137,7 @@ def _script(
         first_run=_added(command.first_run),
         training_run=_added(command.training_run),
         exit_minutes=command.exit_minutes.format(minutes),
-        # where the last node starts fewer ranks
-        fewer="" if last == gpus else f"export GPUS={gpus}; [[ {rank} != {nodes - 1} ]] || GPUS={last}",
+        fewer="" if last == gpus else f"{sizes}; [[ {rank} != {nodes - 1} ]] || GPUS={last}",
         start=_start(plan, command, rank),
         # also those that the launcher itself is given
         passed='"${ARGUMENTS[@]}" "$@"' if has_arguments else '"$@"',

@@ -31,7 +31,7 @@ from planner.specs.problems import nearest
 from planner.specs.registry import model_of
 from planner.specs.training import Dtype, Parallelism, SearchLimits, TrainingSpec
 from planner.specs.units import gib
-from planner.trainers.generations import described
+from planner.trainers.generations import as_built, described, imbalance_of, usual_trainer
 from planner.trainers.load import has_dtype, load_runtime, since_of
 from planner.trainers.rules.recipe import export_rules_for
 from planner.trainers.spec import BEFORE_FLASH, RuntimeSpec
@@ -175,7 +175,7 @@ def evaluate(
     training: TrainingSpec,
     parallelism: Parallelism | Layout | PricedLayout,
     *,
-    runtime: RuntimeSpec | str = "megatron",
+    runtime: RuntimeSpec | str | None = None,
     says_switches: bool | Collection[str] | None = None,
 ) -> Plan:
     """Price one given layout, whether it fits or not: a stated one, that of a plan, or `plan.best` with its layers.
@@ -185,10 +185,11 @@ def evaluate(
     runs, unless `says_switches` is false or names those that are said. Raises SpecError when the layout contradicts
     the model, the batch or the number of GPUs.
     """
-    model = model_of(model)
-    says_switches = not isinstance(runtime, str) if says_switches is None else says_switches
-    if isinstance(runtime, str):
-        runtime = of_today(load_runtime(runtime))
+    is_stated = isinstance(runtime, RuntimeSpec)
+    says_switches = is_stated if says_switches is None else says_switches
+    model, training, runtime = job_of(model, cluster, training, runtime)
+    if not is_stated:
+        runtime = of_today(runtime)
         if isinstance(parallelism, PricedLayout) and parallelism.recipe:
             says_switches, (runtime, _) = True, runtime.with_features(parallelism.recipe)
         else:
@@ -237,8 +238,20 @@ def priced_as_given(
     return candidate, priced.model_copy(update={"warnings": warnings})
 
 
-def runtime_of(runtime: RuntimeSpec | str) -> RuntimeSpec:
-    return load_runtime(runtime) if isinstance(runtime, str) else runtime
+def job_of(
+    model: ModelSpec | str, cluster: ClusterSpec, training: TrainingSpec, runtime: RuntimeSpec | str | None
+) -> tuple[ModelSpec, TrainingSpec, RuntimeSpec]:
+    """A model, a training and a trainer as `plan` on the command line takes them.
+
+    No trainer means the usual one; where the training says nothing of it, experts are as uneven as in such runs.
+    """
+    model, tunes = model_of(model), training.adapters is not None
+    runtime = runtime or usual_trainer(model, cluster.hardware, tunes)
+    runtime = load_runtime(runtime) if isinstance(runtime, str) else runtime
+    routing = imbalance_of(model, {}, runtime, tunes).fields
+    if not routing.keys() & training.model_fields_set:
+        training = training.model_copy(update=routing)
+    return as_built(model, runtime), training, runtime
 
 
 def pricing_of(

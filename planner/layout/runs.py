@@ -25,7 +25,7 @@ from planner.specs.problems import checked, spec_error
 from planner.specs.reading import NotJsonError, json_value, kind_of
 from planner.specs.registry import load_hardware, load_model, model_names
 from planner.specs.training import AdapterSpec, DocumentLength, Dtype, ObjectiveSpec, Parallelism, TrainingSpec
-from planner.trainers.generations import described, imbalance_of, runtime_of_its_day
+from planner.trainers.generations import as_built, described, imbalance_of, runtime_of_its_day
 from planner.trainers.spec import RuntimeSpec
 from planner.trainers.switches import SWITCHES
 
@@ -178,6 +178,7 @@ def parse_run(data: dict[str, Any], where: str = "run") -> Run:
     used = {"precision_recipe": spec.precision_recipe, **features}
     dated = runtime_of_its_day(spec.runtime, hardware.architecture, model, spec.parallelism, used)
     runtime, unknown = described(dated, hardware, model, used)
+    model = as_built(model, runtime)
     if spec.moe_imbalance is None:
         training |= imbalance_of(model, features, runtime, spec.adapters is not None).fields
     return Run(

@@ -78,22 +78,19 @@ def setting_of(candidate: Candidate) -> Setting:
 
 
 def settled(runtime: RuntimeSpec, cluster: ClusterSpec, model: ModelSpec) -> RuntimeSpec:
-    """The runtime with the name of the dispatcher that its GPUs' links ask for: alltoall where its version lacks it, or
-    nobody is known to gain from it on the network.
+    """The runtime with the name of the dispatcher that its GPUs' links ask for: alltoall where its version lacks it,
+    its GPUs run none, or nobody is known to gain from it on the network.
 
-    On AMD's GPUs that is alltoall, and no user buffers hide the exchanges of tensor parallelism. Nor do they where GPUs
-    reach each other only through host memory.
+    On AMD's GPUs no user buffers hide the exchanges of tensor parallelism. Nor do they where GPUs reach each other only
+    through host memory.
     """
     if (cluster.hardware.is_amd or cluster.hardware.is_through_host) and "tp_comm_overlap" in switches_of(runtime):
         runtime = runtime.model_copy(update=SWITCHES["tp_comm_overlap"].fields_of(False) or {})
     if runtime.dispatcher or not runtime.sends_tokens_once or model.moe is None:
         return runtime
-    if cluster.hardware.is_amd:
-        return runtime.model_copy(update=SWITCHES["dispatcher"].fields_of("alltoall") or {})
-    if cluster.hardware.architecture not in ("ampere", "hopper", "blackwell"):
-        return runtime
     asked, has = "hybridep" if cluster.is_rack else "deepep", switches_of(runtime).get("dispatcher", ())
-    found = asked if (asked in has or not has) and not consent_of("dispatcher", asked, cluster.hardware) else "alltoall"
+    runs = cluster.hardware.architecture in ("ampere", "hopper", "blackwell") and (asked in has or not has)
+    found = asked if runs and not consent_of("dispatcher", asked, cluster.hardware) else "alltoall"
     return runtime.model_copy(update=SWITCHES["dispatcher"].fields_of(found) or {})
 
 

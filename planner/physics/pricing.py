@@ -288,7 +288,8 @@ class Pricing:
 
         The backward runs the recomputed forward too, and the tensors that this forward saves are not kept until then.
         """
-        live: Number = BF16 * shape.shard_tokens * self.model.residual_size * self._pool
+        inputs = self.runtime.checkpointed_parts * BF16 * shape.shard_tokens
+        live: Number = inputs * self.model.residual_size * self._pool
         if mode != "full":
             live = self._kept_bytes(items, frozenset(self.selective_modules))
         elif share := self.offloaded_share:

@@ -317,7 +317,7 @@ def _stages(view: View, whole: Table, num_rows: int) -> RenderableType:
     left = len(whole.rows) - num_rows
     heads, few = (*whole.heads[:-1], f"GiB of {gibibytes(view.capacity_bytes)}"), num_rows - (left > 0)
     shown = Padding(table(replace(whole, heads=heads, rows=whole.rows[:few], bars=whole.bars[:few])), (0, 0, 0, 1))
-    return Group(shown, Text(f" … and {left + 1} more: --show stages")) if left > 0 else shown
+    return Group(shown, Text(f" … and {left + 1} more: --show memory")) if left > 0 else shown
 
 
 def _sure(plan: Plan, view: View) -> Iterator[tuple[str, str]]:

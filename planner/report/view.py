@@ -422,6 +422,7 @@ def _sure(plan: Plan) -> Iterator[tuple[str, str]]:
 def _proof(search: SearchReport) -> Iterator[tuple[str, str]]:
     took = "" if search.seconds is None else f" in {seconds(search.seconds)}"
     counts = f"{search.num_shapes:,} legal shapes, {search.num_fitting:,} can fit"
+    counts = counts if search.num_shapes else "no legal shape may beat the first one found"
     yield "search", f"{counts}, {search.num_ilps:,} solved as ILP{took}"
     yield "solver", f"{says_outcome(search)}: {says_bound(search)}"
 

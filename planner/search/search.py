@@ -18,7 +18,7 @@ from planner.answer import BatchOffer, Plan, PricedLayout, RiskOffer, Searched, 
 from planner.errors import Infeasible, SolverError
 from planner.layout.candidate import Candidate
 from planner.layout.confidence import headroom_bytes, memory_width, oom_probability
-from planner.layout.evaluate import assemble, export_warnings, host_warnings, runtime_of
+from planner.layout.evaluate import assemble, export_warnings, host_warnings, job_of
 from planner.layout.price import price_layout
 from planner.layout.variation import NUM_LAYOUTS, robust_steps, told_assumptions
 from planner.physics.layers import ModelTotals
@@ -37,7 +37,6 @@ from planner.search.why.room import with_room
 from planner.shape import NEAR_FRACTION, liked_batch
 from planner.specs.cluster import ClusterSpec
 from planner.specs.model import ModelSpec
-from planner.specs.registry import model_of
 from planner.specs.training import SearchLimits, TrainingSpec
 from planner.trainers.spec import RuntimeSpec
 from planner.trainers.switches import SWITCHES, written
@@ -54,16 +53,17 @@ def plan(
     training: TrainingSpec,
     *,
     limits: SearchLimits | None = None,
-    runtime: RuntimeSpec | str = "megatron",
+    runtime: RuntimeSpec | str | None = None,
     news: News | None = None,
 ) -> Plan:
     """The fastest layout of `model` on `cluster` that fits, proven within the reported gap, and its alternatives.
 
-    `news` is told how the search stands while it runs.
+    Without a `runtime` it is for the trainer of such jobs. `news` is told how the search stands while it runs.
     Raises Infeasible if no layout is legal and fits; the error has the nearest miss, and a remedy if one was found
     within the time limit. Raises SpecError if the inputs contradict each other.
     """
-    return planned(Case(model_of(model), cluster, training, runtime_of(runtime), limits or SearchLimits()), news)
+    model, training, runtime = job_of(model, cluster, training, runtime)
+    return planned(Case(model, cluster, training, runtime, limits or SearchLimits()), news)
 
 
 def planned(case: Case, news: News | None = None) -> Plan:
@@ -71,13 +71,19 @@ def planned(case: Case, news: News | None = None) -> Plan:
     case = pinned(case)
     deadline = Deadline(case.limits.time_limit_s)
     try:
-        found = search(case, news)
+        found = search_dtypes(case, news)
     except Infeasible as error:
         raise with_remedy(error, case, deadline) from None
+    return with_room(found.model_copy(update={"batch_offer": batch_offer(found, case, deadline)}), case)
+
+
+def search_dtypes(case: Case, news: News | None = None) -> Plan:
+    """The plan of one case in the dtype that is fastest, of its own and those that it allows; raises as `search`."""
+    found = search(case, news)
     for narrow in narrower(case):
         with suppress(Infeasible):
             found = min(found, search(narrow), key=lambda other: (exceeds_risk(other, case), other.best.step.step_s))
-    return with_room(found.model_copy(update={"batch_offer": batch_offer(found, case, deadline)}), case)
+    return found
 
 
 def search(case: Case, news: News | None = None) -> Plan:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from functools import cache
 from typing import NamedTuple
 
@@ -13,6 +14,7 @@ from planner.trainers.load import RUNTIMES, Likely, load_runtime, switches_of
 from planner.trainers.shipped import architectures_of
 from planner.trainers.spec import RuntimeSpec
 
+_log = logging.getLogger(__name__)
 _ONE_RECIPE = (None, "bf16", "fp16", "fp8")
 _WITHOUT_EXPERTS = {"ep_overlap": False, "fused_experts": False}
 """Features that a model without experts lacks, although graphs of whole iterations stand for them too."""
@@ -46,6 +48,23 @@ def runtime_of_its_day(
         if architecture in runtime.architectures and knows_run and not any(map(used.get, runtime.later_features)):
             return runtime
     return load_runtime(todays(name, architecture))
+
+
+def usual_trainer(model: ModelSpec, hardware: HardwareSpec, tunes: bool) -> str:
+    """The trainer of a job that names none: Megatron-LM from the beginning, transformers to tune, for a module our own
+    runner, since no other builds one.
+    """
+    if model.traced is not None:
+        return "torch-eager"
+    return "hf" if tunes else todays("megatron", hardware.architecture)
+
+
+def as_built(model: ModelSpec, runtime: RuntimeSpec) -> ModelSpec:
+    """The model as a trainer builds it."""
+    if not (runtime.runs_transformers and model.num_nextn_predict_layers):
+        return model
+    _log.info("%s is trained without multi-token prediction, which transformers' models have none of", model.name)
+    return model.without_predictions()
 
 
 def todays(name: str, architecture: str) -> str:

@@ -479,6 +479,8 @@ class Limits(Group):
     """Layers, tensors, sequences and experts can be split over ranks; without: weights are sharded and nothing else."""
     has_context_parallel: bool = True
     """Sequences can be split over ranks in attention too (Megatron-LM since 2023)."""
+    checkpointed_parts: PositiveInt = 1
+    """Parts of a layer that full recompute repeats one by one, each from an input of its own that it keeps."""
     stops_recompute_early: bool = False
     """Recomputing a layer ends with the last tensor that its backward needs: no down projection, no exchange after it
     (torch.utils.checkpoint, and graphs that torch.compile partitions); without: all of it runs again."""

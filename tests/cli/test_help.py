@@ -81,6 +81,8 @@ def test_what_shells_complete_is_what_there_is() -> None:
     assert get_args(Dtype) == DTYPES
     assert {*ORDERS, "auto"} == set(SCHEDULES)
     assert set(SECTIONS) <= {*OF_A_VIEW, "memory"}
+    sources = [path.read_text() for path in Path(planner.__file__).parent.glob("[rc]*/*.py")]
+    assert set(re.findall(r"--show ([a-z]+)", "".join(sources))) <= set(SECTIONS)
 
 
 def test_version_names_the_calibration_the_solver_and_torch(capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,7 +14,7 @@ from planner.cli.inputs import Job, read_described, read_job, read_limits
 from planner.cli.options import JobOptions, LayoutOptions, PlanOptions, SearchOptions, command_line
 from planner.cli.sweep_command import by_nodes, doubling, numbers
 from planner.errors import SpecError
-from planner.layout.evaluate import evaluate
+from planner.layout.evaluate import evaluate, job_of
 from planner.report.rows import cost_figures
 from planner.specs.training import Parallelism, SearchLimits, TrainingSpec
 from planner.trainers.documents import example_lengths, mean_length
@@ -121,6 +121,21 @@ def test_options_say_how_experts_load(options: dict[str, Any], switch: str | Non
     asked = LayoutOptions(**{**JOB, "model": "qwen3-30b", "runtime": "megatron", "switch": switch, **options})
     training = inputs.read_described(asked, inputs.read_job(asked)).training
     assert (training.moe_imbalance, training.moe_spread) == (mean, spread)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"model": "deepseek-v3", "runtime": "torchtitan"},
+        {"model": "glm-4.5-air", "lora": True},
+        {"model": "8b", "hardware": "mi300x"},
+    ],
+)
+def test_python_takes_a_job_as_the_command_line_does(options: dict[str, Any]) -> None:
+    job = own_read_job({"gpus": 64, **options})
+    said = {name: getattr(job.training, name) for name in ("seq_length", "global_batch_size", "adapters", "objective")}
+    taken = job_of(options["model"], job.cluster, TrainingSpec(**said), options.get("runtime"))
+    assert taken == (job.model, job.training, job.runtime_spec)
 
 
 def test_a_dtype_alone_sums_gradients_no_narrower() -> None:

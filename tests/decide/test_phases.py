@@ -28,13 +28,14 @@ from planner.decide.next import (
 )
 from planner.decide.phases import Batch, Phase, PhasesAnswer
 from planner.errors import Infeasible, SpecError
-from planner.layout.evaluate import evaluate, runtime_of
+from planner.layout.evaluate import evaluate
 from planner.report.runs import says_run
 from planner.search.case import Case
 from planner.search.search import plan
 from planner.specs.cluster import ClusterSpec
 from planner.specs.registry import load_hardware
 from planner.specs.training import DocumentLength, Parallelism, SearchLimits, TrainingSpec
+from planner.trainers.load import load_runtime
 from tests.toys import toy_model
 
 LIMITS = SearchLimits(micro_batch_size=(1, 2), vpp=(1, 2), switches="default", recompute=("none", "full"))
@@ -44,7 +45,7 @@ DAY = 86_400
 def phase(name: str, batch: int, seq_length: int = 4096, tokens: float = 1e11, gpus: int = 16, *ramp: Batch) -> Phase:
     training = TrainingSpec(seq_length=seq_length, global_batch_size=batch, tokens=tokens)
     cluster = ClusterSpec(hardware=load_hardware("h100"), num_gpus=gpus)
-    case = Case(toy_model(16, hidden_size=4096), cluster, training, runtime_of("megatron"), LIMITS)
+    case = Case(toy_model(16, hidden_size=4096), cluster, training, load_runtime("megatron"), LIMITS)
     return Phase(name, case, (*ramp, Batch(batch, tokens - sum(grown.tokens for grown in ramp))))
 
 

@@ -32,7 +32,7 @@ from planner.decide.sweep import (
 )
 from planner.errors import SpecError
 from planner.export.import_run import read
-from planner.layout.evaluate import evaluate, runtime_of
+from planner.layout.evaluate import evaluate
 from planner.observe.observation import Observation, SourceFile
 from planner.probe.result import ProbedMemory, ProbeResult
 from planner.report.decisions import as_csv, markdown, render_comparison, sarif, says_sweep, short_names
@@ -42,6 +42,7 @@ from planner.specs.cluster import ClusterSpec
 from planner.specs.registry import load_hardware, load_model
 from planner.specs.training import AdapterSpec, Parallelism, SearchLimits, TrainingSpec
 from planner.specs.units import GIB
+from planner.trainers.load import load_runtime
 
 TABLES = yaml.safe_load((Path(__file__).parent / "tables.yaml").read_text())
 
@@ -49,7 +50,7 @@ TABLES = yaml.safe_load((Path(__file__).parent / "tables.yaml").read_text())
 def trial(num_gpus: int, model: str = "8b", hardware: str = "h100", tokens: float | None = 1e12, **pins: Any) -> Trial:
     case = Case(
         load_model(model), ClusterSpec(hardware=load_hardware(hardware), num_gpus=num_gpus),
-        TrainingSpec(seq_length=4096, global_batch_size=128, tokens=tokens), runtime_of("megatron"),
+        TrainingSpec(seq_length=4096, global_batch_size=128, tokens=tokens), load_runtime("megatron"),
         SearchLimits(**pins),
     )  # fmt: skip
     return Trial({"gpus": num_gpus, "hardware": hardware}, case)
@@ -62,8 +63,13 @@ def here(trials: Any) -> list[Point]:
 PINS: dict[str, Any] = {"tp": (1, 2), "pp": (1, 2), "micro_batch_size": (1,), "vpp": (1,)}
 
 
-def test_a_point_has_the_figures_of_the_plan_with_its_options() -> None:
-    one = trial(16, **PINS)
+@pytest.mark.parametrize(
+    "more",
+    [{}, {"allow": ("fp8",)}, {"switches": {"overlap_grad_reduce": False, "overlap_param_gather": False}}],
+    ids=str,
+)
+def test_a_point_has_the_figures_of_the_plan_with_its_options(more: dict[str, Any]) -> None:
+    one = trial(16, **PINS, **more)
     answer = plan(one.case.model, one.case.cluster, one.case.training, limits=one.case.limits)
     point = planned(one)
     assert (point.fits, point.layout, point.step_s) == (True, str(answer.parallelism), answer.step.step_s)

@@ -122,7 +122,7 @@ def _hardware(target: str) -> Any:
 
 def _plan(rng: random.Random, target: str) -> Plan | None:
     """A random layout of a random job under a random recipe; None where it contradicts itself."""
-    pp, dp, micro_batch_size = (rng.choice(sizes) for sizes in ((1, 1, 2, 4, 8), (1, 2, 4, 8, 16), (1, 1, 2, 4)))
+    pp, dp, micro_batch_size = (rng.choice(sizes) for sizes in ((1, 1, 2, 4, 8), (1, 2, 3, 4, 8, 9, 16), (1, 1, 2, 4)))
     # Primus' Megatron core has no yarn: gpt-oss goes there without it, at another price
     model = load_model(rng.choice([name for name in _MODELS if target != "primus" or "gpt-oss" not in name]))
     layout: dict[str, Any] = {

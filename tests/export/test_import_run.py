@@ -101,6 +101,7 @@ def test_the_trainer_may_be_named() -> None:
     script = "torchrun -m torchtitan.train --parallelism.tensor_parallel_degree 2"
     assert read_configuration(script).source == "torchtitan"
     assert read_configuration(script, "torchtitan").source == "torchtitan"
+    assert read_configuration(f"# planned for torchtitan\np.py {BASE}").source == "megatron"
     with pytest.raises(SpecError, match="passes no Megatron-LM arguments"):
         read_configuration(script, "megatron")
     with pytest.raises(SpecError, match="'pax' is unknown") as caught:

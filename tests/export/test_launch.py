@@ -21,6 +21,7 @@ from samples import preflight_names
 
 from planner.answer import Plan
 from planner.export.export import bundle_of, trials_of, write_trials
+from planner.export.import_run import read_configuration
 from planner.export.launchers import nodes_of, shell_array
 from planner.export.targets import TRAINERS
 from planner.export.trainer_files import ExportFile, ShellText, argv
@@ -251,6 +252,7 @@ def test_the_last_node_may_start_fewer_ranks(planned: Planned, run: Callable[...
         assert words[words.index("--nnodes") + 1] == "2"
         assert words[words.index("--nproc-per-node") + 1] == gpus
         assert words[words.index("--node-rank") + 1] == node
+        assert read_configuration(file_of(plan, *targets, name=target).text).run["num_gpus"] == 12
 
 
 def test_words_are_quoted() -> None:

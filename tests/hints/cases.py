@@ -9,6 +9,7 @@ _CLOSE = "close"
 
 CASES = (
     Case("cli/app.py", "or one of the commands", "evaluat -h", option="evaluat"),
+    Case("cli/inputs.py", "--runtime {other}", _1B + "--runtime megatron-deepspeed"),
     Case("cli/inputs.py", "--batching packed", _1B + "--batching loose"),
     Case("cli/inputs.py", "add --examples 50k", _1B + "--epochs 2"),
     Case("cli/inputs.py", "leave --tokens out", _1B + "--examples 5k --tokens 1B"),
@@ -23,7 +24,7 @@ CASES = (
     Case("cli/inputs.py", "--global-batch-size {batch + 1}", _1B + "--objective dpo -b 7"),
     Case("cli/inputs.py", "among(known, field)", _1B + "--assume network_gb_pers=3", option="--assume"),
     Case("cli/inputs.py", "join(near)", _1B + "--batch-tokens 1"),
-    Case("cli/inputs.py", "write 1048576, 16M or 15T", _1B + "--tokens 15X", option="--tokens"),
+    Case("cli/inputs.py", "write 16777216, 16M or 15T", _1B + "--tokens 15X", option="--tokens"),
     Case("cli/plan_command.py", "add --from plan.json", "-g 8 --keep tp", moves_on=True),
     Case("cli/app.py", "among(words, topic)", "-h laout", option="laout"),
     Case("cli/output.py", "among(SECTIONS, name)", "-m 1b -g 1 --show rejectd", option="--show"),
@@ -108,7 +109,6 @@ NOT_TYPED_IN: dict[str, str] = {
 """Files and folders, below planner/, whose hints are not typed here, and why not."""
 NOT_TYPED: dict[tuple[str, str], str] = {
     ("cli/inputs.py", "'--lora'"): "`evaluate` takes the options of adapters as asking for them",
-    ("cli/inputs.py", "--runtime {runtime.family}"): "it needs a plan of another trainer",
     ("cli/inputs.py", "more than {domain} GPUs"): _PROSE, ("cli/inputs.py", "write {field}="): _PROSE,
     ("cli/inputs.py", "write 8 or 8,16"): _SEARCHES, ("cli/inputs.py", "write 4, 4x256"): _IMAGES,
     ("cli/inputs.py", "--images {number}"): _IMAGES, ("cli/inputs.py", "config.json of one that has"): _IMAGES,

@@ -32,10 +32,9 @@ def saved_and_read(plan: Plan) -> Plan:
 
 
 def evaluated_again(plan: Plan) -> Plan:
-    """The layout of a plan, stated as a user would state it, priced anew."""
-    layout = plan.best.stated.model_copy(update={"dp": plan.parallelism.dp})
+    """The layout of a plan, as `evaluate` takes it, priced anew."""
     runtime = plan.best.runtime_spec or plan.runtime_spec
-    return evaluate(plan.model.spec, plan.cluster, plan.training, layout, runtime=runtime)
+    return evaluate(plan.model.spec, plan.cluster, plan.training, plan.best, runtime=runtime)
 
 
 def same_price(plan: Plan, again: Plan) -> None:

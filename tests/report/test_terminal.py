@@ -40,13 +40,16 @@ def text(plan: Plan, width: int = 80, **console: Any) -> str:
 
 
 def test_the_numbers_people_quote_are_there(make_plan: MakePlan) -> None:
-    shown = text(make_plan())
+    made = make_plan()
+    shown = text(made)
     for expected in (
         "llama-3.1-405b on 2,048 × h100-sxm-80gb", "TP 8 × PP 16 × DP 16 · micro-batch 1 × 128", "22.08 s",
         "20.98–23.40 s", "759,838", "371.0", "412", "41.7%", "229 days", "11.24M GPU-hours", "$35.97M", "19,108 MWh",
         "proven", "gap 0.04%", "calibrated", "1,516 legal shapes", "312 can fit",
     ):  # fmt: skip
         assert expected in shown
+    beaten = made.search and made.search.model_copy(update={"num_shapes": 0, "num_fitting": 0})
+    assert "no legal shape may beat the first one found, " in text(made.model_copy(update={"search": beaten}))
 
 
 def test_stages_that_hold_the_same_share_a_row(make_plan: MakePlan) -> None:

@@ -16,7 +16,7 @@ from planner.errors import Infeasible, SolverError
 from planner.layout import variation
 from planner.layout.candidate import Candidate, price_together
 from planner.layout.confidence import headroom_bytes
-from planner.layout.evaluate import evaluate, price_given, runtime_of
+from planner.layout.evaluate import evaluate, job_of, price_given
 from planner.layout.price import price_layout, reprice
 from planner.layout.variation import Variation
 from planner.physics.pricing import Pricing
@@ -28,14 +28,13 @@ from planner.search.ilp.program import describe
 from planner.search.layouts import find_layouts, first_layouts
 from planner.search.rebalance import recompute_of
 from planner.search.recipes import Recipes, pinned
-from planner.search.search import planned, search
+from planner.search.search import planned, search, search_dtypes
 from planner.search.why.explanation import Beaten, ChangedAssumption, Constraint, Explanation, Lift
 from planner.search.why.misses import DOES_NOT_FIT, BrokenRule, Miss, hint_for, nearest_miss, refusal
 from planner.search.why.remedy import Trials, first_remedy, remedies
 from planner.search.why.room import changes_of, is_small, largest_models, room_of, within_risk
 from planner.specs.cluster import ClusterSpec
 from planner.specs.model import ModelSpec
-from planner.specs.registry import model_of
 from planner.specs.training import SearchLimits, TrainingSpec
 from planner.specs.units import gib
 from planner.trainers.spec import RuntimeSpec
@@ -47,7 +46,7 @@ def explain(
     training: TrainingSpec,
     *,
     limits: SearchLimits | None = None,
-    runtime: RuntimeSpec | str = "megatron",
+    runtime: RuntimeSpec | str | None = None,
 ) -> Explanation:
     """The answer of `plan explain`: why the best layout is the best or, if `limits` pin axes, why not those.
 
@@ -55,7 +54,8 @@ def explain(
     seconds go. Without pins it says what decides against each alternative, and what would change the choice. Raises
     Infeasible if nothing fits even without pins.
     """
-    return explained(Case(model_of(model), cluster, training, runtime_of(runtime), limits or SearchLimits()))
+    model, training, runtime = job_of(model, cluster, training, runtime)
+    return explained(Case(model, cluster, training, runtime, limits or SearchLimits()))
 
 
 def explained(case: Case) -> Explanation:
@@ -83,7 +83,7 @@ def _why_not(case: Case) -> Explanation:
     if refused is not None:
         return _why_refused(case, best, refused)
     try:
-        pinned = search(case.limited(top=1))
+        pinned = search_dtypes(case.limited(top=1))
     except Infeasible as error:
         return _why_no_room(case, best, error)
     return _why_slower(case, best, pinned)
