@@ -5,6 +5,7 @@ Manifests that start a script on a cluster (Kubernetes, SkyPilot, dstack and oth
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import shlex
@@ -168,6 +169,17 @@ def _of_notebook(text: str) -> str:
     return text if code is text else "\n".join(line for line in code.splitlines() if not re.match(r"\s*[%!?]", line))
 
 
+_TEXT = r"(?:'[^'\n]*'|\"[^\"\n]*\")"
+_LISTED = re.compile(rf"(?:overrides|[Cc]ommand|\bcmd|sigkill_handler\])\W{{0,4}}(\[{_TEXT}(?:, {_TEXT}){{3,}}\])")
+"""The words of a command as Python prints a list: of launchers that end, of Hydra's overrides."""
+
+
+def _of_list(text: str) -> str:
+    """The command that a launcher's message lists, else the text."""
+    listed = None if re.search(r"^(import|from) ", text, re.MULTILINE) else _LISTED.search(text)
+    return text if listed is None else shlex.join(ast.literal_eval(listed[1]))
+
+
 def _is_code(cell: object) -> bool:
     return isinstance(cell, dict) and cell.get("cell_type") == "code"
 
@@ -190,7 +202,7 @@ def _recognised(text: str) -> str | None:
 
 def read_file(config: ConfigFile, source: str | None) -> ImportedRun:
     """The run of a configuration, as `read` gives it; of a manifest, that of the script it starts."""
-    config = replace(config, text=_of_notebook(config.text))
+    config = replace(config, text=_of_list(_of_notebook(config.text)))
     job = job_of(config.text)
     if job is not None:
         config = replace(config, text=job.script)
@@ -215,7 +227,7 @@ def read_file(config: ConfigFile, source: str | None) -> ImportedRun:
     except RecursionError:
         raise SpecError("the configuration is nested too deeply", "give a simpler file") from None
     except SpecError:
-        if source in (UNMARKED, "huggingface") and not is_told:
+        if not is_told:
             _refuse_unread(config.text)
         raise
     if job is not None:

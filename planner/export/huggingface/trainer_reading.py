@@ -64,6 +64,8 @@ _LEARNED = re.compile(
     r"(?:_vlm|_train|_modeling)?(?:\.py)?(?!\S)"
 )
 """Programs of TRL, and of those who follow it, whose names say what is learned."""
+_QUANTIZED = re.compile(r"(?i)[-_](awq|gptq|aqlm|hqq|eetq)\b")
+"""Ends of the names of checkpoints whose weights were quantized before, of 16 bits no more."""
 _SPELLED = {what: tuple(names.split()) for what, names in table()["huggingface"]["spelled"].items()}
 _SEQUENCE, _BATCH, _MODEL, _NARROWER, _OTHERS, _PACKING, _CHECKPOINTING = (
     _SPELLED[what] for what in ("sequence", "batch", "model", "narrower", "others", "packing", "checkpointing")
@@ -150,6 +152,7 @@ def run_of_arguments(keyed: KeyedSettings, config: ConfigFile, tool: Dialect | N
     given = [str(settings[name]) for name in (*_MODEL, "model_type") if settings.get(name)]
     # ms-swift's type of a model names it where its folder does not
     set_model(imported, next(filter(model_called, given), given[0] if given else None), settings)
+    settings |= {"quantized_checkpoint": True} if any(map(_QUANTIZED.search, given)) else {}
     run["model"] = run["model"] or exported_model(config.text)
     # what a file of DeepSpeed's or the arguments say comes before what the tool has unasked
     batch = number(said, *_BATCH) or (None if "micro_batch_size" in layout else number(settings, *_BATCH))
