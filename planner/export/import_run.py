@@ -5,7 +5,6 @@ Manifests that start a script on a cluster (Kubernetes, SkyPilot, dstack and oth
 
 from __future__ import annotations
 
-import ast
 import os
 import re
 import shlex
@@ -177,7 +176,7 @@ _LISTED = re.compile(rf"(?:overrides|[Cc]ommand|\bcmd|sigkill_handler\])\W{{0,4}
 def _of_list(text: str) -> str:
     """The command that a launcher's message lists, else the text."""
     listed = None if re.search(r"^(import|from) ", text, re.MULTILINE) else _LISTED.search(text)
-    return text if listed is None else shlex.join(ast.literal_eval(listed[1]))
+    return text if listed is None else shlex.join(word[1:-1] for word in re.findall(_TEXT, listed[1]))
 
 
 def _is_code(cell: object) -> bool:

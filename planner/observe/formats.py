@@ -37,10 +37,10 @@ UNITS = {"": 1.0, "s": 1.0, "ms": 1e-3, "GB": GB, "KiB": KIB, "MiB": MIB, "GiB":
 def out_of_memory(record: RunRecord, line: FoundLine) -> None:
     """`CUDA out of memory. Tried to allocate 2.00 GiB. … 70.1 GiB is allocated by PyTorch, and 5.3 GiB …`"""
     record.counts["num_ooms"] += 1
-    found = {name: round(value) for name, value in line.numbers.items()}
+    found = {name: round(value) for name, value in line.numbers.items() if math.isfinite(value)}
     if (reserved := found.pop("reserved", None)) is not None and "allocated_bytes" in found:
         found.setdefault("unused_bytes", max(0, reserved - found["allocated_bytes"]))
-    if len(record.failed_allocations) < MOST_ERRORS:
+    if len(record.failed_allocations) < MOST_ERRORS and "requested_bytes" in found:
         record.failed_allocations.append(FailedAllocation.model_validate({"rank": line.rank, **found}))
 
 

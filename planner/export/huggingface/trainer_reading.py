@@ -162,7 +162,7 @@ def run_of_arguments(keyed: KeyedSettings, config: ConfigFile, tool: Dialect | N
     imported.microbatches_per_rank = steps or imported.microbatches_per_rank or (1 if batch else None)
     stage = {} if is_off(settings.get("deepspeed")) else {"zero_stage": layout.get("zero_stage")}
     known = {**settings, **stage, "said": said, "num_gpus": run["num_gpus"]}
-    imported.refused = refused_settings(known, "huggingface", "accelerate", tool.name)
+    imported.refused += refused_settings(known, "huggingface", "accelerate", tool.name)
     beside = deepspeed_beside(config, settings.get("deepspeed")) or {}
     imported.refused += _other_batches(imported, said, beside)
     read_fine_tuning(imported, settings, number(said, *_SEQUENCE), "optimizer" in beside)

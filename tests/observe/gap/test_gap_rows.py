@@ -258,7 +258,7 @@ def test_a_full_gpu_is_not_in_fragments() -> None:
     full = FailedAllocation(requested_bytes=56 * MIB, allocated_bytes=78 * GIB, unused_bytes=150 * MIB)
     assert [one.name for one in named(failed_allocations=(full,))] == ["out_of_memory"]
     # ChatGLM-Finetuning 28, Qwen2.5-Omni 240
-    free = FailedAllocation(requested_bytes=128 * MIB, allocated_bytes=6 * GIB, unused_bytes=0, free_bytes=37 * GIB)
+    free = FailedAllocation(requested_bytes=128 * MIB, allocated_bytes=6 * GIB, free_bytes=37 * GIB)
     assert [one.name for one in named(failed_allocations=(free,), num_ooms=1)] == ["memory_limit"]
     sizes = {"requested": 125, "allocated": 25, "unused": 3, "free": 51, "total": 95}
     shared = FailedAllocation(**{f"{name}_bytes": size * GIB for name, size in sizes.items()})
