@@ -169,7 +169,9 @@ def _of_notebook(text: str) -> str:
 
 
 _TEXT = r"(?:'[^'\n]*'|\"[^\"\n]*\")"
-_LISTED = re.compile(rf"(?:with overrides: |Command '|with command: |sigkill_handler\] )(\[{_TEXT}(?:, {_TEXT}){{3,}}\])")
+_LISTED = re.compile(
+    rf"(?:with overrides: |Command '|with command: |sigkill_handler\] )(\[{_TEXT}(?:, {_TEXT}){{3,}}\])"
+)
 """The words of a command as Python prints a list: of launchers that end, of Hydra's overrides."""
 
 
