@@ -168,6 +168,19 @@ def _of_notebook(text: str) -> str:
     return text if code is text else "\n".join(line for line in code.splitlines() if not re.match(r"\s*[%!?]", line))
 
 
+_TEXT = r"(?:'[^'\n]*'|\"[^\"\n]*\")"
+_LISTED = re.compile(
+    rf"(?:with overrides: |Command '|with command: |sigkill_handler\] )(\[{_TEXT}(?:, {_TEXT}){{3,}}\])"
+)
+"""The words of a command as Python prints a list: of launchers that end, of Hydra's overrides."""
+
+
+def _of_list(text: str) -> str:
+    """The command that a launcher's message lists, else the text."""
+    listed = None if re.search(r"^(import|from) ", text, re.MULTILINE) else _LISTED.search(text)
+    return text if listed is None else shlex.join(word[1:-1] for word in re.findall(_TEXT, listed[1]))
+
+
 def _is_code(cell: object) -> bool:
     return isinstance(cell, dict) and cell.get("cell_type") == "code"
 
@@ -195,7 +208,7 @@ def _recognised(text: str) -> str | None:
 
 def read_file(config: ConfigFile, source: str | None) -> ImportedRun:
     """The run of a configuration, as `read` gives it; of a manifest, that of the script it starts."""
-    config = replace(config, text=_of_notebook(config.text))
+    config = replace(config, text=_of_list(_of_notebook(config.text)))
     job = job_of(config.text)
     if job is not None:
         config = replace(config, text=job.script)
@@ -220,7 +233,7 @@ def read_file(config: ConfigFile, source: str | None) -> ImportedRun:
     except RecursionError:
         raise SpecError("the configuration is nested too deeply", "give a simpler file") from None
     except SpecError:
-        if source in (UNMARKED, "huggingface") and not is_told:
+        if not is_told:
             _refuse_unread(config)
         raise
     if job is not None:

@@ -232,7 +232,7 @@ def _of_script(config: ConfigFile, calls: re.Pattern[str] | None) -> KeyedSettin
         option: list(takewhile(lambda word: word != "-m" and not word.endswith(".py"), words))
         for option, words in options_of(script.words).items()
     }
-    settings, unread, program = Settings(), Named(), ""
+    settings, unread, program = Settings(), script.unpassed, ""
     for name in [word for word in script.words if word.endswith((".yaml", ".yml")) and not word.startswith("-")]:
         if any(name in words for option, words in options.items() if option not in ("--config", "--config-path")):
             continue

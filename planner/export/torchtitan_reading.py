@@ -175,8 +175,10 @@ def _of_file(config: ConfigFile) -> Fields:
     if (text := config.beside(named[1])) is not None:
         return _toml(text)
     module = re.search(r"/models/(\w+)/", named[1])
-    name = module[1] if module else named[1].rpartition("/")[2].split("_")[0]
-    stem = named[1].rpartition("/")[2].removesuffix(".toml").removeprefix(f"{name}_")
+    stem = named[1].rpartition("/")[2].removesuffix(".toml")
+    first = stem.partition("_")[0]  # until 2025 the folder of llama3_8b.toml was `llama`
+    name = module[1] if module and all(own != first for own, _ in FLAVORS) else first
+    stem = stem.removeprefix(f"{name}_")
     flavor = next((flavor for own, flavor in FLAVORS if (own, flavor.lower()) == (name, stem.lower())), stem)
     return {"model.name": name, "model.flavor": flavor, "base": named[1]}
 

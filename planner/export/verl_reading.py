@@ -66,6 +66,7 @@ def _overrides(config: ConfigFile) -> tuple[Settings, str]:
     launched = re.search(r"--nproc[-_]per[-_]node[ =](\d+)", " ".join(words))
     if launched or gpus:
         found.setdefault("trainer.n_gpus_per_node", value_of(launched[1] if launched else gpus[0]))
+    found |= script.unpassed
     return found, " ".join(word for word in words if word.endswith((".yaml", "megatron_trainer", "megatron")))
 
 
@@ -130,7 +131,9 @@ def _list_unread(imported: ImportedRun, settings: Settings, read: Collection[str
         imported,
         settings,
         known,
-        lambda path, value: value in (None, False) or "." not in path or path.rpartition(".")[2] in _OFFLOADS,
+        lambda path, value: (
+            value in (None, False) or not re.search("[. ]", path) or path.rpartition(".")[2] in _OFFLOADS
+        ),
     )
 
 

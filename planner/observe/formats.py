@@ -37,10 +37,10 @@ UNITS = {"": 1.0, "s": 1.0, "ms": 1e-3, "GB": GB, "KiB": KIB, "MiB": MIB, "GiB":
 def out_of_memory(record: RunRecord, line: FoundLine) -> None:
     """`CUDA out of memory. Tried to allocate 2.00 GiB. … 70.1 GiB is allocated by PyTorch, and 5.3 GiB …`"""
     record.counts["num_ooms"] += 1
-    found = {name: round(value) for name, value in line.numbers.items()}
+    found = {name: round(value) for name, value in line.numbers.items() if math.isfinite(value)}
     if (reserved := found.pop("reserved", None)) is not None and "allocated_bytes" in found:
         found.setdefault("unused_bytes", max(0, reserved - found["allocated_bytes"]))
-    if len(record.failed_allocations) < MOST_ERRORS:
+    if len(record.failed_allocations) < MOST_ERRORS and "requested_bytes" in found:
         record.failed_allocations.append(FailedAllocation.model_validate({"rank": line.rank, **found}))
 
 
@@ -74,10 +74,18 @@ def not_a_number(record: RunRecord, line: FoundLine) -> None:
 
 
 def with_data(record: RunRecord, line: FoundLine) -> None:
-    """LeRobot's `step:9 … updt_s:0.302 data_s:13.330`: an update, and the wait for its batch before it."""
-    data_s = line.numbers["data"]
-    if record.step(int(line.match["step"]), line.numbers["s"] + data_s, rank=line.rank):
-        record.timer("data_loading", data_s)
+    """LeRobot's `step:9 … updt_s:0.302 data_s:13.330`, XTuner's: an update, and the wait for its batch before it."""
+    _take_step(record, line, s=line.numbers["s"] + line.numbers["data"], data=math.nan)
+    record.timer("data_loading", line.numbers["data"])
+
+
+def micro_steps(record: RunRecord, line: FoundLine) -> None:
+    """A line of a micro-batch, of which a step has as many as the line's own counts or the configuration say."""
+    micro, step = line.numbers["micro"], line.numbers.get("step")
+    count = max(1.0, micro / step if step else number(record.state.get("micro_batches", "1")))
+    if count > 1:
+        record.note(f"its lines time micro-batches: a step is {count:g} of them")
+    _take_step(record, line, step=micro // count, s=line.numbers["s"] * count, micro=math.nan)
 
 
 def _add_hung(record: RunRecord, rank: int, sequence: int, **said: Any) -> None:
@@ -449,8 +457,8 @@ def _as_trainer(trainer: str, take: Take, record: RunRecord, line: FoundLine) ->
     take(record, line)
 
 
-def _take_step(record: RunRecord, line: FoundLine) -> None:
-    numbers = dict(line.numbers)
+def _take_step(record: RunRecord, line: FoundLine, **changed: float) -> None:
+    numbers = {**line.numbers, **changed}
     seconds = numbers.pop("s", math.nan)
     if (per_s := numbers.pop("per_s", 0.0)) > 0:
         seconds = 1 / per_s

@@ -40,7 +40,7 @@ from planner.specs.units import GIB, MIB
 
 RECORDINGS: Mapping[str, str] = GAP_TABLE["recordings"]
 """How to record what would show a row."""
-OF_MEMORY = ("fragmentation", "leak", "out_of_memory")
+OF_MEMORY = ("fragmentation", "leak", "out_of_memory", "memory_limit")
 """Rows that answer for memory and for no seconds."""
 
 GRADIENT_TIMERS = (

@@ -109,13 +109,16 @@ def _chosen(records: list[RunRecord], where: str) -> RunRecord:
     for other in others:
         steps = 0 if other.grammar == _BAR else len(other.numbers)
         mixed = steps >= _LEAST_MIXED and steps >= _LEAST_MIXED_FRACTION * len(first.numbers)
-        if mixed and not any({first.grammar, other.grammar} <= kin for kin in _KIN):
+        is_kin = any({first.grammar, other.grammar} <= kin for kin in _KIN)
+        if mixed and not is_kin:
             raise SpecError(
                 f"{where}: holds steps of {first.grammar} ({len(first.numbers):,}) and of {other.grammar} ({steps:,})",
                 "give each run's log by itself",
             )
         if first.grammar == "megatron" and other.grammar == "deepspeed" and other.numbers:
             first.facts.setdefault("trainer", "megatron-deepspeed")
+        if is_kin and not first.memory:
+            first.memory, first.memory_series = other.memory, other.memory_series
         if not first.numbers and (other.memory or other.printed) and not (first.memory or first.printed):
             first = other
     return first
@@ -191,7 +194,10 @@ class TableColumns:
     """The columns of a table that are read, found by name; exports of trackers put the run's name before it."""
 
     def __init__(self, names: Sequence[str]) -> None:
-        plain = {name: name.rpartition(" - ")[2].strip().strip('"').lower() for name in names[:_MOST_COLUMNS]}
+        own_last = sorted(
+            names[:_MOST_COLUMNS], key=lambda name: name.startswith("_")
+        )  # a tracker counts its own steps
+        plain = {name: name.rpartition(" - ")[2].strip().strip('"').lower() for name in own_last}
         self.found: dict[str, tuple[str, str | None]] = {}
         """Name and unit of the column of each quantity."""
         for quantity, pattern in _COLUMNS.items():
@@ -205,14 +211,16 @@ class TableColumns:
 
     @property
     def tells_time(self) -> bool:
-        """True where a column has step times, or where the tokens of a step and their rate say them."""
-        return "seconds" in self.found or self.found.keys() >= {"tokens_per_s", "tokens_of_step"}
+        """True where a column has step times, or where the tokens of a step and their rate say them, or a clock."""
+        return "seconds" in self.found or any(self.found.keys() >= each for each in ({*_RATE}, {"moment", "step"}))
 
     def notes(self) -> Iterator[str]:
         """Sentences on what the names leave open."""
         column, unit = self.found.get("seconds", ("", ""))
-        if not column:
-            names = [self.found[each][0] for each in ("tokens_of_step", "tokens_per_s")]
+        if not column and not self.found.keys() >= {*_RATE}:
+            yield "seconds are the time between rows: no column has step times"
+        elif not column:
+            names = [self.found[each][0] for each in _RATE]
             yield f"seconds are {text_of(names[0])} over {text_of(names[1])}: no column has step times"
         elif unit is None and not re.search(r"(seconds|secs|_s/step)$", column.lower()):
             yield f"{text_of(column)} states no unit: taken as seconds"
@@ -250,6 +258,7 @@ def _is_number(line: str) -> bool:
     return re.fullmatch(r"\s*\d{1,9}(\.\d{1,12})?\s*", line) is not None
 
 
+_RATE = ("tokens_of_step", "tokens_per_s")
 _OF_STEPS = ("seconds", "step", "moment", "tokens_of_step", "data", "retries")
 """Quantities that are no number beside a step."""
 
@@ -298,15 +307,19 @@ class StepTable:
         values = self._columns.values(row)
         seconds = values.get("seconds", math.nan)
         speed = values.get("tokens_per_s", math.nan)
-        if "seconds" not in values and speed > 0:
-            seconds = values["tokens_of_step"] / speed
+        step, at_s = values.get("step", math.nan), values.get("moment", math.nan)
+        covers = 1
+        if "seconds" not in values and "tokens_of_step" in values:
+            seconds = values["tokens_of_step"] / speed if speed > 0 else math.nan
+        elif "seconds" not in values and math.isfinite(step) and math.isfinite(at_s):
+            seconds, covers = record.clock_s(step, at_s), max(1, int(step - record.anchor[0]))
+            record.anchor = max(record.anchor, (step, at_s)) if math.isfinite(record.anchor[1]) else (step, at_s)
         if not seconds > 0:
             self._untimed += 1
             return
-        step = values.get("step", math.nan)
         count = (record.numbers[-1] if record.numbers else 0) + 1
         known = math.isfinite(step) and 0 <= step < 2**53
-        record.step(int(step) if known else count, seconds, end_s=values.get("moment", math.nan), covers=1)
+        record.step(int(step) if known else count, seconds, end_s=at_s, covers=covers)
         record.take({name: value for name, value in values.items() if name not in _OF_STEPS})
         if "data" in values:
             record.timer("data_loading", values["data"])

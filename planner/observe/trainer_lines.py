@@ -226,9 +226,11 @@ def iteration(record: RunRecord, line: FoundLine) -> None:
             trainer = "primus" if means == "seconds" and "/" in said else trainer
             record.facts |= {"trainer": trainer} if trainer else {}
     seconds = values.pop("seconds", math.nan)
-    covers = 0 if record.numbers else whole(record.arguments.get("log_interval")) or 0
+    covers, number_of = 0 if record.numbers else whole(record.arguments.get("log_interval")) or 0, int(line.match[1])
+    if not record.numbers and abs(line.at_s - record.last_s - number_of * seconds) < 0.1 * number_of * seconds:
+        covers = number_of  # as the time since the trainer said that it begins tells
     if "elapsed time per iteration" not in text or not record.step(
-        int(line.match[1]), seconds, end_s=line.at_s, covers=covers, rank=line.rank
+        number_of, seconds, end_s=line.at_s, covers=covers, rank=line.rank
     ):
         return
     batch = values.get("global_batch_size", 0)

@@ -301,8 +301,13 @@ def test_what_has_no_default_is_asked_for() -> None:
 
 
 def test_a_trainer_without_a_reader_is_named() -> None:
-    with pytest.raises(SpecError, match="MaxText, which is not read"):
-        read_configuration("python3 -m MaxText.train MaxText/configs/base.yml per_device_batch_size=4")
+    for name, text in (
+        ("MaxText", "python3 -m MaxText.train MaxText/configs/base.yml per_device_batch_size=4"),
+        ("XTuner", "from mmengine.dataset import DefaultSampler\nmax_length = 200\nbatch_size = 1"),
+        ("LitGPT", "checkpoint_dir: a/b\nlora_r: 8\ntrain:\n  global_batch_size: 16\n  micro_batch_size: 1\n"),
+    ):
+        with pytest.raises(SpecError, match=f"{name}, which is not read"):
+            read_configuration(text)
 
 
 COMMON = TEXTS["bridge common"]

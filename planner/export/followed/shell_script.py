@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 from planner.errors import SpecError
@@ -41,6 +42,13 @@ class Script:
     """Files that the script writes with cat, and their texts."""
     unset: Named = field(default_factory=dict)
     """Variables that the script does not set, each by the option before it, or by itself where none is."""
+    lost: list[list[str]] = field(default_factory=list)
+    """Words that bash takes for a command: options behind a comment or an empty line, which ends the one before."""
+
+    @property
+    def unpassed(self) -> Named:
+        """The same as settings that nobody reads."""
+        return {"bash ends the command before": " ".join(chain(*self.lost))[:200]} if self.lost else {}
 
 
 def launched_on(num_gpus: Any) -> Script:
@@ -50,6 +58,8 @@ def launched_on(num_gpus: Any) -> Script:
 
 def read_shell(text: str, files: Files = lambda name: None) -> Script:
     """Read `text`; unknown variables are empty, and most commands in `$(…)` give nothing."""
+    if "\\\n" not in text:  # pasted without the backslashes: no command begins with --
+        text = _GOES_ON.sub(r"\1 ", text)
     script = Script(directives=_directives(text))
     reader = _Reader(script, files)
     nodes = script.directives.get("nodes") or script.directives.get("N")
@@ -63,6 +73,9 @@ def read_shell(text: str, files: Files = lambda name: None) -> Script:
         for inner in [text for text in script.files.values() if re.search(r"^\s*--[a-z]", text, re.MULTILINE)]:
             reader.block(reader.parsed(inner))
         script.words = max(script.commands, key=_num_options, default=[])
+    if script.lost and not (_num_options(script.words) or any(map(_OPTION.match, script.words))):
+        script.words = max(script.lost, key=len)  # a list of options below a text
+        script.lost.remove(script.words)
     script.words = _behind_srun(script.words, script.directives)
     script.variables = {name: words for name, words in reader.words.variables.items() if name[0].isalpha()}
     for option, key, name in _BEHIND_OPTION.findall(text):
@@ -71,6 +84,12 @@ def read_shell(text: str, files: Files = lambda name: None) -> Script:
     return script
 
 
+_OPTION_WORD = r"(?:--[A-Za-z]|\+{0,2}[A-Za-z_]\w*(?:\.\w+)+=)"
+_OPTION = re.compile(_OPTION_WORD)
+_GOES_ON = re.compile(
+    r"^([^#\n]*[^#\s\\])(?:[ \t]+#[^\n\"']*|[ \t]*)\n(?:[ \t]*#[^\n]*\n)*(?=[ \t]*" + _OPTION_WORD + ")", re.MULTILINE
+)
+"""A line, with its comment and those below it, that is followed by one of options."""
 _BEHIND_OPTION = re.compile(
     r"(?:(--[A-Za-z][\w-]*)[ =]+|(?<![\w.])([A-Za-z_]\w*(?:\.\w+)+)=|^[ \t]+)"
     r"[\"']?\$\{?([A-Za-z_]\w*)(?:\[[@*]\]|:?\?[^}]*)?\}?[\"']?(?=\s|$)",
@@ -270,7 +289,7 @@ class _Reader:
         for word in words:
             # one array item may hold an option and its value
             flat += word.split() if re.match(r"\s*--\w[\w-]*\s+\S", word) else [word]
-        self.script.commands.append(flat)
+        (self.script.lost if self.script.commands and _OPTION.match(flat[0]) else self.script.commands).append(flat)
 
     def _inner(self, text: str, before: list[str], arguments: Sequence[str] = ()) -> None:
         """A command line inside a word; `before` launches it, and its options count too."""

@@ -64,6 +64,8 @@ _LEARNED = re.compile(
     r"(?:_vlm|_train|_modeling)?(?:\.py)?(?!\S)"
 )
 """Programs of TRL, and of those who follow it, whose names say what is learned."""
+_QUANTIZED = re.compile(r"(?i)[-_](awq|gptq|aqlm|hqq|eetq)\b")
+"""Ends of the names of checkpoints whose weights were quantized before, of 16 bits no more."""
 _SPELLED = {what: tuple(names.split()) for what, names in table()["huggingface"]["spelled"].items()}
 _SEQUENCE, _BATCH, _MODEL, _NARROWER, _OTHERS, _PACKING, _CHECKPOINTING = (
     _SPELLED[what] for what in ("sequence", "batch", "model", "narrower", "others", "packing", "checkpointing")
@@ -144,6 +146,7 @@ def run_of_arguments(keyed: KeyedSettings, config: ConfigFile, tool: Dialect | N
     given = [str(settings[name]) for name in (*_MODEL, "model_type") if settings.get(name)]
     # ms-swift's type of a model names it where its folder does not
     set_model(imported, next(filter(model_called, given), given[0] if given else None), settings)
+    settings |= {"quantized_checkpoint": True} if any(map(_QUANTIZED.search, given)) else {}
     run["model"] = run["model"] or exported_model(config.text)
     # what a file of DeepSpeed's or the arguments say comes before what the tool has unasked
     batch = number(said, *_BATCH) or (None if "micro_batch_size" in layout else number(settings, *_BATCH))
@@ -153,7 +156,7 @@ def run_of_arguments(keyed: KeyedSettings, config: ConfigFile, tool: Dialect | N
     imported.microbatches_per_rank = steps or imported.microbatches_per_rank or (1 if batch else None)
     stage = {} if is_off(settings.get("deepspeed")) else {"zero_stage": layout.get("zero_stage")}
     known = {**settings, **stage, "said": said, "num_gpus": run["num_gpus"]}
-    imported.refused = refused_settings(known, "huggingface", "accelerate", tool.name)
+    imported.refused += refused_settings(known, "huggingface", "accelerate", tool.name)
     beside = deepspeed_beside(config, settings.get("deepspeed")) or {}
     imported.refused += _other_batches(imported, said, beside)
     read_fine_tuning(imported, settings, number(said, *_SEQUENCE), "optimizer" in beside)

@@ -176,7 +176,7 @@ def read_accelerate(config: ConfigFile) -> ImportedRun:
     row, given = dialect("accelerate"), flat(settings)
     row.sort(imported, settings, (), lambda name, value: not value)
     row.assume(imported, {path: v for path, v in row.left_out(given).items() if path.partition(".")[0] in settings})
-    imported.refused = refused_settings(settings, "accelerate")
+    imported.refused += refused_settings(settings, "accelerate")
     note_sections(imported, given)
     return imported
 
@@ -207,7 +207,7 @@ def apply_accelerate(imported: ImportedRun, settings: Said, config: ConfigFile) 
 def apply_parallelism(imported: ImportedRun, options: Fields) -> None:
     """Sizes of tensor and context parallelism, and of groups that shard."""
     sizes = {str(name).removeprefix("parallelism_config_"): value for name, value in options.items()}
-    imported.put(readings("parallelism", sizes))
+    imported.put(readings("parallelism", sizes, gpus=imported.run["num_gpus"]))
 
 
 def _apply_deepspeed(imported: ImportedRun, options: Fields, config: ConfigFile) -> None:

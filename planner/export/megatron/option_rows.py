@@ -91,15 +91,23 @@ def given(options: Options, name: str, default: int) -> int:
     return size(options, name) if name in options else default
 
 
+_MOST = 10**6
+"""No size of a model is larger; lists of layers are made of one."""
+
+
 def size(options: Options, name: str) -> int:
     """The size that an option gives; SpecError where it gives none."""
     values = options.get(name, [])
     try:
-        return int(values[0])
+        number = int(values[0])
     except IndexError:
         raise SpecError(f"{name}: is missing, or its variable is not set in the script", f"add {name} N") from None
     except ValueError:
         raise SpecError(f"{name}: {values[0][:60]!r} is no whole number", "write a number") from None
+
+    if number > _MOST:
+        raise SpecError(f"{name}: {values[0][:60]} is more than {_MOST:,}", "write a number")
+    return number
 
 
 @overload

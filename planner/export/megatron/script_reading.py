@@ -166,6 +166,7 @@ def run_of(
         raise SpecError(
             f"{option}: ${script.unset[option]} is not set in the script", f"add --set {script.unset[option]}=WORD"
         )
+    imported.unknown |= script.unpassed
     for option, variable in script.unset.items():
         if AROUND.search(variable):
             continue

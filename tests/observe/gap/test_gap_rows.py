@@ -244,18 +244,37 @@ def test_a_collective_that_a_watchdog_ended_is_a_hang() -> None:
     ("found", "names"),
     [
         ({"not_numbers": (2, 95, 99)}, ["not_a_number"]), ({"not_numbers": (2, 1, 3)}, []),
-        ({"not_numbers": (1, 99, 99)}, []), ({"num_host_ooms": 1}, ["host_memory"]),
+        ({"not_numbers": (1, 99, 99)}, []),
+        ({"not_numbers": (1, 0, 0), "series": StepSeries()}, ["not_a_number"]), ({"num_host_ooms": 1}, ["host_memory"]),
     ],
 )  # fmt: skip
 def test_numbers_that_are_none_and_hosts_without_memory(found: Any, names: list[str]) -> None:
     steps = StepSeries(steps=tuple(range(100)), seconds=(1.0,) * 100)
-    assert [one.name for one in named(**found, series=steps, num_steps=100)] == names
+    assert [one.name for one in named(**{"series": steps, "num_steps": 100} | found)] == names
 
 
 def test_a_full_gpu_is_not_in_fragments() -> None:
     """LLaMA-Factory 9510: 0.05 GiB refused, 77.9 held, 0.15 reserved beside them."""
     full = FailedAllocation(requested_bytes=56 * MIB, allocated_bytes=78 * GIB, unused_bytes=150 * MIB)
     assert [one.name for one in named(failed_allocations=(full,))] == ["out_of_memory"]
+    # ChatGLM-Finetuning 28, Qwen2.5-Omni 240
+    free = FailedAllocation(requested_bytes=128 * MIB, allocated_bytes=6 * GIB, free_bytes=37 * GIB)
+    assert [one.name for one in named(failed_allocations=(free,), num_ooms=1)] == ["memory_limit"]
+    sizes = {"requested": 125, "allocated": 25, "unused": 3, "free": 51, "total": 95}
+    shared = FailedAllocation(**{f"{name}_bytes": size * GIB for name, size in sizes.items()})
+    (one,) = named(failed_allocations=(shared,))
+    assert "CUDA 16.0 GiB" in one.evidence
+    assert "more than the GPU has (95.0 GiB)" in one.evidence
+
+
+def test_rollouts_that_take_most_of_a_step_are_named() -> None:
+    timers = (
+        Timer(name="gen", min_s=6.0, max_s=6.9, num_values=3),
+        Timer(name="actor", min_s=3.0, max_s=3.0, num_values=3),
+    )
+    (one,) = named(timers=timers, step_s=10.0, num_steps=3)
+    assert (one.name, one.seconds) == ("rollouts", 6.9)
+    assert named(timers=timers, step_s=20.0, num_steps=3) == ()
 
 
 @pytest.mark.parametrize("row", GAP_ROWS.values())
