@@ -336,7 +336,7 @@ class Exchanges:
         """Seconds to copy this rank's shards of weights from the host, where they wait, before they are gathered."""
         if not self.runtime.parameter_offload:
             return 0.0
-        shards = dense / shape.shard_size + expert / memory.expert_shards(shape, self.runtime)
+        shards = dense / shape.shard_size + expert / memory.expert_shards(shape)
         return num_bytes * shards / self.cluster.hardware.host.bytes_per_s * (shape.zero_stage == 3)
 
     def reduce_s(self, dense: Number, expert: Number, shape: Shape) -> Number:
@@ -368,7 +368,7 @@ class Exchanges:
             dense, dense_places = dense / cut, shape.tp * cut
         groups = (
             (dense, shape.dp * shape.cp / cut, shape.shard_size, dense_places),
-            (expert, shape.expert_dp, memory.expert_shards(shape, self.runtime), expert_places),
+            (expert, shape.expert_dp, memory.expert_shards(shape), expert_places),
         )
         for parameters, size, shards, places in groups:
             shard = minimum(shards, size)

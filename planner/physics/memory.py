@@ -190,19 +190,20 @@ def optimizer_bytes(
 
 def sharded(dense: Number, expert: Number, shape: Shape, runtime: RuntimeSpec, from_stage: int = 1) -> Number:
     """Parameters per rank, sharded over shard_size ranks (experts: over others) where zero_stage ≥ from_stage."""
-    is_sharded, ranks, expert_ranks = shape.zero_stage >= from_stage, shape.shard_size, expert_shards(shape, runtime)
+    is_sharded, ranks, expert_ranks = shape.zero_stage >= from_stage, shape.shard_size, expert_shards(shape)
     if runtime.shards_states_over_groups and from_stage == 1:
         ranks = where(shape.zero_stage == 3, shape.dp * shape.cp, ranks)
         expert_ranks = where(shape.zero_stage == 3, maximum(shape.expert_dp, 1), expert_ranks)
     return dense / where(is_sharded, ranks, 1) + expert / where(is_sharded, expert_ranks, 1)
 
 
-def expert_shards(shape: Shape, runtime: RuntimeSpec) -> Number:
-    """Ranks over which ZeRO shards what belongs to experts: those that hold the same ones."""
-    if runtime.shards_experts_apart:
-        return maximum(shape.tp * shape.shard_size / (shape.ep * shape.etp), 1)
-    # HSDP shards experts over no more ranks than it shards the rest
-    return minimum(maximum(shape.expert_dp, 1), shape.shard_size)
+def expert_shards(shape: Shape) -> Number:
+    """Ranks over which ZeRO shards what belongs to experts: those of a shard group that hold the same ones.
+
+    Megatron-LM divides the replicas of an expert by the optimizer's instances (core/parallel_state.py:
+    intra_partial_expert_data_parallel_size), torchtitan cuts `efsdp` out of a replica (distributed/parallel_dims.py).
+    """
+    return maximum(shape.tp * shape.shard_size / (shape.ep * shape.etp), 1)
 
 
 def communicators(shape: Shape) -> Number:

@@ -234,9 +234,6 @@ class Memory(Group):
     """The optimizer makes fp32 copies of gradients that are 16 bits wide (Megatron-LM, optimizer.py: .float())."""
     copies_moment: bool = False
     """The update is not fused: roots of all second moments stand beside them (torch's AdamW with foreach)."""
-    shards_experts_apart: bool = False
-    """ZeRO shards what belongs to experts over all ranks that hold the same ones, more than share a shard of the rest
-    where experts are spread over tensor-parallel ranks; without: over no more."""
     kept_gradient_bytes: NonNegativeInt = 0
     """Bytes per parameter of 16-bit gradients beside the fp32 sums, zeroed after every micro-batch and never freed."""
     optimizer_bytes: PositiveInt = 12

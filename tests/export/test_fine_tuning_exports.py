@@ -116,6 +116,15 @@ def test_pairs_of_answers_go_to_dpo_trainer() -> None:
             bundle_of(_plan(adapters={"rank": 4}, objective=objective), ["hf"], force=True)
 
 
+@pytest.mark.parametrize("batching", ["packed", "padded"])
+def test_batches_are_packed_where_the_plan_packs(batching: str) -> None:
+    plan = _plan()
+    plan = plan.model_copy(update={"training": plan.training.model_copy(update={"batching": batching})})
+    files = {file.name: file.text for file in bundle_of(plan, ["hf"], force=True).files}
+    is_packed = yaml.safe_load(files["training_arguments.yaml"]).get("packing", False)
+    assert is_packed == ("are packed to" in files["training_arguments.yaml"]) == (batching == "packed")
+
+
 def test_the_probe_refuses_adapters() -> None:
     pytest.importorskip("torch")
     from planner.errors import ProbeError

@@ -12,6 +12,7 @@ from samples import layout_of
 
 from planner.decide.check import judged
 from planner.errors import SpecError
+from planner.export.huggingface.tuning_settings import read_adapters
 from planner.export.import_run import read, read_configuration
 from planner.layout.runs import parse_run
 from planner.specs.base import Fields
@@ -418,3 +419,30 @@ _TRAINED_WHOLE = "TrainingArguments(per_device_train_batch_size=1, bf16=True)\n"
 )  # fmt: skip
 def test_defaults_of_trainers_are_theirs(text: str, field: str, value: Any) -> None:
     assert read_configuration(text).run[field] == value
+
+
+@pytest.mark.parametrize(("batch", "gpus", "sequences"), [(1, 4, 16), (3, 4, 24), (4, 8, 32)])
+def test_ms_swift_unasked_has_sixteen_examples_a_step(batch: int, gpus: int, sequences: int) -> None:
+    words = f"--max_length 2048 --per_device_train_batch_size {batch}"
+    text = f"NPROC_PER_NODE={gpus} swift sft --model Qwen/Qwen3-8B {words}"
+    assert read_configuration(text).complete(hardware="h100")["global_batch_size"] == sequences
+    told = read_configuration(f"{text} --gradient_accumulation_steps 1").complete(hardware="h100")
+    assert told["global_batch_size"] == batch * gpus
+
+
+@pytest.mark.parametrize(
+    ("pattern", "targets", "is_known"),
+    [
+        (r"model.layers.[\d]+.(mlp|self_attn).(up|down|q|o)_proj", {"up_proj", "down_proj", "q_proj", "o_proj"}, True),
+        (r"^(?!.*visual).*\.(?:q_proj|v_proj)$", {"q_proj", "v_proj"}, True),
+        (
+            r".*\.layers\.(3|7)\.self_attn\.(q|v)_proj|.*\.mlp\.(gate|up)_proj",
+            {"q_proj", "v_proj", "gate_proj", "up_proj"},
+            False,
+        ),
+        ("(a|b)" * 60, {"all-linear"}, False),
+    ],
+)
+def test_patterns_of_modules_name_their_ends(pattern: str, targets: set[str], is_known: bool) -> None:
+    adapters, unknown = read_adapters({"r": 8, "target_modules": pattern})
+    assert (set(adapters["targets"]), not unknown) == (targets, is_known)

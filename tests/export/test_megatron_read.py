@@ -240,7 +240,13 @@ def test_options_that_are_not_priced_are_listed(options: str, unknown: dict[str,
 
 
 SAMPLES = yaml.safe_load(Path(__file__).with_name("law_samples.yaml").read_text())
+_ROUNDED = (
+    "  cp_size: 2>  cp_size: 1\n  pp_size: 4\n"
+    "  pipeline: {pp_schedule: interleaved1f1b, layers_per_stage: 5, round_virtual_stages_to_pp_multiple: "
+)
 CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "ten stages of 48 layers, as twelve": ("automodel", f"{_ROUNDED}up}}", {"vpp": 3, "layers_per_stage": [4] * 12}),
+    "ten stages, as eight": ("automodel", f"{_ROUNDED}down}}", {"vpp": 2, "layers_per_stage": [6] * 8}),
     "pipeline of a mixture": ("automodel", "  cp_size: 2>  cp_size: 1\n  pp_size: 4", {"pp": 4, "zero_stage": 1}),
     "sharded layer by layer": ("automodel", "", {"ep": 8, "cp": 2, "zero_stage": 3, "recompute": "full"}),
     "under Megatron core": ("nemo-rl", "", {"tp": 4, "pp": 2, "recompute": "full", "micro_batch_size": 2}),
@@ -282,6 +288,20 @@ def test_weights_stay_gathered_where_a_step_has_several_microbatches() -> None:
     for gpus in (16, 64):
         stages[gpus] = read_configuration(text).complete(hardware="h100", num_gpus=gpus)["parallelism"]["zero_stage"]
     assert stages == {16: 1, 64: 3}
+
+
+@pytest.mark.parametrize(
+    ("moments", "features"),
+    [("bfloat16", {"bf16_moments": True}), ("float32", {"bf16_moments": False})],
+)
+def test_states_and_loss_of_automodel_are_priced(moments: str, features: dict[str, bool]) -> None:
+    optimizer = (
+        f"{{_target_: te.FusedAdam, master_weights: true, exp_avg_dtype: {moments}, exp_avg_sq_dtype: {moments}}}"
+    )
+    loss = "{_target_: nemo_automodel.components.loss.linear_ce.FusedLinearCrossEntropy}"
+    found = read_configuration(f"{SAMPLES['automodel']['text']}\noptimizer: {optimizer}\nloss_fn: {loss}\n")
+    assert found.run["features"].items() >= {**features, "chunked_loss": True}.items()
+    assert not found.unknown
 
 
 def test_overrides_stand_over_the_files_that_they_name(tmp_path: Path) -> None:

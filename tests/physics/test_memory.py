@@ -184,22 +184,18 @@ def test_fp32_shards_with_weights_gathered_for_good() -> None:
         assert weights_bytes(1e9, 0.0, shape, runtime, "bf16") == expected
 
 
-@pytest.mark.parametrize(("ep", "shard_size", "ranks"), [(1, 8, 8), (1, 64, 64), (4, 64, 16), (4, 8, 8), (16, 8, 4)])
-def test_experts_are_sharded_over_their_replicas_and_no_further_than_the_rest(
-    ep: int, shard_size: int, ranks: int
+@pytest.mark.parametrize(
+    ("tp", "ep", "shard_size", "ranks"),
+    [(1, 1, 8, 8), (1, 1, 64, 64), (1, 4, 64, 16), (1, 4, 8, 2), (1, 8, 8, 1), (8, 4, 64, 128), (8, 4, 16, 32)],
+)
+def test_experts_are_sharded_over_their_replicas_in_a_shard_group(
+    tp: int, ep: int, shard_size: int, ranks: int
 ) -> None:
-    """HSDP in groups of eight: replicas of an expert beyond the group hold whole copies of the same shards."""
-    shape = Shape.of(dp=64, ep=ep, shard_size=shard_size)
+    """Megatron-LM's expert_data_parallel_size over its instances; tensor-parallel ranks hold different experts."""
+    shape = Shape.of(tp=tp, etp=1, dp=64, ep=ep, shard_size=shard_size)
     megatron = load_runtime("megatron")
     assert optimizer_bytes(0.0, 1e9, shape, megatron) == pytest.approx(12e9 / ranks)
     assert sharded(1e9, 1e9, shape, megatron) == pytest.approx(1e9 / shard_size + 1e9 / ranks)
-
-
-def test_our_runner_shards_experts_over_tensor_parallel_ranks_too() -> None:
-    """Sixteen ranks share the experts of four at a time: each expert is on four of them, the rest on two."""
-    shape = Shape.of(tp=8, dp=2, ep=4)
-    assert sharded(0.0, 8.0, shape, load_runtime("torch-eager")) == 2.0
-    assert sharded(8.0, 0.0, shape, load_runtime("torch-eager")) == 4.0
 
 
 @pytest.mark.parametrize(("switches", "dtype", "each"), TABLES["masters_are_remainders_beside_16_bit_weights"])

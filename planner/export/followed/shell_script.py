@@ -116,7 +116,7 @@ def _behind_srun(words: list[str], directives: Named) -> list[str]:
         return words
     for word, after in zip(words[begin + 1 : end], words[begin + 2 : end + 1], strict=True):
         name, is_with, value = word.lstrip("-").partition("=")
-        if word.startswith("-") and (is_with or after[0].isdigit()):
+        if word.startswith("-") and (is_with or after[:1].isdigit()):
             directives[name] = value if is_with else after
     if words[end] == "deepspeed" and not any(word.startswith(("--hostfile", "--num_nodes")) for word in words):
         # each node starts a job of its own GPUs, as the launcher knows no other
@@ -266,7 +266,7 @@ class _Reader:
         elif name == "printf" and words[1:2] == ["-v"] and len(words) > 3:
             self.words.variables[words[2]] = [_printed(words[3], words[4:])]
         elif name == "read" and here is not None:
-            self.words.variables[words[-1]] = [here]
+            self._read(words[1:], here)
         elif name == "cat" and here is not None:
             target = self.words.text(command.output or "").strip()
             self.script.files[target] = here
@@ -275,6 +275,15 @@ class _Reader:
         elif name and name not in _WORDS["says_only"] and len(self.script.commands) < _MAX_COMMANDS:
             self._collect(words)
         return None if name not in _WORDS["says_only"] else True
+
+    def _read(self, words: list[str], text: str) -> None:
+        """Set the variables of `read`, the last one to all that is left; IFS parts them."""
+        names, marks = [word for word in words if word.isidentifier()], "".join(self.words.variables.pop("IFS", []))
+        is_array = any(re.fullmatch(r"-\w*a", word) for word in words)
+        most = 0 if is_array else len(names) - 1
+        parts = re.split(rf"[{re.escape(marks)}]" if marks.strip() else r"\s+", text.strip(), maxsplit=most)
+        values = [parts] if is_array else [[part] for part in parts] if most else [[text]]
+        self.words.variables |= dict(zip(names, values, strict=False))
 
     def _collect(self, words: list[str]) -> None:
         """Keep a command's words; `bash -c "torchrun …"` also as those of the command inside."""

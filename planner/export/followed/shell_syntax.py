@@ -282,7 +282,7 @@ class _Parser:
                 if token.text in ("<<", "<<-"):
                     command.here, command.here_is_literal = token.here, bool(re.search(r"['\"\\]", target))
                 elif token.text == "<<<":
-                    command.here = target
+                    command.here, command.here_is_literal = target.strip("\"'"), target.startswith("'")
                 elif token.text in (">", ">>", ">|", "&>"):
                     command.output = target
                 if command.words and re.fullmatch(r"\d", command.words[-1]) and token.text in (">", ">&", ">>"):

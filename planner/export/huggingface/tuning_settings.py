@@ -137,6 +137,7 @@ def read_fine_tuning(
         if str(settings.get(kind)).lower() not in ("none", "full", *_WORDS):
             imported.unknown[kind] = f"{settings[kind]}, priced as {'lora' if run.get('adapters') else 'all weights'}"
     of_run = {"runtime": run["runtime"], "adapters": run.get("adapters"), "layers": num_layers_of(run["model"])}
+    of_run["gpus"] = run["num_gpus"]
     of_layout = {"layout": layout, "zero": layout.get("zero_stage", 0), "said_length": said_length, "kinds": _KINDS}
     of_layout["of_deepspeed"] = of_deepspeed
     of_layout["is_plain"] = has_plain_attention(run["model"])
@@ -230,6 +231,8 @@ ADAPTER_FILE, QUANTIZATION_FILE = "adapter_config.json", "quantization_config.js
 ACCELERATE_FILE = "accelerate_config.yaml"
 EVERY_LINEAR = "all-linear"
 _EXPERTS = "experts."
+_MOST, _LONGEST = 64, 500
+"""Alternatives and characters of a pattern that are followed."""
 
 
 def lora_config(adapters: AdapterSpec, model: ModelSpec) -> Fields:
@@ -292,19 +295,28 @@ def _targets(settings: Said) -> tuple[list[str], list[str]]:
     known = [name for name in dict.fromkeys(short) if name in TARGETS]
     # peft adapts the projections of queries and values where nothing is named, and Unsloth all
     unnamed = [EVERY_LINEAR] if named or is_on(settings.get("use_unsloth")) else ["q_proj", "v_proj"]
-    return known or unnamed, [n for n in short if n not in TARGETS]
+    layers = [str(given)] if re.search(r"layers\W{1,4}\d", str(given)) else []
+    return known or unnamed, [*layers, *(n for n in short if n not in TARGETS)]
 
 
 def _listed(given: Any) -> list[Any]:
     """Names as a list of them, or as a text that holds several; what is neither is one name, which nobody knows."""
     if isinstance(given, str):
-        return re.split(r"[\s,|()]+", given)
+        return re.split(r"[\s,|]+", " ".join(_spelled_out(given)))
     return list(given) if isinstance(given, (list, tuple)) else [] if given is None else [given]
+
+
+def _spelled_out(pattern: str) -> list[str]:
+    """A regular expression over modules' paths, with the alternatives of its groups written out."""
+    texts = [pattern[:_LONGEST]]
+    while len(texts) <= _MOST and (group := re.search(r"\((?:\?:)?([^()]*)\)\??", texts[0])):
+        texts = [text.replace(group[0], part, 1) for text in texts for part in group[1].split("|")]
+    return texts
 
 
 def _short(name: str) -> str:
     """The end of a module's path, by which peft finds it."""
-    tail = name.strip(" .*\\^$").rpartition(".")[2]
+    tail = name.strip(" .*\\^$").rpartition(".")[2].lstrip("*+")
     return f"{_EXPERTS}{tail}" if f"{_EXPERTS}{tail}" in name else tail
 
 
