@@ -21,6 +21,7 @@ from planner.errors import SolverError
 from planner.layout.candidate import Candidate, Split, even_counts
 from planner.physics.cost import CostTable
 from planner.schedule.orders import SCHEDULES
+from planner.search.bounds import share_ends
 from planner.search.case import Deadline
 from planner.search.chain import MAX_CELLS, best_split, has_room, is_deep
 from planner.search.chunks import (
@@ -171,6 +172,7 @@ class Branch:
         """Put all nodes of a block of shapes into the frontier."""
         opened = np.zeros(len(coarse_s), dtype=bool)
         for shapes, limits in priced:
+            share_ends(shapes)
             for rows, nodes in nodes_of(shapes, limits):
                 opened[rows] = True
                 frontier.add(nodes, coarse_s[rows])
