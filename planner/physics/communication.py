@@ -380,16 +380,13 @@ class Exchanges:
             if not reduces:
                 seconds = seconds + scatter
                 continue
-            if any_of(scatters):
-                each = places.every(shard) if isinstance(places, Blocks) else places * shard
-                replicas = seconds_of("all_reduce", payload / shard, size / shard, each)
-                if self.runtime.shards_states_over_groups:
-                    # the second half of the all-reduce is a gather of updated weights, once a step
-                    replicas = replicas * where(shape.zero_stage == 3, (num_bytes + BF16) / (2 * num_bytes), 1)
-                scatter = scatter + replicas
-            if not all_of(scatters):
-                scatter = where(scatters, scatter, seconds_of("all_reduce", payload, size, places))
-            seconds = seconds + scatter
+            each = places.every(shard) if isinstance(places, Blocks) else places * shard
+            replicas = seconds_of("all_reduce", payload / shard, size / shard, each)
+            if self.runtime.shards_states_over_groups:
+                # the second half of the all-reduce is a gather of updated weights, once a step
+                replicas = replicas * where(shape.zero_stage == 3, (num_bytes + BF16) / (2 * num_bytes), 1)
+            among_all = 0.0 if all_of(scatters) else seconds_of("all_reduce", payload, size, places)
+            seconds = seconds + where(scatters, scatter + replicas, among_all)
         return seconds
 
     def _tensor_parameters(self, shape: Shape) -> Number:

@@ -17,7 +17,7 @@ import numpy as np
 
 from planner.schedule.actions import B, F, I, W
 from planner.schedule.replay import Durations, stage_tables
-from planner.shape import FloatArray
+from planner.shape import FloatArray, IntArray, Number
 
 
 def any_order_bounds_s(
@@ -73,11 +73,11 @@ def trip_bounds_s(
     stages_s: tuple[FloatArray, FloatArray, FloatArray],
     hop_s: FloatArray,
     stage_to_rank: Sequence[int],
-    num_microbatches: int,
-    max_in_flight_chunks: Sequence[int],
+    num_microbatches: int | IntArray,
+    max_in_flight_chunks: Sequence[int] | FloatArray | IntArray,
     *,
     splits_backward: bool = False,
-    sizes: tuple[float, float, float] | None = None,
+    sizes: tuple[float, float, Number] | None = None,
     hidden_fraction: float = 0.0,
 ) -> FloatArray:
     """`in_flight_bounds_s` of many pipelines at once: the last axis is of ranks, those before it of pipelines.
@@ -87,7 +87,7 @@ def trip_bounds_s(
     largest and the sum of the micro-batches' relative sizes; overlapped pairs hide `hidden_fraction` of a half.
     """
     forward_s, backward_s, weight_s = stages_s
-    least, most, total = sizes or (1.0, 1.0, float(num_microbatches))
+    least, most, total = sizes or (1.0, 1.0, 1.0 * num_microbatches)
     pp, k = max(stage_to_rank) + 1, np.asarray(max_in_flight_chunks)
     stages = np.argsort(stage_to_rank, kind="stable").reshape(pp, -1)
     first, last = stages[:, 0], stages[:, -1]

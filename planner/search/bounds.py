@@ -260,8 +260,9 @@ def all_optimizers_s(shapes: PricedShapes) -> FloatArray:
 def share_ends(shapes: PricedShapes) -> None:
     """Work out what of a step's end all nodes of the shapes share, however they recompute and interleave."""
     table = shapes.table
-    parts = {kind: table.layers[kind, "none"] for kind in shapes.pricing.kind_counts}
-    for part in {**parts, "embedding": table.embedding, **shapes.last_parts}.items():
+    parts: dict[PartName, PartCost] = {kind: table.layers[kind, "none"] for kind in shapes.pricing.kind_counts}
+    parts["embedding"] = table.embedding
+    for part in (parts | shapes.last_parts).items():
         shapes.exchanges_s(*part)
     all_optimizers_s(shapes)
     shapes.tail_s  # noqa: B018 — remembered

@@ -313,7 +313,8 @@ class Branch:
                 if splits is None:
                     bound_s[places] = np.where(has_room(node_of(pricing, table, choice, schedule)), 0.0, np.inf)
                 else:
-                    bound_s[places] = bounded(pricing, table, schedule, choice, splits)[-1].min(axis=-1)
+                    steps = np.asarray(alike.shape.num_microbatches)
+                    bound_s[places] = bounded(pricing, table, schedule, choice, splits, steps)[-1].min(axis=-1)
         return bound_s
 
     def _solve(self, node: Open) -> None:

@@ -125,16 +125,18 @@ def promising(
 
 
 def bounded(
-    pricing: Pricing, table: CostTable, schedule: str, choice: RecomputeChoice, splits: list[tuple[int, ...]]
-) -> tuple[IntArray, IntArray, FloatArray]:
+    pricing: Pricing, table: CostTable, schedule: str, choice: RecomputeChoice, splits: list[tuple[int, ...]],
+    steps: IntArray | None = None,
+) -> tuple[IntArray, IntArray, FloatArray]:  # fmt: skip
     """Layers of each stage (columns) of every way to hold a node's layers (rows), and what is recomputed whole in it.
 
-    With them comes a lower bound of the step in seconds, of each shape of the table where it has several.
+    With them comes a lower bound of the step in seconds, of each shape of the table where it has several: then `steps`
+    has their numbers of micro-batches, which may differ where as many are in flight.
     """
     node, counts = node_of(pricing, table, choice, schedule, exact=True), np.array(splits, dtype=np.int64)
     numbers = range(counts.max() + 1) if choice.whole == "one_count" else range(1)
     counts, again = np.repeat(counts, len(numbers), axis=0), np.tile(np.arange(len(numbers)), len(counts))
-    return counts, again, least_steps_s(pricing, table, schedule, node, counts, again)
+    return counts, again, least_steps_s(pricing, table, schedule, node, counts, again, steps)
 
 
 def recomputing_first(counts: tuple[int, ...], choice: RecomputeChoice, number: int, model: ModelSpec) -> Split:
@@ -144,13 +146,14 @@ def recomputing_first(counts: tuple[int, ...], choice: RecomputeChoice, number: 
 
 
 def least_steps_s(
-    pricing: Pricing, table: CostTable, schedule: str, node: Node, counts: IntArray, recomputed: IntArray
-) -> FloatArray:
+    pricing: Pricing, table: CostTable, schedule: str, node: Node, counts: IntArray, recomputed: IntArray,
+    steps: IntArray | None = None,
+) -> FloatArray:  # fmt: skip
     """A lower bound of the step in seconds for many splits of a node; infinite for one that exceeds a rank's memory.
 
     `counts` has the layers of each virtual stage (columns) of each split (rows), `recomputed` the number of layers of
     each stage that are recomputed whole, one for each split. Where the table is of several shapes with the same
-    pipeline, the result has a row for each of them, and a column for each split.
+    pipeline, the result has a row for each of them, and a column for each split; `steps` are their micro-batches.
     """
     ranks, last = np.asarray(node.placement), counts.cumsum(axis=1)
     chain = Chain.of(node, last - counts, last, recomputed[:, None])
@@ -161,12 +164,13 @@ def least_steps_s(
         total[..., -1] += column(getattr(node.head, quantity))
         return total
 
-    splits, steps = node.bound == "split_backward", node.num_microbatches
+    splits, steps = node.bound == "split_backward", np.asarray(node.num_microbatches if steps is None else steps)
+    steps = steps[..., None, None]
     forward_s, input_s, weight_s = map(of_stages, ("forward_total_s", "input_grad_total_s", "weight_grad_s"))
     back_s = (input_s, weight_s) if splits else (input_s + weight_s, np.zeros_like(weight_s))
-    slots = [steps * node.num_stages] * node.pp
+    slots = np.full(node.pp, node.num_stages) * steps
     if node.bound == "interleaved":
-        slots = [min(round(held * node.vpp), steps * node.vpp) for held in node.in_flight]
+        slots = np.rint(np.array(node.in_flight) * node.vpp)
     hop_s = np.broadcast_to(
         column(node.p2p_s)[..., None] * (ranks[1:] != ranks[:-1]), (*forward_s.shape[:-1], len(ranks) - 1)
     )

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 
 from planner.physics.pricing import Pricing
 from planner.record import record
-from planner.schedule.orders import SCHEDULES, placement
+from planner.schedule.orders import SCHEDULES, chunks_in_flight, in_flight_chunks, placement
 from planner.search.bounds import (
     Orders,
     all_optimizers_s,
@@ -125,12 +126,20 @@ class Nodes:
         return [row for row in np.flatnonzero(np.all(alike, axis=0)).tolist() if self.schedules[row] == schedule]
 
     def by_pipeline(self, rows: IntArray) -> Iterator[IntArray]:
-        """Places among `rows` of those with the same schedule, numbers of stages and micro-batches, and ZeRO stage."""
-        shape, alike = self.shapes.shape, dict[tuple[str, tuple[int, ...]], list[int]]()
+        """Places among `rows` of those with the same schedule, stages, ZeRO stage and micro-batches.
+
+        Where stages interleave, it is enough that as many micro-batches are in flight.
+        """
+        shape, alike = self.shapes.shape, dict[tuple[Any, ...], list[int]]()
         columns = [np.asarray(axis)[rows] for axis in (shape.pp, shape.vpp, shape.num_microbatches, shape.zero_stage)]
         for place, (row, sizes) in enumerate(zip(rows.tolist(), np.stack(columns, axis=1).tolist(), strict=True)):
-            alike.setdefault((self.schedules[row], tuple(sizes)), []).append(place)
-        yield from map(np.array, alike.values())
+            alike.setdefault((self.schedules[row], *sizes), []).append(place)
+        held_alike = dict[tuple[Any, ...], list[int]]()
+        for (schedule, pp, vpp, steps, zero_stage), places in alike.items():
+            pipeline = schedule, pp, vpp, steps
+            held = steps if vpp == 1 else (tuple(in_flight_chunks(*pipeline)), chunks_in_flight(*pipeline))
+            held_alike.setdefault((schedule, pp, vpp, held, zero_stage), []).extend(places)
+        yield from map(np.array, held_alike.values())
 
     def bound_s(self, choice: RecomputeChoice) -> FloatArray:
         """A lower bound of each row's step in seconds, recomputing as `choice` says; infinite if it cannot fit.
