@@ -207,9 +207,9 @@ class Pricing:
         parts += [(self.embedding_items(shape), 1), (self.head_items(shape, shares_embedding=False), 1)]
         if self.model.num_nextn_predict_layers:
             parts.append((self.mtp_block(shape), self.model.num_nextn_predict_layers))
-        passes = self.passes
         total_s: Number = 0.0
         for items, count in parts:
+            passes = self.passes  # which remembers seconds; those of a whole grid are large
             seconds = passes.with_plain_forwards(passes.seconds(items, shape), items, shape)
             total_s = total_s + count * PartCost(**seconds).total_s
         self._latest.clear()  # the layers of a whole grid are large
@@ -239,7 +239,7 @@ class Pricing:
             return self.passes.seconds(items, shape)
         key = id(items)
         if key not in known:
-            known[key] = self.passes.seconds(items, shape)
+            known[key] = self._passes_of(shape).seconds(items, shape)
         return dict(known[key])
 
     def imbalance(self, ep: Number) -> Number:
@@ -297,7 +297,12 @@ class Pricing:
             live = (1 - share) * live
         seconds: dict[str, Number] = {}
         if self.counts_seconds:
-            repeat = self.passes.seconds(self.replayed_items(items, mode), shape, replayed=True)
+            again = self.replayed_items(items, mode)
+            # without an overlap of experts, a layer that runs again as it ran takes as long as it took
+            is_known = again is items and not self.runtime.overlaps_experts
+            repeat = (
+                self._seconds(items, shape) if is_known else self._passes_of(shape).seconds(again, shape, replayed=True)
+            )
             seconds = {f"{group}_backward_s": repeat[f"{group}_forward_s"] for group in COMM_GROUPS}
             seconds["input_grad_s"] = repeat["forward_s"]
         return replace(
@@ -365,6 +370,11 @@ class Pricing:
     def passes(self) -> Passes:
         """The formulas for the seconds of a part's passes."""
         return Passes(self.model, self.training, self.cluster, self.runtime)
+
+    def _passes_of(self, shape: Shape) -> Passes:
+        """`passes` that remembers what it works out for the items of a shape."""
+        known = self._known_of(shape).setdefault("items", {})
+        return Passes(self.model, self.training, self.cluster, self.runtime, known)
 
     @property
     def exchanges(self) -> Exchanges:
