@@ -306,13 +306,14 @@ def chunked_bound_s(
     return np.where(shapes.shape.vpp > 1, np.maximum(busiest_s, mean_s), 0.0)
 
 
-def chunks_fit(shapes: PricedShapes, base: Recompute, whole: Whole, orders: Orders) -> BoolArray:
-    """False for a node whose stages interleave and of which a rank has no memory for its full chunks."""
+def rows_with_room(shapes: PricedShapes, base: Recompute, whole: Whole, orders: Orders) -> IntArray:
+    """The nodes whose ranks have memory for all layers together and, where stages interleave, each for full chunks."""
     modes: tuple[Recompute, ...] = (base,) if whole == "none" else (base, FULL)
     num_layers, at_least = _full_chunks(shapes, orders)
     free = free_bytes(shapes, modes, orders.full.shape[1])
     lacks = at_least(layer_bytes(shapes, modes[-1], orders.in_flight)) > free * (1 + 1e-9)
-    return np.asarray((shapes.shape.vpp == 1) | ~(lacks & (num_layers > 0)).any(axis=1))
+    rows = np.flatnonzero((shapes.shape.vpp == 1) | ~(lacks & (num_layers > 0)).any(axis=1))
+    return rows[~exceeds_all_ranks(shapes.take(rows), modes, orders.take(rows))]
 
 
 def _full_chunks(shapes: PricedShapes, orders: Orders) -> tuple[FloatArray, Callable[[FloatArray], FloatArray]]:
@@ -364,7 +365,7 @@ def coarse_bound_s(shapes: PricedShapes, splits_backward: bool = False) -> Float
 
 
 def pipeline_bound_s(shapes: PricedShapes, base: Recompute, whole: Whole, orders: Orders) -> FloatArray:
-    """A lower bound of the pipeline's seconds for nodes whose `chunks_fit`; infinite if nothing fits.
+    """A lower bound of the pipeline's seconds for `rows_with_room`; infinite if nothing fits nevertheless.
 
     Layers that are not recomputed whole are in mode `base`; `whole` says how many may be recomputed whole.
     """
@@ -392,7 +393,6 @@ def busiest_rank_s(
     beside_s = shapes.rank_ends_s(trips_s.shape[1]) + trips_s / np.asarray(shapes.shape.num_microbatches)[:, None]
     busiest = np.maximum(shapes.work_s(base) / shapes.shape.pp, beside_s.max(axis=1))
     counts = shapes.pricing.kind_counts
-    modes: tuple[Recompute, ...] = (base, FULL) if may_recompute else (base,)
     layers, least = shapes.table.layers, RARE * model.num_hidden_layers
     held: dict[PartName, tuple[PartCost, PartCost, int]] = {
         kind: (layers[kind, base], layers[kind, FULL], count) for kind, count in counts.items() if count >= least
@@ -402,8 +402,6 @@ def busiest_rank_s(
         held["least"] = plain, full, model.num_hidden_layers
     for name, layer in held.items():
         busiest = _holding_bound_s(shapes, name, layer, may_recompute, orders.in_flight, beside_s, busiest)
-    if len(counts) > 1:
-        busiest = np.where(exceeds_all_ranks(shapes, modes, orders), np.inf, busiest)
     return np.asarray(busiest)
 
 

@@ -15,10 +15,10 @@ from planner.schedule.orders import SCHEDULES, chunks_in_flight, in_flight_chunk
 from planner.search.bounds import (
     Orders,
     all_optimizers_s,
-    chunks_fit,
     coarse_bound_s,
     orders_of,
     pipeline_bound_s,
+    rows_with_room,
     with_ends_s,
 )
 from planner.search.enumerate import scalar, schedules_of, schedules_tried
@@ -162,7 +162,7 @@ class Nodes:
     def _step_s(
         self, shapes: PricedShapes, base: Recompute, exchanging: Recompute, whole: Whole = "none"
     ) -> FloatArray:
-        rows, step_s = np.flatnonzero(chunks_fit(shapes, base, whole, self.orders)), np.full(len(shapes.kernel), np.inf)
+        rows, step_s = rows_with_room(shapes, base, whole, self.orders), np.full(len(shapes.kernel), np.inf)
         shapes, orders = shapes.take(rows), self.orders.take(rows)
         pipeline_s = pipeline_bound_s(shapes, base, whole, orders)
         step_s[rows] = np.where(np.isfinite(pipeline_s), with_ends_s(shapes, pipeline_s, base, exchanging), np.inf)
