@@ -41,6 +41,8 @@ class Orders:
     """The fewest micro-batches that each rank holds at its peak; 1 in columns beyond a node's ranks."""
     full: BoolArray
     """True for a rank with full chunks only: if stages interleave, every rank without the first and the last stage."""
+    held: FloatArray
+    """Layers in the full chunks of each rank; 0 without interleaving."""
     fewest: FloatArray
     """The fewest layers of each kind (second axis) on each rank (last axis); 0 without interleaving, or of one kind."""
 
@@ -63,13 +65,14 @@ def orders_of(nodes: Sequence[tuple[str, int, int, int]], model: ModelSpec, empt
     """The properties of nodes given as (schedule, pp, vpp, num_microbatches); their ends may be empty if asked for."""
     width, kinds = max((pp for _, pp, _, _ in nodes), default=1), _kinds_of(model)
     in_flight, full = np.ones((len(nodes), width)), np.zeros((len(nodes), width), dtype=bool)
-    fewest = np.zeros((len(nodes), len(model.kinds), width))
+    held, fewest = np.zeros((len(nodes), width)), np.zeros((len(nodes), len(model.kinds), width))
     for row, (name, pp, vpp, microbatches) in enumerate(nodes):
         in_flight[row, :pp] = _least_in_flight(name, pp, vpp, microbatches, kinds)
         if vpp > 1:
-            ranks = placement(name, pp, vpp)
-            full[row, :pp] = True
-            full[row, [ranks[0], ranks[-1]]] = False
+            ranks, chunk = placement(name, pp, vpp), -(-model.num_hidden_layers // (pp * vpp))
+            first, last = ranks[0], ranks[-1]
+            full[row, :pp], held[row, :pp] = True, vpp * chunk
+            full[row, [first, last]], held[row, [first, last]] = False, (vpp - 1 - (first == last)) * chunk
             if len(model.kinds) > 1:
                 fewest[row, :, :pp] = fewest_of_kinds(model.layers, tuple(ranks), empty_ends)
     return Orders(
@@ -77,6 +80,7 @@ def orders_of(nodes: Sequence[tuple[str, int, int, int]], model: ModelSpec, empt
         splits=np.array([SCHEDULES[name].splits_backward for name, *_ in nodes], dtype=bool),
         in_flight=in_flight,
         full=full,
+        held=held,
         fewest=fewest,
     )
 
@@ -282,14 +286,14 @@ def chunked_bound_s(
     in_flight, full = orders.in_flight, orders.full
     steps = np.asarray(shapes.shape.num_microbatches)[:, None]
     counts = np.array(list(shapes.pricing.kind_counts.values()))
-    num_layers, at_least = _full_chunks(shapes, orders)
-    layer_s = shapes.layer_s(base)[:, :, None]
-    rank_s = steps * (at_least(layer_s) + shapes.rank_ends_s(in_flight.shape[1])) + trips_s
+    num_layers, layer_s = orders.held, shapes.layer_s(base)[:, :, None]
+    rank_s = steps * (_of_full_chunks(shapes, orders, layer_s) + shapes.rank_ends_s(in_flight.shape[1])) + trips_s
     if whole != "none":
         free = free_bytes(shapes, (base, FULL), in_flight.shape[1])
         saved, again = shapes.layer_s(base, "live_bytes"), shapes.layer_s(FULL) - shapes.layer_s(base)
         saved = np.maximum((saved - shapes.layer_s(FULL, "live_bytes")).max(axis=0), 1.0)
-        lacking = np.maximum(at_least(layer_bytes(shapes, base, in_flight)) - free, 0.0)
+        needed = _of_full_chunks(shapes, orders, layer_bytes(shapes, base, in_flight))
+        lacking = np.maximum(needed - free, 0.0)
         forced = lacking / (in_flight * saved[:, None])
         if whole != "any_modules":  # a set of modules saves a part of every layer
             forced = np.ceil(forced - 1e-9)
@@ -309,33 +313,17 @@ def chunked_bound_s(
 def rows_with_room(shapes: PricedShapes, base: Recompute, whole: Whole, orders: Orders) -> IntArray:
     """The nodes whose ranks have memory for all layers together and, where stages interleave, each for full chunks."""
     modes: tuple[Recompute, ...] = (base,) if whole == "none" else (base, FULL)
-    num_layers, at_least = _full_chunks(shapes, orders)
-    free = free_bytes(shapes, modes, orders.full.shape[1])
-    lacks = at_least(layer_bytes(shapes, modes[-1], orders.in_flight)) > free * (1 + 1e-9)
-    rows = np.flatnonzero((shapes.shape.vpp == 1) | ~(lacks & (num_layers > 0)).any(axis=1))
+    needed = _of_full_chunks(shapes, orders, layer_bytes(shapes, modes[-1], orders.in_flight))
+    lacks = (needed > free_bytes(shapes, modes, orders.full.shape[1]) * (1 + 1e-9)) & (orders.held > 0)
+    rows = np.flatnonzero(~lacks.any(axis=1))
     return rows[~exceeds_all_ranks(shapes.take(rows), modes, orders.take(rows))]
 
 
-def _full_chunks(shapes: PricedShapes, orders: Orders) -> tuple[FloatArray, Callable[[FloatArray], FloatArray]]:
-    """Layers that each rank (columns) holds in its full chunks, and a function that gives the least that these take.
-
-    The function is given what a layer of each kind (rows) takes.
-    """
-    counts, num_layers = np.array(list(shapes.pricing.kind_counts.values())), _fewest_layers(shapes, orders.full)
-    fewest = np.moveaxis(orders.fewest, 1, 0)
-
-    def at_least(of_layer: FloatArray) -> FloatArray:
-        together: FloatArray = (fewest * of_layer).sum(axis=0)
-        return np.maximum(least_sum(of_layer, counts, num_layers), together)
-
-    return num_layers, at_least
-
-
-def _fewest_layers(shapes: PricedShapes, full: BoolArray) -> FloatArray:
-    """Layers that each rank (columns) holds in its full chunks; 0 for columns beyond a node's ranks."""
-    vpp, exists = np.asarray(shapes.shape.vpp)[:, None], shapes.ranks_exist(full.shape[1])
-    shorter = np.where(full, 0, np.where(shapes.folded, 2, 1)[:, None])
-    return np.where(exists, np.maximum(vpp - shorter, 0) * shapes.chunk_layers[:, None], 0.0)
+def _of_full_chunks(shapes: PricedShapes, orders: Orders, of_layer: FloatArray) -> FloatArray:
+    """The least that the full chunks of each rank (columns) take, given what a layer of each kind (rows) takes."""
+    counts = np.array(list(shapes.pricing.kind_counts.values()))
+    together: FloatArray = (np.moveaxis(orders.fewest, 1, 0) * of_layer).sum(axis=0)
+    return np.maximum(least_sum(of_layer, counts, orders.held), together)
 
 
 NEVER_S = 1e30

@@ -11,7 +11,7 @@ import numpy as np
 
 from planner.physics.pricing import Pricing
 from planner.record import record
-from planner.schedule.orders import SCHEDULES, chunks_in_flight, in_flight_chunks, placement
+from planner.schedule.orders import SCHEDULES, chunks_in_flight, placement
 from planner.search.bounds import (
     Orders,
     all_optimizers_s,
@@ -133,13 +133,10 @@ class Nodes:
         shape, alike = self.shapes.shape, dict[tuple[Any, ...], list[int]]()
         columns = [np.asarray(axis)[rows] for axis in (shape.pp, shape.vpp, shape.num_microbatches, shape.zero_stage)]
         for place, (row, sizes) in enumerate(zip(rows.tolist(), np.stack(columns, axis=1).tolist(), strict=True)):
-            alike.setdefault((self.schedules[row], *sizes), []).append(place)
-        held_alike = dict[tuple[Any, ...], list[int]]()
-        for (schedule, pp, vpp, steps, zero_stage), places in alike.items():
-            pipeline = schedule, pp, vpp, steps
-            held = steps if vpp == 1 else (tuple(in_flight_chunks(*pipeline)), chunks_in_flight(*pipeline))
-            held_alike.setdefault((schedule, pp, vpp, held, zero_stage), []).extend(places)
-        yield from map(np.array, held_alike.values())
+            schedule, (pp, vpp, steps, zero_stage) = self.schedules[row], sizes
+            held = steps if vpp == 1 else chunks_in_flight(schedule, pp, vpp, steps)
+            alike.setdefault((schedule, pp, vpp, zero_stage, held), []).append(place)
+        yield from map(np.array, alike.values())
 
     def bound_s(self, choice: RecomputeChoice) -> FloatArray:
         """A lower bound of each row's step in seconds, recomputing as `choice` says; infinite if it cannot fit.
