@@ -20,31 +20,21 @@ from planner.schedule.replay import Durations, stage_tables
 from planner.shape import FloatArray, IntArray, Number
 
 
-def any_order_bounds_s(
-    durations: Durations, stage_to_rank: Sequence[int], num_microbatches: int, *, splits_backward: bool = False
-) -> FloatArray:
-    """The least makespan in seconds that each rank's work and the trips to it and from it allow, in any order.
-
-    Full backward: head_r + work_r + tail_r, since the last action of a rank is a backward on its first stage.
-    Split backward: head_r + the larger of work_r and Σ(f + i) + tail_r, where tail_r ends with the last weight gradient
-    on the way.
-    """
-    num_ranks = max(stage_to_rank) + 1
-    unlimited = [num_microbatches * len(stage_to_rank)] * num_ranks
-    return in_flight_bounds_s(durations, stage_to_rank, num_microbatches, unlimited, splits_backward=splits_backward)
-
-
 def in_flight_bounds_s(
     durations: Durations,
     stage_to_rank: Sequence[int],
     num_microbatches: int,
-    max_in_flight_chunks: Sequence[int],
+    max_in_flight_chunks: Sequence[int] | None = None,
     *,
     splits_backward: bool = False,
 ) -> FloatArray:
-    """The least makespan in seconds, per rank, of any order with at most k = max_in_flight_chunks activations on it.
+    """The least makespan in seconds, per rank, of any order with at most k = max_in_flight_chunks activations on it,
+    or with any number.
 
-    The larger of two bounds counts.
+    Full backward: head_r + work_r + tail_r, since the last action of a rank is a backward on its first stage.
+    Split backward: head_r + the larger of work_r and Σ(f + i) + tail_r, where tail_r ends with the last weight gradient
+    on the way.
+    Of two more bounds by k the larger one counts.
     Waits: until its first backward a rank can only run k forwards, and after its last forward only k backwards. The
     rest of a micro-batch's trip through the stages below is idle time. With one stage per rank and D the trip below it,
     these two waits are [D − (k − 1)·f]⁺ and, with a full backward, [D − (k − 1)·b]⁺. Both count when more than k chunks
@@ -62,7 +52,7 @@ def in_flight_bounds_s(
         boundaries_s[0][:-1],
         stage_to_rank,
         num_microbatches if given is None else len(sizes),
-        max_in_flight_chunks,
+        max_in_flight_chunks or [num_microbatches * len(stage_to_rank)] * (max(stage_to_rank) + 1),
         splits_backward=splits_backward,
         sizes=(float(sizes.min()), float(sizes.max()), num_microbatches if given is None else float(sizes.sum())),
         hidden_fraction=durations.pair_overlap_fraction,

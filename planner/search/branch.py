@@ -26,7 +26,6 @@ from planner.search.case import Deadline
 from planner.search.chain import MAX_CELLS, best_split, has_room, is_deep
 from planner.search.chunks import (
     bounded,
-    few_splits,
     least_step_s,
     promising,
     recomputing_first,
@@ -304,7 +303,7 @@ class Branch:
         together = shapes.cost_table(rows)
         for places in nodes.by_pipeline(rows):
             one, schedule = scalar(shapes.shape, int(rows[places[0]])), nodes.schedules[int(rows[places[0]])]
-            splits = splits_of(int(one.pp), int(one.vpp), layers, pricing.runtime, choice)
+            splits = splits_of(one, pricing, choice)
             is_chain = splits is None and int(one.vpp) == 1 and len(places) * layers * int(one.pp) < MAX_CELLS
             if int(one.pp) > 1 and (is_chain or splits is not None):
                 alike = together.take(places)
@@ -337,7 +336,7 @@ class Branch:
         A node that has few splits needs no program: each is bounded, and those that are left are replayed.
         """
         layout = Candidate(node.pricing, self._table(node), Split(()), node.schedule)
-        splits = few_splits(layout, choice)
+        splits = splits_of(layout.shape, node.pricing, choice)
         if splits is None:
             return self._solve_chain(node, choice, layout)
         cutoff_s = self.cutoff_s

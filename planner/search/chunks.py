@@ -17,12 +17,11 @@ from planner.layout.seconds import outside_seconds
 from planner.physics.cost import CostTable, PartCost
 from planner.physics.pricing import Pricing
 from planner.physics.stage_memory import relaxed_peak_bytes
-from planner.schedule.bounds import any_order_bounds_s, trip_bounds_s
+from planner.schedule.bounds import in_flight_bounds_s, trip_bounds_s
 from planner.schedule.orders import SCHEDULES
 from planner.search.ilp.node import Chain, Node, RecomputeChoice, beside_layers, column, node_of
-from planner.shape import BoolArray, FloatArray, IntArray
+from planner.shape import BoolArray, FloatArray, IntArray, Shape
 from planner.specs.model import LayerKind, ModelSpec
-from planner.trainers.spec import RuntimeSpec
 
 TINY = 1e-9
 """Relative difference of sums that count as equal."""
@@ -71,35 +70,24 @@ MAX_SPLITS = 256
 """Most splits of a node for all of them to be tried; most are ruled out by a bound of their own, without a replay."""
 
 
-def few_splits(candidate: Candidate, choice: RecomputeChoice) -> list[tuple[int, ...]] | None:
-    """Layers of each virtual stage in every split of the candidate's node; None if an integer program is needed."""
-    shape, pricing = candidate.shape, candidate.pricing
-    return splits_of(int(shape.pp), int(shape.vpp), pricing.model.num_hidden_layers, pricing.runtime, choice)
-
-
-def splits_of(
-    pp: int, vpp: int, num_layers: int, runtime: RuntimeSpec, choice: RecomputeChoice
-) -> list[tuple[int, ...]] | None:
-    """Every split of so many layers over pp ranks of vpp chunks, if they are few; else None."""
+def splits_of(shape: Shape, pricing: Pricing, choice: RecomputeChoice) -> list[tuple[int, ...]] | None:
+    """Layers of each virtual stage in every split over a shape's ranks and their chunks; None if they are not few."""
+    pp, vpp, num_layers = int(shape.pp), int(shape.vpp), pricing.model.num_hidden_layers
     if choice.whole == "per_stage":
         return None
     if pp * vpp == 1:
         return [(num_layers,)]
     if vpp == 1:
         return None
-    splits = list(islice(equal_chunk_counts(num_layers, pp * vpp, runtime.head_only_stage), MAX_SPLITS + 1))
+    empty_ends = pricing.runtime.head_only_stage
+    splits = list(islice(equal_chunk_counts(num_layers, pp * vpp, empty_ends), MAX_SPLITS + 1))
     return splits if len(splits) <= MAX_SPLITS else None
 
 
 def least_step_s(candidate: Candidate) -> float:
     """A lower bound of the candidate's step in seconds, from each rank's work and the trips to it; without a replay."""
-    schedule = SCHEDULES[candidate.schedule]
-    bounds_s = any_order_bounds_s(
-        candidate.durations,
-        candidate.placement,
-        candidate.num_microbatches,
-        splits_backward=schedule.splits_backward,
-    )
+    splits, ranks = SCHEDULES[candidate.schedule].splits_backward, candidate.placement
+    bounds_s = in_flight_bounds_s(candidate.durations, ranks, candidate.num_microbatches, splits_backward=splits)
     return float(bounds_s.max()) + sum(candidate.outside)
 
 

@@ -51,8 +51,8 @@ MAX_FACTOR = 100.0
 def level_guess_s(nodes: Nodes) -> FloatArray:
     """Seconds of each row if its ranks held any number of layers, none recomputed; infinite without interleaving."""
     interleaves = np.array([SCHEDULES[name].bound == "interleaved" for name in nodes.schedules], dtype=bool)
-    rows, step_s = np.flatnonzero(interleaves), np.full(len(interleaves), np.inf)
-    rows = rows[~exceeds_all_ranks(nodes.shapes.take(rows), ("none",), nodes.orders.take(rows))]
+    step_s, lack = np.full(len(interleaves), np.inf), exceeds_all_ranks(nodes.shapes, ("none",), nodes.orders)
+    rows = np.flatnonzero(interleaves & ~lack)
     shapes, orders = nodes.shapes.take(rows), nodes.orders.take(rows)
     busiest = busiest_rank_s(shapes, "none", False, orders, np.zeros(orders.full.shape))
     step_s[rows] = schedule_bound_s(shapes, busiest, "none", orders) + shapes.tail_s
