@@ -84,7 +84,7 @@ class Passes:
     """Seconds of the items of one shape by their identities, with the items, whose identities stay theirs so."""
 
     def _once(self, item: Item, work_out: Callable[[], T]) -> T:
-        """What was worked out for this very item: a layer's run again where it is recomputed, in part or whole."""
+        """The seconds of this very item, worked out once: a layer's run again where it is recomputed."""
         if id(item) not in self.known:
             self.known[id(item)] = item, work_out()
         found: T = self.known[id(item)][1]
