@@ -249,8 +249,7 @@ def _pipeline(timeline: Timeline) -> Pipeline:
         busy_s=timeline.busy_s,
         transfer_s=timeline.transfer_s,
         in_flight_microbatches=timeline.peak_in_flight_microbatches,
-        slant_s=timeline.makespan_s
-        - max(float(e[-1] - s[0]) for s, e in zip(timeline.start_s, timeline.end_s, strict=True)),
+        slant_s=timeline.makespan_s - float(timeline.span_s.max()),
     )
 
 

@@ -18,7 +18,7 @@ from planner.physics import memory
 from planner.physics.cost import PartCost, content, remembered
 from planner.physics.operators import BF16, FP32, NARROW_BYTES, Collective, Group
 from planner.record import record
-from planner.shape import FloatArray, Number, Shape, any_of, ceil, clip, floor, log2, maximum, minimum, where
+from planner.shape import FloatArray, Number, Shape, all_of, any_of, ceil, clip, floor, log2, maximum, minimum, where
 from planner.specs.cluster import ClusterSpec
 from planner.specs.hardware import LinkTier
 from planner.specs.machines import transport_of
@@ -363,7 +363,7 @@ class Exchanges:
         # one parameter at a time, ZeRO-3's exchanges are small
         rate = where(shape.zero_stage == 3, self.runtime.fsdp_rate_fraction, 1.0)
         dense_places, expert_places = data_parallel_places(shape)
-        cut = self.runtime.weight_shards
+        cut, scatters = self.runtime.weight_shards, (shape.zero_stage >= 1) & (not self.runtime.all_reduces_gradients)
         if cut > 1:
             dense, dense_places = dense / cut, shape.tp * cut
         groups = (
@@ -385,8 +385,7 @@ class Exchanges:
             if self.runtime.shards_states_over_groups:
                 # the second half of the all-reduce is a gather of updated weights, once a step
                 replicas = replicas * where(shape.zero_stage == 3, (num_bytes + BF16) / (2 * num_bytes), 1)
-            among_all = seconds_of("all_reduce", payload, size, places)
-            scatters = (shape.zero_stage >= 1) & (not self.runtime.all_reduces_gradients)
+            among_all = 0.0 if all_of(scatters) else seconds_of("all_reduce", payload, size, places)
             seconds = seconds + where(scatters, scatter + replicas, among_all)
         return seconds
 

@@ -156,11 +156,6 @@ def at_host_pace(gpu_s: Sequence[Number], host_s: Sequence[Number]) -> tuple[Num
     )
 
 
-def gpu_seconds(operators: Iterable[Operator], hardware: HardwareSpec, dtype: str, runtime: RuntimeSpec) -> PassSeconds:
-    """Seconds that the GPU needs for `operators`, one after another, if the host is never late."""
-    return summed(operator_seconds(op, hardware, dtype, runtime) for op in operators)
-
-
 def issue_seconds(operators: Iterable[Operator], hardware: HardwareSpec, runtime: RuntimeSpec) -> PassSeconds:
     """Seconds that the host needs to issue all kernels of `operators`."""
     return summed(host_seconds(op, hardware, runtime) for op in operators)

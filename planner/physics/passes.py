@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from types import MappingProxyType
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import field
+from typing import Any, NamedTuple, TypeVar
 
 from planner.physics import compute
 from planner.physics.adapters import OF_ADAPTERS, without_adapters
@@ -21,6 +21,8 @@ from planner.specs.model import ModelSpec
 from planner.specs.training import TrainingSpec
 from planner.specs.units import MICRO
 from planner.trainers.spec import RuntimeSpec
+
+T = TypeVar("T")
 
 COMM_GROUPS = ("tp", "cp", "ep")
 """Groups whose exchanges run inside a layer; expert tensor parallelism counts with ep."""
@@ -78,6 +80,19 @@ class Passes:
     training: TrainingSpec
     cluster: ClusterSpec
     runtime: RuntimeSpec
+    known: dict[int, tuple[Item, Any]] = field(default_factory=dict, compare=False)
+    """Seconds of the items of one shape by their identities, with the items, whose identities stay theirs so."""
+
+    def _once(self, item: Item, work_out: Callable[[], T]) -> T:
+        """The seconds of this very item, worked out once: a layer's run again where it is recomputed."""
+        if id(item) not in self.known:
+            self.known[id(item)] = item, work_out()
+        found: T = self.known[id(item)][1]
+        return found
+
+    def _operator_s(self, op: Operator) -> PassSeconds:
+        hardware, dtype, runtime = self.cluster.hardware, self.training.dtype, self.runtime
+        return self._once(op, lambda: compute.operator_seconds(op, hardware, dtype, runtime))
 
     def seconds(self, items: Sequence[Item], shape: Shape, replayed: bool = False) -> dict[str, Number]:
         """Seconds of a part by pass and kind; an exchange counts only as far as nothing hides it.
@@ -86,9 +101,8 @@ class Passes:
         """
         slow = lateness(self.training, self.cluster)
         operators = operators_of(items)
-        hardware, dtype, runtime = self.cluster.hardware, self.training.dtype, self.runtime
-        each = [compute.operator_seconds(op, hardware, dtype, runtime) for op in operators]
-        gpu = compute.summed(each)
+        hardware, runtime = self.cluster.hardware, self.runtime
+        gpu = compute.summed(map(self._operator_s, operators))
         issued = compute.issue_seconds(operators, hardware, runtime)
         sent_s = self._sending_s(items, shape)
         issued = PassSeconds(issued[0] + sent_s["forward"], issued[1] + sent_s["backward"], issued[2])
@@ -96,15 +110,14 @@ class Passes:
         # while the GPU waits for the host, exchanges go on
         idle = 0.0 if runtime.blocking_launches else 1.0
         idle_s = {"forward": idle * (passes[0] - gpu[0]), "backward": idle * (sum(passes[1:]) - sum(gpu[1:]))}
-        priced = {id(op): one for op, one in zip(operators, each, strict=True)}
-        seconds, behind = self._exchanges(items, shape, idle_s, replayed, priced)
+        seconds, behind = self._exchanges(items, shape, idle_s, replayed)
         for key, value in zip(("forward_s", "input_grad_s", "weight_grad_s"), passes, strict=True):
             seconds[key] = slow * value
         if behind:
             self._add_shown(seconds, behind, (passes[0], passes[1] + passes[2]), operators)
         elif runtime.overlaps_shared_experts:
             self._hide_behind_shared_experts(seconds, operators)
-        return self._with_late_ranks(self._with_launches(seconds, items, shape, priced), items, shape)
+        return self._with_late_ranks(self._with_launches(seconds, items, shape), items, shape)
 
     def with_plain_forwards(self, seconds: dict[str, Number], items: Sequence[Item], shape: Shape) -> dict[str, Number]:
         """Seconds of a part's passes, with those of forwards without a gradient in the forward.
@@ -149,14 +162,13 @@ class Passes:
         shape: Shape,
         idle_s: Mapping[str, Number],
         replayed: bool,
-        priced: Mapping[int, PassSeconds],
     ) -> tuple[dict[str, Number], dict[str, Number]]:
         """Seconds of exchanges that show, by group and pass, and by pass those that hide behind another micro-batch."""
         seconds: dict[str, Number] = {f"{g}_{way}_s": 0.0 for g in COMM_GROUPS for way in ("forward", "backward")}
         shown_of_hideable: dict[str, Number] = dict.fromkeys(seconds, 0.0)
         behind: dict[str, Number] = {}
         overlapped = self.runtime.overlaps_experts and not replayed
-        for each in self.each_exchange(items, shape, replayed, priced):
+        for each in self.each_exchange(items, shape, replayed):
             key = f"{each.group}_{each.way}_s"
             if each.exchange.overlap == "ep" and overlapped:
                 behind[each.way] = behind.get(each.way, 0.0) + each.hidden_s
@@ -171,17 +183,8 @@ class Passes:
                 seconds[key] = seconds[key] - hidden_fraction * shown_of_hideable[key]
         return seconds, behind
 
-    def each_exchange(
-        self,
-        items: Sequence[Item],
-        shape: Shape,
-        replayed: bool = False,
-        priced: Mapping[int, PassSeconds] = MappingProxyType({}),
-    ) -> Iterator[ExchangeSeconds]:
-        """The seconds of each exchange of a part, in their order in the list.
-
-        `priced` has the seconds of operators that are known, by their identity.
-        """
+    def each_exchange(self, items: Sequence[Item], shape: Shape, replayed: bool = False) -> Iterator[ExchangeSeconds]:
+        """The seconds of each exchange of a part, in their order in the list."""
         for exchange in collectives_of(items):
             size, _ = group_of(exchange.group, shape, exchange.shards)
             tiers_s = self._tiers_s(exchange, shape, size)
@@ -193,17 +196,21 @@ class Passes:
             if exchange.overlap == "cp":
                 hidden_s = minimum(hidden_s, self._other_blocks_s(items, exchange, size))
             if exchange.beside and any_of(hidden_s):
-                hidden_s = minimum(hidden_s, self._products_s(exchange, priced))
+                hidden_s = minimum(hidden_s, self._products_s(exchange))
             yield ExchangeSeconds(exchange, exchanged_s, hideable_s, hidden_s)
 
     def _tiers_s(self, exchange: Collective, shape: Shape, size: Number) -> list[Number]:
         """Seconds of an exchange on each tier; on the first, also those that ranks wait for the last of them."""
         runtime, dtype = self.runtime, self.training.dtype
-        sync_us = runtime.collective_sync_us if exchange.waits and not exchange.choices else 0.0
-        waits = (REPLAYED if runtime.cuda_graphs else 1.0) * (exchange.num_bytes > 0)
-        sent = dtype if runtime.narrow_exchanges else "bf16"
-        inner_s, *outer_s = exchange_tiers_s(exchange, shape, self.cluster, sent)
-        return [inner_s + waits * sync_us * MICRO * log2(size), *outer_s]
+
+        def tiers_s() -> list[Number]:
+            sync_us = runtime.collective_sync_us if exchange.waits and not exchange.choices else 0.0
+            waits = (REPLAYED if runtime.cuda_graphs else 1.0) * (exchange.num_bytes > 0)
+            sent = dtype if runtime.narrow_exchanges else "bf16"
+            inner_s, *outer_s = exchange_tiers_s(exchange, shape, self.cluster, sent)
+            return [inner_s + waits * sync_us * MICRO * log2(size), *outer_s]
+
+        return self._once(exchange, tiers_s)
 
     def _hidden_of_experts_s(self, exchange: Collective, tiers_s: Sequence[Number]) -> Number:
         """Seconds of an expert exchange that can hide behind another micro-batch: a share of those on each tier."""
@@ -238,12 +245,12 @@ class Passes:
     def _expert_weight_gradients_s(self, operators: Sequence[Operator]) -> Number:
         """Seconds of the weight gradients of experts, which run before the exchange that they could hide."""
         experts = [op for op in operators if op.expert]
-        return compute.gpu_seconds(experts, self.cluster.hardware, self.training.dtype, self.runtime).wgrad_s
+        return compute.summed(map(self._operator_s, experts)).wgrad_s
 
     def _hide_behind_shared_experts(self, seconds: dict[str, Number], operators: Sequence[Operator]) -> None:
         """Take the exchanges off `seconds` that run beside the products of shared experts."""
         shared = [op for op in operators if "shared_experts" in op.modules]
-        passes = compute.gpu_seconds(shared, self.cluster.hardware, self.training.dtype, self.runtime)
+        passes = compute.summed(map(self._operator_s, shared))
         for way, pass_s in (("forward", passes[0]), ("backward", passes[1] + passes[2])):
             key = f"ep_{way}_s"
             seconds[key] = seconds[key] - minimum(seconds[key], pass_s)
@@ -265,17 +272,13 @@ class Passes:
     def _other_blocks_s(self, items: Sequence[Item], exchange: Collective, size: Number) -> Number:
         """Seconds of attention to all blocks of keys in a ring but one, which hide the exchange of these blocks."""
         attention = [op for op in operators_of(items) if op.kind == "attention"]
-        passes = compute.gpu_seconds(attention, self.cluster.hardware, self.training.dtype, self.runtime)
+        passes = compute.summed(map(self._operator_s, attention))
         seconds = sum(passes[1:]) if exchange.backward else passes[0]
         return seconds * (1 - 1 / size)
 
-    def _products_s(self, exchange: Collective, priced: Mapping[int, PassSeconds]) -> Number:
+    def _products_s(self, exchange: Collective) -> Number:
         """Seconds of the products beside an exchange of tensor parallelism, which can hide no more of it than this."""
-        hardware, dtype = self.cluster.hardware, self.training.dtype
-        passes = [
-            priced.get(id(op)) or compute.operator_seconds(op, hardware, dtype, self.runtime) for op in exchange.beside
-        ]
-        seconds: Number = sum(getattr(product_seconds, exchange.beside_pass) for product_seconds in passes)
+        seconds: Number = sum(getattr(self._operator_s(op), exchange.beside_pass) for op in exchange.beside)
         return seconds
 
     def _with_late_ranks(self, seconds: dict[str, Number], items: Sequence[Item], shape: Shape) -> dict[str, Number]:
@@ -289,9 +292,7 @@ class Passes:
             "tp_backward_s": seconds["tp_backward_s"] + late * backward_s,
         }
 
-    def _with_launches(
-        self, seconds: dict[str, Number], items: Sequence[Item], shape: Shape, priced: Mapping[int, PassSeconds]
-    ) -> dict[str, Number]:
+    def _with_launches(self, seconds: dict[str, Number], items: Sequence[Item], shape: Shape) -> dict[str, Number]:
         """`seconds` and the time that the GPU waits for the host in a mixture of experts: max(GPU and exchanges, host).
 
         A host that needs the count of each expert's tokens waits for it in the middle of the forward, so the maximum is
@@ -307,7 +308,7 @@ class Passes:
         part = PartCost(**seconds)
         forward_s, backward_s = part.forward_total_s, part.backward_total_s
         if self.runtime.awaits_token_counts:
-            host_first_s, gpu_first_s = self._before_counts_s(items, part, shape, priced)
+            host_first_s, gpu_first_s = self._before_counts_s(items, part)
             first_s = maximum(host_first_s - gpu_first_s, 0.0)
             rest_s = maximum(host_s[0] - host_first_s - (forward_s - gpu_first_s), 0.0)
             late_s = first_s + rest_s, maximum(host_s[1] - backward_s, 0.0)
@@ -389,9 +390,7 @@ class Passes:
             kernels = kernels * runtime.narrow_host_factor
         return kernels * compute.issue_s(self.cluster.hardware, runtime)
 
-    def _before_counts_s(
-        self, items: Sequence[Item], part: PartCost, shape: Shape, priced: Mapping[int, PassSeconds]
-    ) -> tuple[Number, Number]:
+    def _before_counts_s(self, items: Sequence[Item], part: PartCost) -> tuple[Number, Number]:
         """Seconds of the host and of the GPU for what precedes the exchange of a mixture's forward: attention, routing.
 
         The host's are the shares of a layer that CUDA graphs of attention and routing would take, less those that do.
@@ -403,7 +402,7 @@ class Passes:
         first = next((place for place, item in enumerate(items) if item.name == "dispatch"), None)
         if share <= 0 or first is None or runtime.overlaps_experts:
             return 0.0, 0.0
-        before_s: Number = sum(priced[id(op)].forward_s for op in operators_of(items[:first]))
+        before_s: Number = sum(self._operator_s(op).forward_s for op in operators_of(items[:first]))
         gpu_s = lateness(self.training, self.cluster) * before_s + part.tp_forward_s + part.cp_forward_s
         return self._host_kernels_s(share * runtime.moe_kernels), gpu_s
 

@@ -81,7 +81,7 @@ class Pricing:
     _latest: dict[str, tuple[Shape, dict[Any, Any]]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
-    """The latest shape, with the layers that were worked out for it and their seconds."""
+    """The latest shape, with the layers that were worked out for it and the seconds of their items."""
 
     def __post_init__(self) -> None:
         # what a dtype and adapters mean for the trainer is settled once, for all that reads its fields
@@ -207,9 +207,9 @@ class Pricing:
         parts += [(self.embedding_items(shape), 1), (self.head_items(shape, shares_embedding=False), 1)]
         if self.model.num_nextn_predict_layers:
             parts.append((self.mtp_block(shape), self.model.num_nextn_predict_layers))
-        passes = self.passes
         total_s: Number = 0.0
         for items, count in parts:
+            passes = self.passes  # which remembers seconds; those of a whole grid are large
             seconds = passes.with_plain_forwards(passes.seconds(items, shape), items, shape)
             total_s = total_s + count * PartCost(**seconds).total_s
         self._latest.clear()  # the layers of a whole grid are large
@@ -225,22 +225,12 @@ class Pricing:
         return layer
 
     def _known_of(self, shape: Shape) -> dict[Any, Any]:
-        """The layers of a shape and their seconds so far: none for another shape than the latest."""
+        """The layers of a shape and their items' seconds so far: none for another shape than the latest."""
         latest, known = self._latest.get("latest", (None, {}))
         if latest is not shape:
             known = {}
             self._latest["latest"] = shape, known
         return known
-
-    def _seconds(self, items: Sequence[Item], shape: Shape) -> dict[str, Number]:
-        """Seconds of a part by pass and kind, worked out once for the layers of a shape."""
-        known = self._known_of(shape)
-        if not any(items is layer for layer in known.values()):
-            return self.passes.seconds(items, shape)
-        key = id(items)
-        if key not in known:
-            known[key] = self.passes.seconds(items, shape)
-        return dict(known[key])
 
     def imbalance(self, ep: Number) -> Number:
         """Tokens of the fullest of `ep` ranks of experts over the mean: as given, or the expected largest of theirs."""
@@ -298,7 +288,7 @@ class Pricing:
             live = (1 - share) * live
         seconds: dict[str, Number] = {}
         if self.counts_seconds:
-            repeat = self.passes.seconds(self.replayed_items(items, mode), shape, replayed=True)
+            repeat = self._passes_of(shape).seconds(self.replayed_items(items, mode), shape, replayed=True)
             seconds = {f"{group}_backward_s": repeat[f"{group}_forward_s"] for group in COMM_GROUPS}
             seconds["input_grad_s"] = repeat["forward_s"]
         return replace(
@@ -367,6 +357,11 @@ class Pricing:
         """The formulas for the seconds of a part's passes."""
         return Passes(self.model, self.training, self.cluster, self.runtime)
 
+    def _passes_of(self, shape: Shape) -> Passes:
+        """`passes` that remembers what it works out for the items of a shape."""
+        known = self._known_of(shape).setdefault("items", {})
+        return Passes(self.model, self.training, self.cluster, self.runtime, known)
+
     @property
     def exchanges(self) -> Exchanges:
         """The formulas for the seconds of exchanges beside the layers."""
@@ -374,11 +369,11 @@ class Pricing:
 
     def host_fraction(self, shape: Shape) -> float:
         """Host seconds of the layers over their seconds, forward and backward: 1 where the layers wait for the host."""
-        passes, host_s, layers_s = self.passes, 0.0, 0.0
+        passes, host_s, layers_s = self._passes_of(shape), 0.0, 0.0
         for kind, count in self.kind_counts.items():
             items = self.layer(kind, shape)
             host_s += count * float(passes.host_s(items, shape))
-            layers_s += count * float(PartCost(**self._seconds(items, shape)).total_s)
+            layers_s += count * float(PartCost(**passes.seconds(items, shape)).total_s)
         return min(host_s / layers_s, 1.0)
 
     def _plain(self, items: Sequence[Item], shape: Shape) -> PartCost:
@@ -416,7 +411,8 @@ class Pricing:
     def _pass_seconds(self, items: Sequence[Item], shape: Shape, counted: PartCost, left: Number) -> dict[str, Number]:
         """Seconds of a part's passes, with the copies of its weights and of the `left` bytes that wait on the host."""
         hardware, runtime = self.cluster.hardware, self.runtime
-        seconds = self.passes.with_plain_forwards(self._seconds(items, shape), items, shape)
+        passes = self._passes_of(shape)
+        seconds = passes.with_plain_forwards(passes.seconds(items, shape), items, shape)
         alone, zero = shape.pp == 1, shape.zero_stage
         trained = counted.parameters - counted.frozen_parameters
         is_gathered = (zero == 3) * alone * (shape.shard_size > 1)
@@ -527,7 +523,7 @@ class Pricing:
             return hidden_s
         for kind, count in self.kind_counts.items():
             if kind.mlp != "dense":
-                hidden_s = hidden_s + count * self.passes.hidden_exchanges_s(self.layer(kind, shape), shape)
+                hidden_s = hidden_s + count * self._passes_of(shape).hidden_exchanges_s(self.layer(kind, shape), shape)
         return hidden_s
 
     def uneven_s(self, shape: Shape) -> Number:

@@ -212,7 +212,7 @@ def _quiet_s(inside: Sequence[TraceSlice], length_s: float, is_last: bool) -> fl
 def _activations(timeline: Timeline, rank: int) -> TraceCounter:
     """Activations held, without those that go when others come."""
     unit = "activations" if timeline.saved_bytes is None else "bytes"
-    times_s, held = timeline.activation_times_s[rank], timeline.activation_held_bytes[rank]
+    times_s, held = timeline.activation_curves[rank]
     lasts = np.append(np.diff(times_s) > 0, True)
     return TraceCounter(rank, "activations held", times_s[lasts].tolist(), {unit: held[lasts].tolist()})
 

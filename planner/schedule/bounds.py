@@ -17,34 +17,24 @@ import numpy as np
 
 from planner.schedule.actions import B, F, I, W
 from planner.schedule.replay import Durations, stage_tables
-from planner.shape import FloatArray
-
-
-def any_order_bounds_s(
-    durations: Durations, stage_to_rank: Sequence[int], num_microbatches: int, *, splits_backward: bool = False
-) -> FloatArray:
-    """The least makespan in seconds that each rank's work and the trips to it and from it allow, in any order.
-
-    Full backward: head_r + work_r + tail_r, since the last action of a rank is a backward on its first stage.
-    Split backward: head_r + the larger of work_r and Σ(f + i) + tail_r, where tail_r ends with the last weight gradient
-    on the way.
-    """
-    num_ranks = max(stage_to_rank) + 1
-    unlimited = [num_microbatches * len(stage_to_rank)] * num_ranks
-    return in_flight_bounds_s(durations, stage_to_rank, num_microbatches, unlimited, splits_backward=splits_backward)
+from planner.shape import FloatArray, IntArray, Number
 
 
 def in_flight_bounds_s(
     durations: Durations,
     stage_to_rank: Sequence[int],
     num_microbatches: int,
-    max_in_flight_chunks: Sequence[int],
+    max_in_flight_chunks: Sequence[int] | None = None,
     *,
     splits_backward: bool = False,
 ) -> FloatArray:
-    """The least makespan in seconds, per rank, of any order with at most k = max_in_flight_chunks activations on it.
+    """The least makespan in seconds, per rank, of any order with at most k = max_in_flight_chunks activations on it,
+    or with any number.
 
-    The larger of two bounds counts.
+    Full backward: head_r + work_r + tail_r, since the last action of a rank is a backward on its first stage.
+    Split backward: head_r + the larger of work_r and Σ(f + i) + tail_r, where tail_r ends with the last weight gradient
+    on the way.
+    Of two more bounds by k the larger one counts.
     Waits: until its first backward a rank can only run k forwards, and after its last forward only k backwards. The
     rest of a micro-batch's trip through the stages below is idle time. With one stage per rank and D the trip below it,
     these two waits are [D − (k − 1)·f]⁺ and, with a full backward, [D − (k − 1)·b]⁺. Both count when more than k chunks
@@ -62,7 +52,7 @@ def in_flight_bounds_s(
         boundaries_s[0][:-1],
         stage_to_rank,
         num_microbatches if given is None else len(sizes),
-        max_in_flight_chunks,
+        max_in_flight_chunks or [num_microbatches * len(stage_to_rank)] * (max(stage_to_rank) + 1),
         splits_backward=splits_backward,
         sizes=(float(sizes.min()), float(sizes.max()), num_microbatches if given is None else float(sizes.sum())),
         hidden_fraction=durations.pair_overlap_fraction,
@@ -73,11 +63,11 @@ def trip_bounds_s(
     stages_s: tuple[FloatArray, FloatArray, FloatArray],
     hop_s: FloatArray,
     stage_to_rank: Sequence[int],
-    num_microbatches: int,
-    max_in_flight_chunks: Sequence[int],
+    num_microbatches: int | IntArray,
+    max_in_flight_chunks: Sequence[int] | FloatArray | IntArray,
     *,
     splits_backward: bool = False,
-    sizes: tuple[float, float, float] | None = None,
+    sizes: tuple[float, float, Number] | None = None,
     hidden_fraction: float = 0.0,
 ) -> FloatArray:
     """`in_flight_bounds_s` of many pipelines at once: the last axis is of ranks, those before it of pipelines.
@@ -87,7 +77,7 @@ def trip_bounds_s(
     largest and the sum of the micro-batches' relative sizes; overlapped pairs hide `hidden_fraction` of a half.
     """
     forward_s, backward_s, weight_s = stages_s
-    least, most, total = sizes or (1.0, 1.0, float(num_microbatches))
+    least, most, total = sizes or (1.0, 1.0, 1.0 * num_microbatches)
     pp, k = max(stage_to_rank) + 1, np.asarray(max_in_flight_chunks)
     stages = np.argsort(stage_to_rank, kind="stable").reshape(pp, -1)
     first, last = stages[:, 0], stages[:, -1]

@@ -13,6 +13,7 @@ import io
 from collections.abc import Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from planner.errors import SpecError
 from planner.record import record
@@ -67,12 +68,13 @@ def compile_schedule(schedule: Schedule, overlap: bool = False) -> Graph:
     if overlap:
         _redirect_to_pairs(schedule, source)
     bounds = np.concatenate(([0], np.cumsum(lengths)))
-    order = _topological_order(schedule, source.tolist(), bounds.tolist())
-    position = np.empty(num_actions + 1, dtype=np.int32)
-    position[order] = np.arange(1, num_actions + 1, dtype=np.int32)
-    position[-1] = 0  # where index −1, "none", lands
     previous = np.arange(-1, num_actions - 1, dtype=np.int32)
     previous[bounds[:-1][np.array(lengths) > 0]] = -1
+    order = _order_in_turn(kind, rank, bounds)
+    position = _positions(order)
+    if not ((position[source] < position[:-1]) & (position[previous] < position[:-1])).all():
+        order = _topological_order(schedule, source.tolist(), bounds.tolist())
+        position = _positions(order)
     return Graph(
         kind=kind[order],
         stage=stage[order],
@@ -83,6 +85,28 @@ def compile_schedule(schedule: Schedule, overlap: bool = False) -> Graph:
         position=tuple(np.split(position[:-1], bounds[1:-1])),
         redirected=overlap,
     )
+
+
+def _positions(order: IntArray) -> IntArray:
+    """The place of each action in an order, counted from 1; behind them 0, where index −1, "none", lands."""
+    position = np.zeros(len(order) + 1, dtype=np.int32)
+    position[order] = np.arange(1, len(order) + 1, dtype=np.int32)
+    return position
+
+
+def _order_in_turn(kind: IntArray, rank: IntArray, bounds: NDArray[np.int64]) -> IntArray:
+    """An order of actions in which each stands behind its source, where ranks warm up and then run both ways in turn.
+
+    With w forwards of warm-up on the first rank, and s fewer on each further one, the n-th forward of rank r stands at
+    2·n + s·r and its n-th backward at 2·(w + n) + 1 − s·r. Of other schedules that is no such order.
+    """
+    place, is_backward = np.arange(len(kind)) - bounds[rank], kind != F
+    before = np.concatenate(([0], np.cumsum(is_backward)))
+    number = before[:-1] - before[bounds[:-1]][rank]
+    firsts = place[is_backward & (number == 0)]
+    fewer = -np.diff(firsts[:2]).sum() * rank
+    at = np.where(is_backward, 2 * (firsts.max(initial=0) + number) - 1 - fewer, 2 * (place - number) + fewer)
+    return np.argsort(at, kind="stable").astype(np.int32)
 
 
 def pair_positions(schedule: Schedule, graph: Graph) -> tuple[IntArray, IntArray]:

@@ -137,16 +137,6 @@ class Timeline:
         saved = self._by_rank(self._changes * self._unit)
         return np.array([np.cumsum(change).max(initial=0.0) for change in saved])
 
-    @cached_property
-    def activation_times_s(self) -> tuple[FloatArray, ...]:
-        """Times, per rank, when its activations change: at the start of a forward or the end of a weight gradient."""
-        return tuple(times_s for times_s, _ in self._activation_curves)
-
-    @cached_property
-    def activation_held_bytes(self) -> tuple[FloatArray, ...]:
-        """Bytes held, per rank, from each of these times on; a number of activations where no bytes were given."""
-        return tuple(held for _, held in self._activation_curves)
-
     @property
     def bubble_fraction(self) -> float:
         """Idle share of the step, over all ranks: 1 − Σ busy_s / (pp · makespan_s)."""
@@ -179,8 +169,9 @@ class Timeline:
         return np.ones(len(self.graph.kind)) if self.saved_bytes is None else self.saved_bytes
 
     @cached_property
-    def _activation_curves(self) -> list[tuple[FloatArray, FloatArray]]:
-        """Times and held bytes per rank.
+    def activation_curves(self) -> list[tuple[FloatArray, FloatArray]]:
+        """Times, per rank, when its activations change, at the start of a forward or the end of a weight gradient, and
+        bytes held from each of these on; a number of activations where no bytes were given.
 
         A backward that ends at the time when a forward starts frees its activation before the forward takes memory.
         """

@@ -20,12 +20,12 @@ from planner.physics.cost import PartCost
 from planner.physics.optimizers import update_s
 from planner.physics.stage_memory import relaxed_peak_bytes
 from planner.record import record
-from planner.schedule.builders import v_placement
 from planner.schedule.orders import SCHEDULES, chunks_in_flight, in_flight_microbatches, placement
 from planner.search.chunks import fewest_of_kinds
-from planner.search.ilp.node import FULL, Whole
+from planner.search.ilp.node import FULL, Whole, recurring
 from planner.search.priced_shapes import PartName, PricedShapes, least_sum
 from planner.shape import BoolArray, FloatArray, IntArray, Number, Shape
+from planner.specs.model import ModelSpec
 from planner.specs.training import Recompute
 
 
@@ -41,6 +41,10 @@ class Orders:
     """The fewest micro-batches that each rank holds at its peak; 1 in columns beyond a node's ranks."""
     full: BoolArray
     """True for a rank with full chunks only: if stages interleave, every rank without the first and the last stage."""
+    held: FloatArray
+    """Layers in the full chunks of each rank; 0 without interleaving."""
+    fewest: FloatArray
+    """The fewest layers of each kind (second axis) on each rank (last axis); 0 without interleaving, or of one kind."""
 
     def take(self, index: IntArray) -> Orders:
         """The rows at `index`."""
@@ -48,24 +52,36 @@ class Orders:
 
 
 Kinds = Literal["one", "in runs", "in a pattern"]
-"""How a model's layers differ: not at all, in a few runs of equal ones, or in a pattern that repeats."""
 
 
-def orders_of(nodes: Sequence[tuple[str, int, int, int]], kinds: Kinds = "one") -> Orders:
-    """The properties of nodes given as (schedule, pp, vpp, num_microbatches); `kinds` says how their layers differ."""
-    width = max((pp for _, pp, _, _ in nodes), default=1)
+def _kinds_of(model: ModelSpec) -> Kinds:
+    """How the model's layers differ: not at all, in a few runs of equal ones, or in a pattern that repeats."""
+    if len(model.kinds) == 1:
+        return "one"
+    return "in a pattern" if recurring(model.runs) is not None or len(model.runs) > len(model.kinds) else "in runs"
+
+
+def orders_of(nodes: Sequence[tuple[str, int, int, int]], model: ModelSpec, empty_ends: bool) -> Orders:
+    """The properties of nodes given as (schedule, pp, vpp, num_microbatches); their ends may be empty if asked for."""
+    width, kinds = max((pp for _, pp, _, _ in nodes), default=1), _kinds_of(model)
     in_flight, full = np.ones((len(nodes), width)), np.zeros((len(nodes), width), dtype=bool)
+    held, fewest = np.zeros((len(nodes), width)), np.zeros((len(nodes), len(model.kinds), width))
     for row, (name, pp, vpp, microbatches) in enumerate(nodes):
         in_flight[row, :pp] = _least_in_flight(name, pp, vpp, microbatches, kinds)
         if vpp > 1:
-            ranks = placement(name, pp, vpp)
-            full[row, :pp] = True
-            full[row, [ranks[0], ranks[-1]]] = False
+            ranks, chunk = placement(name, pp, vpp), -(-model.num_hidden_layers // (pp * vpp))
+            first, last = ranks[0], ranks[-1]
+            full[row, :pp], held[row, :pp] = True, vpp * chunk
+            full[row, [first, last]], held[row, [first, last]] = False, (vpp - 1 - (first == last)) * chunk
+            if len(model.kinds) > 1:
+                fewest[row, :, :pp] = fewest_of_kinds(model.layers, tuple(ranks), empty_ends)
     return Orders(
         plain=np.array([SCHEDULES[name].bound == "one_f_one_b" for name, *_ in nodes], dtype=bool),
         splits=np.array([SCHEDULES[name].splits_backward for name, *_ in nodes], dtype=bool),
         in_flight=in_flight,
         full=full,
+        held=held,
+        fewest=fewest,
     )
 
 
@@ -245,6 +261,17 @@ def all_optimizers_s(shapes: PricedShapes) -> FloatArray:
     return shapes.once("optimizers", "all", all_s)[0]
 
 
+def share_ends(shapes: PricedShapes) -> None:
+    """Work out what of a step's end all nodes of the shapes share, however they recompute and interleave."""
+    table = shapes.table
+    parts: dict[PartName, PartCost] = {kind: table.layers[kind, "none"] for kind in shapes.pricing.kind_counts}
+    parts["embedding"] = table.embedding
+    for part in (parts | shapes.last_parts).items():
+        shapes.exchanges_s(*part)
+    all_optimizers_s(shapes)
+    shapes.tail_s  # noqa: B018 — remembered
+
+
 def chunked_bound_s(
     shapes: PricedShapes, base: Recompute, whole: Whole, orders: Orders, trips_s: FloatArray
 ) -> FloatArray:
@@ -254,25 +281,19 @@ def chunked_bound_s(
     layers of the model, and no less than the fewest layers of each kind that the order of layers leaves it. It
     recomputes the layers that its memory forces it to (with one_count: that the memory of any rank forces it to). Then
     T ≥ M · its seconds + the trip of one micro-batch through the ranks before it. The same holds on average over the
-    ranks without the first and the last stage. The bound is 0 for other nodes, and infinite if the layers do not fit.
+    ranks without the first and the last stage. The bound is 0 for other nodes.
     """
     in_flight, full = orders.in_flight, orders.full
     steps = np.asarray(shapes.shape.num_microbatches)[:, None]
     counts = np.array(list(shapes.pricing.kind_counts.values()))
-    num_layers = _fewest_layers(shapes, full)
-    layer_s, fewest = shapes.layer_s(base)[:, :, None], _fewest_of_kinds(shapes, full.shape[1])
-
-    def at_least(of_layer: FloatArray) -> FloatArray:
-        together: FloatArray = (fewest * of_layer).sum(axis=0)
-        return np.maximum(least_sum(of_layer, counts, num_layers), together)
-
-    modes: tuple[Recompute, ...] = (base,) if whole == "none" else (base, FULL)
-    free = free_bytes(shapes, modes, in_flight.shape[1])
-    rank_s = steps * (at_least(layer_s) + shapes.rank_ends_s(in_flight.shape[1])) + trips_s
+    num_layers, layer_s = orders.held, shapes.layer_s(base)[:, :, None]
+    rank_s = steps * (_of_full_chunks(shapes, orders, layer_s) + shapes.rank_ends_s(in_flight.shape[1])) + trips_s
     if whole != "none":
+        free = free_bytes(shapes, (base, FULL), in_flight.shape[1])
         saved, again = shapes.layer_s(base, "live_bytes"), shapes.layer_s(FULL) - shapes.layer_s(base)
         saved = np.maximum((saved - shapes.layer_s(FULL, "live_bytes")).max(axis=0), 1.0)
-        lacking = np.maximum(at_least(layer_bytes(shapes, base, in_flight)) - free, 0.0)
+        needed = _of_full_chunks(shapes, orders, layer_bytes(shapes, base, in_flight))
+        lacking = np.maximum(needed - free, 0.0)
         forced = lacking / (in_flight * saved[:, None])
         if whole != "any_modules":  # a set of modules saves a part of every layer
             forced = np.ceil(forced - 1e-9)
@@ -282,7 +303,6 @@ def chunked_bound_s(
             per_chunk = np.minimum(per_chunk, shapes.chunk_layers)
             forced = np.maximum(forced, (per_chunk / shapes.chunk_layers)[:, None] * num_layers)
         rank_s = rank_s + steps * forced * np.maximum(again.min(axis=0), 0.0)[:, None]
-    rank_s = np.where(at_least(layer_bytes(shapes, modes[-1], in_flight)) > free * (1 + 1e-9), np.inf, rank_s)
     num_full = np.maximum(full.sum(axis=1), 1)[:, None]
     together_s = least_sum(layer_s, counts, np.where(full, num_layers, 0.0).sum(axis=1)[:, None]) / num_full
     mean_s = (steps * together_s)[:, 0] + (trips_s * full).sum(axis=1) / num_full[:, 0]
@@ -290,24 +310,20 @@ def chunked_bound_s(
     return np.where(shapes.shape.vpp > 1, np.maximum(busiest_s, mean_s), 0.0)
 
 
-def _fewest_layers(shapes: PricedShapes, full: BoolArray) -> FloatArray:
-    """Layers that each rank (columns) holds in its full chunks; 0 for columns beyond a node's ranks."""
-    vpp, exists = np.asarray(shapes.shape.vpp)[:, None], shapes.ranks_exist(full.shape[1])
-    shorter = np.where(full, 0, np.where(shapes.folded, 2, 1)[:, None])
-    return np.where(exists, np.maximum(vpp - shorter, 0) * shapes.chunk_layers[:, None], 0.0)
+def rows_with_room(shapes: PricedShapes, base: Recompute, whole: Whole, orders: Orders) -> IntArray:
+    """The nodes whose ranks have memory for all layers together and, where stages interleave, each for full chunks."""
+    modes: tuple[Recompute, ...] = (base,) if whole == "none" else (base, FULL)
+    needed = _of_full_chunks(shapes, orders, layer_bytes(shapes, modes[-1], orders.in_flight))
+    lacks = (needed > free_bytes(shapes, modes, orders.full.shape[1]) * (1 + 1e-9)) & (orders.held > 0)
+    rows = np.flatnonzero(~lacks.any(axis=1))
+    return rows[~exceeds_all_ranks(shapes.take(rows), modes, orders.take(rows))]
 
 
-def _fewest_of_kinds(shapes: PricedShapes, num_ranks: int) -> FloatArray:
-    """The fewest layers of each kind (rows) on each rank (last axis) of each node; 0 without interleaving."""
-    model, shape, empty_ends = shapes.pricing.model, shapes.shape, shapes.pricing.runtime.head_only_stage
-    fewest = np.zeros((len(model.kinds), len(shapes.kernel), num_ranks))
-    columns = [np.broadcast_to(axis, len(shapes.kernel)) for axis in (shape.pp, shape.vpp, shapes.folded)]
-    distinct, which = np.unique(np.stack(columns), axis=1, return_inverse=True)
-    for number, (pp, vpp, folded) in enumerate(distinct.T.tolist() if len(model.kinds) > 1 else ()):
-        if vpp > 1:
-            on_ranks = fewest_of_kinds(model.layers, v_placement(pp) if folded else tuple(range(pp)) * vpp, empty_ends)
-            fewest[:, which == number, :pp] = on_ranks[:, None, :]
-    return fewest
+def _of_full_chunks(shapes: PricedShapes, orders: Orders, of_layer: FloatArray) -> FloatArray:
+    """The least that the full chunks of each rank (columns) take, given what a layer of each kind (rows) takes."""
+    counts = np.array(list(shapes.pricing.kind_counts.values()))
+    together: FloatArray = (np.moveaxis(orders.fewest, 1, 0) * of_layer).sum(axis=0)
+    return np.maximum(least_sum(of_layer, counts, orders.held), together)
 
 
 NEVER_S = 1e30
@@ -337,7 +353,7 @@ def coarse_bound_s(shapes: PricedShapes, splits_backward: bool = False) -> Float
 
 
 def pipeline_bound_s(shapes: PricedShapes, base: Recompute, whole: Whole, orders: Orders) -> FloatArray:
-    """A lower bound of the pipeline's seconds for every node; infinite if nothing fits.
+    """A lower bound of the pipeline's seconds for `rows_with_room`; infinite if nothing fits nevertheless.
 
     Layers that are not recomputed whole are in mode `base`; `whole` says how many may be recomputed whole.
     """
@@ -365,7 +381,6 @@ def busiest_rank_s(
     beside_s = shapes.rank_ends_s(trips_s.shape[1]) + trips_s / np.asarray(shapes.shape.num_microbatches)[:, None]
     busiest = np.maximum(shapes.work_s(base) / shapes.shape.pp, beside_s.max(axis=1))
     counts = shapes.pricing.kind_counts
-    modes: tuple[Recompute, ...] = (base, FULL) if may_recompute else (base,)
     layers, least = shapes.table.layers, RARE * model.num_hidden_layers
     held: dict[PartName, tuple[PartCost, PartCost, int]] = {
         kind: (layers[kind, base], layers[kind, FULL], count) for kind, count in counts.items() if count >= least
@@ -375,8 +390,6 @@ def busiest_rank_s(
         held["least"] = plain, full, model.num_hidden_layers
     for name, layer in held.items():
         busiest = _holding_bound_s(shapes, name, layer, may_recompute, orders.in_flight, beside_s, busiest)
-    if len(counts) > 1:
-        busiest = np.where(exceeds_all_ranks(shapes, modes, orders), np.inf, busiest)
     return np.asarray(busiest)
 
 

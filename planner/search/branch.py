@@ -21,11 +21,11 @@ from planner.errors import SolverError
 from planner.layout.candidate import Candidate, Split, even_counts
 from planner.physics.cost import CostTable
 from planner.schedule.orders import SCHEDULES
+from planner.search.bounds import share_ends
 from planner.search.case import Deadline
 from planner.search.chain import MAX_CELLS, best_split, has_room, is_deep
 from planner.search.chunks import (
     bounded,
-    few_splits,
     least_step_s,
     promising,
     recomputing_first,
@@ -171,6 +171,7 @@ class Branch:
         """Put all nodes of a block of shapes into the frontier."""
         opened = np.zeros(len(coarse_s), dtype=bool)
         for shapes, limits in priced:
+            share_ends(shapes)
             for rows, nodes in nodes_of(shapes, limits):
                 opened[rows] = True
                 frontier.add(nodes, coarse_s[rows])
@@ -302,7 +303,7 @@ class Branch:
         together = shapes.cost_table(rows)
         for places in nodes.by_pipeline(rows):
             one, schedule = scalar(shapes.shape, int(rows[places[0]])), nodes.schedules[int(rows[places[0]])]
-            splits = splits_of(int(one.pp), int(one.vpp), layers, pricing.runtime, choice)
+            splits = splits_of(one, pricing, choice)
             is_chain = splits is None and int(one.vpp) == 1 and len(places) * layers * int(one.pp) < MAX_CELLS
             if int(one.pp) > 1 and (is_chain or splits is not None):
                 alike = together.take(places)
@@ -311,7 +312,8 @@ class Branch:
                 if splits is None:
                     bound_s[places] = np.where(has_room(node_of(pricing, table, choice, schedule)), 0.0, np.inf)
                 else:
-                    bound_s[places] = bounded(pricing, table, schedule, choice, splits)[-1].min(axis=-1)
+                    steps = np.asarray(alike.shape.num_microbatches)
+                    bound_s[places] = bounded(pricing, table, schedule, choice, splits, steps)[-1].min(axis=-1)
         return bound_s
 
     def _solve(self, node: Open) -> None:
@@ -334,7 +336,7 @@ class Branch:
         A node that has few splits needs no program: each is bounded, and those that are left are replayed.
         """
         layout = Candidate(node.pricing, self._table(node), Split(()), node.schedule)
-        splits = few_splits(layout, choice)
+        splits = splits_of(layout.shape, node.pricing, choice)
         if splits is None:
             return self._solve_chain(node, choice, layout)
         cutoff_s = self.cutoff_s

@@ -17,12 +17,11 @@ from planner.layout.seconds import outside_seconds
 from planner.physics.cost import CostTable, PartCost
 from planner.physics.pricing import Pricing
 from planner.physics.stage_memory import relaxed_peak_bytes
-from planner.schedule.bounds import any_order_bounds_s, trip_bounds_s
+from planner.schedule.bounds import in_flight_bounds_s, trip_bounds_s
 from planner.schedule.orders import SCHEDULES
 from planner.search.ilp.node import Chain, Node, RecomputeChoice, beside_layers, column, node_of
-from planner.shape import BoolArray, FloatArray, IntArray
+from planner.shape import BoolArray, FloatArray, IntArray, Shape
 from planner.specs.model import LayerKind, ModelSpec
-from planner.trainers.spec import RuntimeSpec
 
 TINY = 1e-9
 """Relative difference of sums that count as equal."""
@@ -71,35 +70,24 @@ MAX_SPLITS = 256
 """Most splits of a node for all of them to be tried; most are ruled out by a bound of their own, without a replay."""
 
 
-def few_splits(candidate: Candidate, choice: RecomputeChoice) -> list[tuple[int, ...]] | None:
-    """Layers of each virtual stage in every split of the candidate's node; None if an integer program is needed."""
-    shape, pricing = candidate.shape, candidate.pricing
-    return splits_of(int(shape.pp), int(shape.vpp), pricing.model.num_hidden_layers, pricing.runtime, choice)
-
-
-def splits_of(
-    pp: int, vpp: int, num_layers: int, runtime: RuntimeSpec, choice: RecomputeChoice
-) -> list[tuple[int, ...]] | None:
-    """Every split of so many layers over pp ranks of vpp chunks, if they are few; else None."""
+def splits_of(shape: Shape, pricing: Pricing, choice: RecomputeChoice) -> list[tuple[int, ...]] | None:
+    """Layers of each virtual stage in every split over a shape's ranks and their chunks; None if they are not few."""
+    pp, vpp, num_layers = int(shape.pp), int(shape.vpp), pricing.model.num_hidden_layers
     if choice.whole == "per_stage":
         return None
     if pp * vpp == 1:
         return [(num_layers,)]
     if vpp == 1:
         return None
-    splits = list(islice(equal_chunk_counts(num_layers, pp * vpp, runtime.head_only_stage), MAX_SPLITS + 1))
+    empty_ends = pricing.runtime.head_only_stage
+    splits = list(islice(equal_chunk_counts(num_layers, pp * vpp, empty_ends), MAX_SPLITS + 1))
     return splits if len(splits) <= MAX_SPLITS else None
 
 
 def least_step_s(candidate: Candidate) -> float:
     """A lower bound of the candidate's step in seconds, from each rank's work and the trips to it; without a replay."""
-    schedule = SCHEDULES[candidate.schedule]
-    bounds_s = any_order_bounds_s(
-        candidate.durations,
-        candidate.placement,
-        candidate.num_microbatches,
-        splits_backward=schedule.splits_backward,
-    )
+    splits, ranks = SCHEDULES[candidate.schedule].splits_backward, candidate.placement
+    bounds_s = in_flight_bounds_s(candidate.durations, ranks, candidate.num_microbatches, splits_backward=splits)
     return float(bounds_s.max()) + sum(candidate.outside)
 
 
@@ -125,16 +113,18 @@ def promising(
 
 
 def bounded(
-    pricing: Pricing, table: CostTable, schedule: str, choice: RecomputeChoice, splits: list[tuple[int, ...]]
-) -> tuple[IntArray, IntArray, FloatArray]:
+    pricing: Pricing, table: CostTable, schedule: str, choice: RecomputeChoice, splits: list[tuple[int, ...]],
+    steps: IntArray | None = None,
+) -> tuple[IntArray, IntArray, FloatArray]:  # fmt: skip
     """Layers of each stage (columns) of every way to hold a node's layers (rows), and what is recomputed whole in it.
 
-    With them comes a lower bound of the step in seconds, of each shape of the table where it has several.
+    With them comes a lower bound of the step in seconds, of each shape of the table where it has several: then `steps`
+    has their numbers of micro-batches, which may differ where as many are in flight.
     """
     node, counts = node_of(pricing, table, choice, schedule, exact=True), np.array(splits, dtype=np.int64)
     numbers = range(counts.max() + 1) if choice.whole == "one_count" else range(1)
     counts, again = np.repeat(counts, len(numbers), axis=0), np.tile(np.arange(len(numbers)), len(counts))
-    return counts, again, least_steps_s(pricing, table, schedule, node, counts, again)
+    return counts, again, least_steps_s(pricing, table, schedule, node, counts, again, steps)
 
 
 def recomputing_first(counts: tuple[int, ...], choice: RecomputeChoice, number: int, model: ModelSpec) -> Split:
@@ -144,13 +134,14 @@ def recomputing_first(counts: tuple[int, ...], choice: RecomputeChoice, number: 
 
 
 def least_steps_s(
-    pricing: Pricing, table: CostTable, schedule: str, node: Node, counts: IntArray, recomputed: IntArray
-) -> FloatArray:
+    pricing: Pricing, table: CostTable, schedule: str, node: Node, counts: IntArray, recomputed: IntArray,
+    steps: IntArray | None = None,
+) -> FloatArray:  # fmt: skip
     """A lower bound of the step in seconds for many splits of a node; infinite for one that exceeds a rank's memory.
 
     `counts` has the layers of each virtual stage (columns) of each split (rows), `recomputed` the number of layers of
     each stage that are recomputed whole, one for each split. Where the table is of several shapes with the same
-    pipeline, the result has a row for each of them, and a column for each split.
+    pipeline, the result has a row for each of them, and a column for each split; `steps` are their micro-batches.
     """
     ranks, last = np.asarray(node.placement), counts.cumsum(axis=1)
     chain = Chain.of(node, last - counts, last, recomputed[:, None])
@@ -161,12 +152,13 @@ def least_steps_s(
         total[..., -1] += column(getattr(node.head, quantity))
         return total
 
-    splits, steps = node.bound == "split_backward", node.num_microbatches
+    splits, steps = node.bound == "split_backward", np.asarray(node.num_microbatches if steps is None else steps)
+    steps = steps[..., None, None]
     forward_s, input_s, weight_s = map(of_stages, ("forward_total_s", "input_grad_total_s", "weight_grad_s"))
     back_s = (input_s, weight_s) if splits else (input_s + weight_s, np.zeros_like(weight_s))
-    slots = [steps * node.num_stages] * node.pp
+    slots = np.full(node.pp, node.num_stages) * steps
     if node.bound == "interleaved":
-        slots = [min(round(held * node.vpp), steps * node.vpp) for held in node.in_flight]
+        slots = np.rint(np.array(node.in_flight) * node.vpp)
     hop_s = np.broadcast_to(
         column(node.p2p_s)[..., None] * (ranks[1:] != ranks[:-1]), (*forward_s.shape[:-1], len(ranks) - 1)
     )

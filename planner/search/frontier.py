@@ -5,26 +5,26 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 
 from planner.physics.pricing import Pricing
 from planner.record import record
-from planner.schedule.orders import SCHEDULES, placement
+from planner.schedule.orders import SCHEDULES, chunks_in_flight, placement
 from planner.search.bounds import (
-    Kinds,
     Orders,
     all_optimizers_s,
     coarse_bound_s,
     orders_of,
     pipeline_bound_s,
+    rows_with_room,
     with_ends_s,
 )
 from planner.search.enumerate import scalar, schedules_of, schedules_tried
-from planner.search.ilp.node import RecomputeChoice, Whole, recurring
+from planner.search.ilp.node import RecomputeChoice, Whole
 from planner.search.priced_shapes import Modules, PricedShapes
 from planner.shape import BoolArray, FloatArray, IntArray, Shape, distinct
-from planner.specs.model import ModelSpec
 from planner.specs.training import Recompute, SearchLimits
 from planner.trainers.rules.recipe import Setting, takes_shapes
 from planner.trainers.spec import RuntimeSpec
@@ -126,11 +126,16 @@ class Nodes:
         return [row for row in np.flatnonzero(np.all(alike, axis=0)).tolist() if self.schedules[row] == schedule]
 
     def by_pipeline(self, rows: IntArray) -> Iterator[IntArray]:
-        """Places among `rows` of those with the same schedule, numbers of stages and micro-batches, and ZeRO stage."""
-        shape, alike = self.shapes.shape, dict[tuple[str, tuple[int, ...]], list[int]]()
+        """Places among `rows` of those with the same schedule, stages, ZeRO stage and micro-batches.
+
+        Where stages interleave, it is enough that as many micro-batches are in flight.
+        """
+        shape, alike = self.shapes.shape, dict[tuple[Any, ...], list[int]]()
         columns = [np.asarray(axis)[rows] for axis in (shape.pp, shape.vpp, shape.num_microbatches, shape.zero_stage)]
         for place, (row, sizes) in enumerate(zip(rows.tolist(), np.stack(columns, axis=1).tolist(), strict=True)):
-            alike.setdefault((self.schedules[row], tuple(sizes)), []).append(place)
+            schedule, (pp, vpp, steps, zero_stage) = self.schedules[row], sizes
+            held = steps if vpp == 1 else chunks_in_flight(schedule, pp, vpp, steps)
+            alike.setdefault((schedule, pp, vpp, zero_stage, held), []).append(place)
         yield from map(np.array, alike.values())
 
     def bound_s(self, choice: RecomputeChoice) -> FloatArray:
@@ -154,8 +159,11 @@ class Nodes:
     def _step_s(
         self, shapes: PricedShapes, base: Recompute, exchanging: Recompute, whole: Whole = "none"
     ) -> FloatArray:
-        pipeline_s = pipeline_bound_s(shapes, base, whole, self.orders)
-        return np.where(np.isfinite(pipeline_s), with_ends_s(shapes, pipeline_s, base, exchanging), np.inf)
+        rows, step_s = rows_with_room(shapes, base, whole, self.orders), np.full(len(shapes.kernel), np.inf)
+        shapes, orders = shapes.take(rows), self.orders.take(rows)
+        pipeline_s = pipeline_bound_s(shapes, base, whole, orders)
+        step_s[rows] = np.where(np.isfinite(pipeline_s), with_ends_s(shapes, pipeline_s, base, exchanging), np.inf)
+        return step_s
 
     def guess_s(self, choice: RecomputeChoice) -> FloatArray:
         """Seconds of the pipeline with layers spread as evenly as possible, and with its fill."""
@@ -166,13 +174,6 @@ class Nodes:
         busiest = np.ceil(np.ceil(model.num_hidden_layers / pp) / vpp) * vpp / (model.num_hidden_layers / pp)
         fill_s = (pp - 1) * (mean_s / vpp + 2 * shapes.p2p_s)
         return shapes.shape.num_microbatches * mean_s * busiest + fill_s
-
-
-def kinds_of(model: ModelSpec) -> Kinds:
-    """How the model's layers differ."""
-    if len(model.kinds) == 1:
-        return "one"
-    return "in a pattern" if recurring(model.runs) is not None or len(model.runs) > len(model.kinds) else "in runs"
 
 
 def bound_of_shapes_s(shapes: PricedShapes, limits: SearchLimits) -> FloatArray:
@@ -219,17 +220,17 @@ def nodes_of(shapes: PricedShapes, limits: SearchLimits) -> Iterator[tuple[IntAr
         index = np.repeat(rows, count[which])
         chosen = shapes.take(index)
         vpps = np.array([vpp for _, _, vpp, _ in kinds])
-        folded = np.array([placement(name, pp, vpp)[-1] == 0 for name, pp, vpp, _ in kinds])
+        folded = np.array([placement(name, pp, vpp)[-1] == 0 for name, pp, vpp, _ in kinds])[kind]
         # where the pipeline folds, the head exchanges beside the embedding
-        known = {} if folded.any() else chosen.known
-        chosen = replace(chosen, shape=replace(chosen.shape, vpp=vpps[kind]), folded=folded[kind], known=known)
+        known = chosen.known if np.array_equal(folded, chosen.folded) else {}
+        chosen = replace(chosen, shape=replace(chosen.shape, vpp=vpps[kind]), folded=folded, known=known)
         setting = Setting(pricing.model, pricing.cluster, pricing.training, pricing.runtime, chosen.shape)
         legal = np.broadcast_to(takes_shapes(setting), index.shape)
         legal = np.flatnonzero(legal)
         if len(legal) < len(index):
             chosen, index, kind = chosen.take(legal), index[legal], kind[legal]
         if len(index):
-            orders = orders_of(kinds, kinds_of(pricing.model)).take(kind)
+            orders = orders_of(kinds, pricing.model, pricing.runtime.head_only_stage).take(kind)
             yield index, Nodes(chosen, [kinds[k][0] for k in kind], orders)
 
 

@@ -30,7 +30,7 @@ from planner.layout.price import layout_again, reprice
 from planner.physics.cost import PartCost
 from planner.record import record
 from planner.schedule.orders import SCHEDULES
-from planner.search.bounds import busiest_rank_s, schedule_bound_s
+from planner.search.bounds import busiest_rank_s, exceeds_all_ranks, schedule_bound_s
 from planner.search.case import Deadline
 from planner.search.frontier import Nodes
 from planner.search.ilp.node import RecomputeChoice, Whole, splits_tried
@@ -50,12 +50,13 @@ MAX_FACTOR = 100.0
 
 def level_guess_s(nodes: Nodes) -> FloatArray:
     """Seconds of each row if its ranks held any number of layers, none recomputed; infinite without interleaving."""
-    shapes = nodes.shapes
-    no_trips = np.zeros(nodes.orders.full.shape)
-    busiest = busiest_rank_s(shapes, "none", False, nodes.orders, no_trips)
-    least_s = schedule_bound_s(shapes, busiest, "none", nodes.orders) + shapes.tail_s
     interleaves = np.array([SCHEDULES[name].bound == "interleaved" for name in nodes.schedules], dtype=bool)
-    return np.where(interleaves, least_s, np.inf)
+    step_s, lack = np.full(len(interleaves), np.inf), exceeds_all_ranks(nodes.shapes, ("none",), nodes.orders)
+    rows = np.flatnonzero(interleaves & ~lack)
+    shapes, orders = nodes.shapes.take(rows), nodes.orders.take(rows)
+    busiest = busiest_rank_s(shapes, "none", False, orders, np.zeros(orders.full.shape))
+    step_s[rows] = schedule_bound_s(shapes, busiest, "none", orders) + shapes.tail_s
+    return step_s
 
 
 def level_split(candidate: Candidate) -> Split:

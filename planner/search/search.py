@@ -141,7 +141,7 @@ def search_within_risk(case: Case, deadline: Deadline | None = None, news: News 
     warnings = export_warnings(best.pricing) + host_warnings(best.pricing, best.shape)
     layouts[0] = layouts[0].model_copy(update={"warnings": warnings})
     layouts[0] = with_recipe(layouts[0], best, recipes)
-    fastest_s = layouts[0].step.step_s if best is fastest else price_layout(fastest, totals).step.step_s
+    fastest_s = layouts[0].step.step_s if best is fastest else fastest.step_s
     report = certificate(rounds, recipes, fastest_s, time.monotonic() - started)
     rejections = rounds[0].rejections
     if stands is not None:

@@ -38,7 +38,7 @@ from planner.observe.traces.recorded import Recorded
 from planner.probe.result import ProbeResult
 from planner.probe.run import ProbeRun
 from planner.profile.measurements import Machine
-from planner.schedule.bounds import any_order_bounds_s, in_flight_bounds_s
+from planner.schedule.bounds import in_flight_bounds_s
 from planner.schedule.replay import replay
 from planner.search.why.explanation import Explanation
 from planner.specs.cluster import ClusterSpec
@@ -252,7 +252,7 @@ def test_a_replay_is_no_shorter_than_what_its_ranks_allow(job: Job) -> None:
     order, durations = job.candidate.order, job.candidate.durations
     timeline = replay(order, durations)
     splits = any(action.kind == "I" for actions in order.ranks for action in actions)
-    free_s = any_order_bounds_s(durations, order.stage_to_rank, order.num_microbatches, splits_backward=splits)
+    free_s = in_flight_bounds_s(durations, order.stage_to_rank, order.num_microbatches, splits_backward=splits)
     held = [int(chunks) for chunks in timeline.peak_in_flight_chunks]
     limited_s = in_flight_bounds_s(durations, order.stage_to_rank, order.num_microbatches, held, splits_backward=splits)
     assert free_s.max() <= limited_s.max() * (1 + 1e-9)

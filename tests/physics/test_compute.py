@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import yaml
 
-from planner.physics.compute import gpu_seconds, issue_seconds, operator_seconds, with_host
+from planner.physics.compute import issue_seconds, operator_seconds, summed, with_host
 from planner.physics.kernels import accumulate_s, attention_s, cast_s, clip_s, gemm_s, optimizer_s, product_s, stream_s
 from planner.physics.layers import decoder_layer
 from planner.physics.operators import Operator, operators_of
@@ -269,7 +269,11 @@ def test_small_operators_wait_for_the_host_unless_graphs_replay_them() -> None:
     small = [gemm(128, 256, 256), attention(q_len=128, kv_len=128, heads=1)] * 4
     graphs = MEGATRON.model_copy(update={"cuda_graphs": True})
     eager, replayed = (
-        with_host(gpu_seconds(small, H200, "bf16", runtime), issue_seconds(small, H200, runtime), runtime)
+        with_host(
+            summed(operator_seconds(op, H200, "bf16", runtime) for op in small),
+            issue_seconds(small, H200, runtime),
+            runtime,
+        )
         for runtime in (MEGATRON, graphs)
     )
     host = MEGATRON.host_factor * H200.efficiency.host_us * 1e-6
@@ -291,7 +295,11 @@ def test_learned_sinks_add_to_the_backward_of_each_row() -> None:
 
 def test_large_operators_hide_the_host() -> None:
     large = [gemm(8192, 8192, 8192)] * 3
-    seconds = with_host(gpu_seconds(large, H200, "bf16", MEGATRON), issue_seconds(large, H200, MEGATRON), MEGATRON)
+    seconds = with_host(
+        summed(operator_seconds(op, H200, "bf16", MEGATRON) for op in large),
+        issue_seconds(large, H200, MEGATRON),
+        MEGATRON,
+    )
     assert float(seconds.forward_s) == pytest.approx(3 * forward_s(large[0]))
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from planner.export.import_run import read_configuration
 from planner.physics.communication import exchange_s
-from planner.physics.compute import gpu_seconds, issue_seconds, operator_seconds, with_host
+from planner.physics.compute import issue_seconds, operator_seconds, summed, with_host
 from planner.physics.cost import CostTable, PartCost
 from planner.physics.kernels import attention_s
 from planner.physics.layers import decoder_layer
@@ -463,7 +463,7 @@ def test_a_ring_hides_no_longer_than_the_attention_to_its_other_blocks(seq_lengt
     attention = [op for op in operators_of(items) if op.kind == "attention"]
     hardware, runtime = pricing.cluster.hardware, pricing.runtime
     issued = issue_seconds(attention, hardware, runtime)
-    passes = with_host(gpu_seconds(attention, hardware, "bf16", runtime), issued, runtime)
+    passes = with_host(summed(operator_seconds(op, hardware, "bf16", runtime) for op in attention), issued, runtime)
     for backward, shown, others in (
         (False, layer.cp_forward_s, passes[0]),
         (True, layer.cp_backward_s, sum(passes[1:])),

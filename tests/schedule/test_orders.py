@@ -8,10 +8,12 @@ from collections.abc import Callable
 from itertools import accumulate
 from pathlib import Path
 
+import numpy as np
 import pytest
 import yaml
 
 from planner.errors import SpecError
+from planner.schedule import graph
 from planner.schedule.graph import compile_schedule
 from planner.schedule.orders import (
     SCHEDULES,
@@ -25,7 +27,7 @@ from planner.schedule.orders import (
     placement,
     violation,
 )
-from planner.schedule.replay import Durations, makespan_s, replay
+from planner.schedule.replay import Durations, _costs, _sweep, makespan_s, replay
 
 TABLES = yaml.safe_load((Path(__file__).parent / "tables.yaml").read_text())
 
@@ -62,11 +64,30 @@ def test_every_microbatch_passes_every_stage_once_and_nothing_deadlocks(random_s
     for _ in range(25):
         pp, vpp, num_microbatches = random_shape(name, rng)
         schedule = build_schedule(name, pp, vpp, num_microbatches)
-        graph = compile_schedule(schedule)  # raises when an action is missing, repeated, misplaced or never ready
+        compiled = compile_schedule(schedule)  # raises when an action is missing, repeated, misplaced or never ready
         per_pass = 1 if schedule.forward_only else 2
         if not schedule.splits_backward:
-            assert len(graph.kind) == per_pass * pp * vpp * num_microbatches
+            assert len(compiled.kind) == per_pass * pp * vpp * num_microbatches
         assert (schedule.pp, schedule.vpp, schedule.num_microbatches) == (pp, vpp, num_microbatches)
+        assert (np.maximum(compiled.source, compiled.previous) < np.arange(1, compiled.num_actions + 1)).all()
+
+
+@pytest.mark.parametrize(("name", "vpp"), [("1f1b", 1), ("interleaved-1f1b", 2), ("interleaved-1f1b", 5)])
+def test_ranks_in_turn_are_ordered_without_a_walk(monkeypatch: pytest.MonkeyPatch, name: str, vpp: int) -> None:
+    """The order by a formula is topological, and gives the seconds to the last bit that the order of a walk gives."""
+    schedule, n = build_schedule(name, 6, vpp, 18), 6 * vpp
+    durations = Durations([0.1 + 0.7 * j for j in range(n)], [0.3] * n, [0.9 - 0.01 * j for j in range(n)], 0.02)
+    compiled = []
+    for other, stand_in in (
+        ("_topological_order", None),
+        ("_order_in_turn", lambda kind, *_: np.arange(len(kind))[::-1]),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(graph, other, stand_in)
+            compiled.append(graph.compile_schedule.__wrapped__(schedule))  # type: ignore[attr-defined]
+    assert compiled[0].kind.tolist() != compiled[1].kind.tolist()
+    ends = [max(_sweep(each, _costs(schedule, each, durations))) for each in compiled]
+    assert ends[0] == ends[1] > 18 * 0.1
 
 
 @pytest.mark.parametrize("name", SCHEDULES)

@@ -259,7 +259,7 @@ def test_activation_bytes_over_time() -> None:
     timeline = replay(build_schedule("1f1b", 4, 1, 8), Durations(ones, ones, ones, activation_bytes=[1, 2, 3, 4]))
     assert timeline.peak_activation_bytes.tolist() == [4, 6, 6, 4]
     assert timeline.peak_in_flight_chunks.tolist() == [4, 3, 2, 1]
-    for times, held in zip(timeline.activation_times_s, timeline.activation_held_bytes, strict=True):
+    for times, held in timeline.activation_curves:
         assert (np.diff(times) >= 0).all()
         assert held[-1] == 0
         assert len(held) == 16

@@ -9,7 +9,7 @@ import pytest
 from planner.errors import Infeasible, SpecError
 from planner.schedule import actions
 from planner.schedule.actions import Action, Schedule, keeps_latest
-from planner.schedule.bounds import any_order_bounds_s, in_flight_bounds_s
+from planner.schedule.bounds import in_flight_bounds_s
 from planner.schedule.compare import RankSeconds, compare, find_order
 from planner.schedule.graph import DeadlockError
 from planner.schedule.orders import SCHEDULES, build_schedule, in_flight_chunks, violation
@@ -230,7 +230,7 @@ def test_no_replay_of_any_schedule_goes_below_the_bounds(random_shape: RandomSha
         bounds_s = in_flight_bounds_s(
             durations, schedule.stage_to_rank, num_microbatches, in_flight, splits_backward=splits
         )
-        free_s = any_order_bounds_s(durations, schedule.stage_to_rank, num_microbatches, splits_backward=splits)
+        free_s = in_flight_bounds_s(durations, schedule.stage_to_rank, num_microbatches, splits_backward=splits)
         assert free_s.max() <= bounds_s.max() + 1e-9
         assert bounds_s.max() <= makespan_s(schedule, durations) + 1e-9
 
@@ -249,10 +249,10 @@ def test_bound_of_1f1b_is_its_replay_within_fifteen_percent_of_even() -> None:
 
 def test_bound_by_hand() -> None:
     durations = Durations([1, 2], [1, 1], [1, 1], p2p_s=0.5)
-    assert any_order_bounds_s(durations, [0, 1], 3).tolist() == [3 * 3 + 0, 3 * 4 + 1 + 2 + 2 * 0.5]
+    assert in_flight_bounds_s(durations, [0, 1], 3).tolist() == [3 * 3 + 0, 3 * 4 + 1 + 2 + 2 * 0.5]
     # One activation at a time on rank 0: three trips of 3 + 4 and two transfers.
     assert in_flight_bounds_s(durations, [0, 1], 3, [1, 1])[0] == 3 * (7 + 1)
     # Two at a time: before the first backward and after the last forward the trip below, 4 + 1, less one forward or b.
     assert in_flight_bounds_s(durations, [0, 1], 3, [2, 1])[0] == 9 + (5 - 1) + (5 - 2)
-    split = any_order_bounds_s(durations, [0, 1], 3, splits_backward=True)
+    split = in_flight_bounds_s(durations, [0, 1], 3, splits_backward=True)
     assert split.tolist() == [9, 1.5 + 12]  # rank 1 may end with a weight gradient

@@ -25,6 +25,7 @@ from planner.search.ilp.node import Node, RecomputeChoice
 from planner.search.ilp.program import solve
 from planner.search.layouts import recompute_choices
 from planner.search.priced_shapes import priced_shapes
+from planner.shape import Shape
 from planner.specs.model import LayerKind
 from planner.specs.units import GIB
 
@@ -115,9 +116,8 @@ def test_no_bound_of_a_split_is_above_its_replay(kinds: dict[str, int]) -> None:
         for row in range(0, len(block.schedules), 5):
             shape = scalar(block.shapes.shape, row)
             for choice in recompute_choices(problem.model, problem.runtime, problem.limits):
-                pp, vpp = int(shape.pp), int(shape.vpp)
-                splits = splits_of(pp, vpp, problem.model.num_hidden_layers, problem.runtime, choice)
-                if splits is None or pp == 1:
+                splits = splits_of(shape, problem.pricing, choice)
+                if splits is None or shape.pp == 1:
                     continue
                 layout = Candidate(problem.pricing, problem.pricing.table(shape), Split(()), block.schedules[row])
                 others_s, candidates = promising(layout, choice, splits, math.inf)
@@ -146,10 +146,10 @@ def test_a_table_of_shapes_is_made_of_their_kernels() -> None:
 
 
 def test_one_split_is_all_that_a_single_rank_has() -> None:
-    problem = toy_problem()
+    problem = toy_problem(toy_model(8))
     for whole in ("none", "all", "one_count"):
-        assert splits_of(1, 1, 8, problem.runtime, RecomputeChoice("none", whole)) == [(8,)]
-    assert splits_of(2, 1, 8, problem.runtime, RecomputeChoice("none", "none")) is None
+        assert splits_of(Shape(), problem.pricing, RecomputeChoice("none", whole)) == [(8,)]
+    assert splits_of(Shape(pp=2), problem.pricing, RecomputeChoice("none", "none")) is None
 
 
 DENSE_OF_CHUNKS, MOE, CHUNKED = LayerKind("full", "dense"), LayerKind("full", "moe"), LayerKind("chunked", "dense")

@@ -10,7 +10,7 @@ import numpy as np
 import yaml
 
 from planner.errors import SpecError
-from planner.physics.compute import gpu_seconds, issue_seconds, with_host
+from planner.physics.compute import issue_seconds, operator_seconds, summed, with_host
 from planner.physics.kernels import PassSeconds, accumulate_s, optimizer_s, product_s
 from planner.physics.layers import decoder_layer, embedding, head
 from planner.physics.operators import Item, Operator, num_parameters, operators_of
@@ -65,7 +65,11 @@ def measured_model(name: str) -> ModelSpec:
 
 
 def _eager_seconds(items: list[Operator], hardware: HardwareSpec) -> PassSeconds:
-    return with_host(gpu_seconds(items, hardware, "bf16", EAGER), issue_seconds(items, hardware, EAGER), EAGER)
+    return with_host(
+        summed(operator_seconds(op, hardware, "bf16", EAGER) for op in items),
+        issue_seconds(items, hardware, EAGER),
+        EAGER,
+    )
 
 
 class ModelRows:
