@@ -129,7 +129,7 @@ class RuntimeSpec(Host, Limits, Overlaps, FineTuning, Memory, Kernels, Generatio
         if gradient_bytes is not None:
             update |= {"gradient_bytes": gradient_bytes, "kept_gradient_bytes": 0}
         if architecture == "blackwell":
-            update["fp8_copies"] = 1
+            update |= {"fp8_copies": 1, "attention_kernel": self.blackwell_attention or self.attention_kernel}
         if architecture in BEFORE_FLASH and self.attention_kernel == "fastest" and not self.runs_transformers:
             # Transformer Engine falls back to scores in memory
             update["flash_attention"] = False
