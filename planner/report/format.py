@@ -23,6 +23,7 @@ from planner.specs.base import Fields, Named, Texts
 from planner.specs.hardware import By, Correction
 from planner.specs.reading import shipped_table
 from planner.specs.units import gib
+from planner.trainers.shipped import RUNTIMES
 from planner.trainers.switches import SWITCHES, Value, written
 
 SURE = "over 99%"
@@ -244,9 +245,15 @@ def says_deciding(layout: PricedLayout) -> str:
     return f"±{now} would be ±{known} with {fact.option}: {fact.fact}"
 
 
-def unsure(layout: PricedLayout) -> list[tuple[str, str]]:
-    """A subject and a sentence each: the switches left unsaid, and the fact that would make a wide interval narrow."""
-    return [row for row in (("not said", says_unsaid(layout)), ("wide", says_deciding(layout))) if row[1]]
+OWN_TRAINER = "your own, of which no run was published: plan probe measures one"
+
+
+def unsure(plan: Plan) -> list[tuple[str, str]]:
+    """A subject and a sentence each: a trainer of the user's, the switches left unsaid, and the fact that would make a
+    wide interval narrow."""
+    own = "" if plan.runtime_spec.name in RUNTIMES else OWN_TRAINER
+    rows = ("trainer", own), ("not said", says_unsaid(plan.best)), ("wide", says_deciding(plan.best))
+    return [row for row in rows if row[1]]
 
 
 def says_outcome(search: SearchReport) -> str:
