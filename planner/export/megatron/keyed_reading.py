@@ -175,6 +175,10 @@ def read_swift(config: ConfigFile) -> ImportedRun:
     imported.predicts_further = bool(settings.get("mtp_num_layers"))
     imported.unknown |= keyed.unread
     add_adapters(imported, settings)
+    run = imported.run
+    known = {"batch": run["global_batch_size"], "micro": run["parallelism"]["micro_batch_size"]}
+    known |= {"adapters": run.get("adapters"), "objectives": table()["huggingface"]["objectives"]}
+    imported.put(readings("ms-swift", settings, **known))
     if not is_on(settings.get("packing")):
         imported.note_unpacked()
     _note_model(imported, name)
