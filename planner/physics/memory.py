@@ -142,13 +142,13 @@ def keeps_gradients(shape: Shape, runtime: RuntimeSpec) -> Number:
 
 def whole_gradients_bytes(dense: Number, expert: Number, shape: Shape, runtime: RuntimeSpec) -> Number:
     """`gradients_bytes` when the backward is done; or, where that is more, when the last one begins."""
-    on_gpu, is_piped = 1 - offloaded_gradients(runtime) * (shape.zero_stage >= 2), shape.pp > 1
-    is_unsynced = (shape.num_microbatches > 1) & (shape.zero_stage >= 2)
+    on_gpu = 1 - offloaded_gradients(runtime) * (shape.zero_stage >= 2)
     # beside sums in 16 bits there are no others
     kept_bytes = runtime.kept_gradient_bytes * (runtime.gradient_bytes > BF16)
     bytes_per_parameter = on_gpu * (runtime.gradient_bytes + kept_bytes)
-    kept = bytes_per_parameter * where(is_piped, dense + expert, sharded(dense, expert, shape, runtime, 2))
-    return maximum(kept, runtime.unsynced_gradient_bytes * is_unsynced * (dense + expert))
+    unsynced_bytes = runtime.unsynced_gradient_bytes * (shape.num_microbatches > 1)
+    whole = where(shape.pp > 1, bytes_per_parameter, unsynced_bytes) * (dense + expert)
+    return maximum(bytes_per_parameter * sharded(dense, expert, shape, runtime, 2), whole)
 
 
 def offloaded_gradients(runtime: RuntimeSpec) -> float:
