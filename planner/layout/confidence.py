@@ -192,8 +192,6 @@ def width_terms(pricing: Pricing, layout: PricedLayout, host_fraction: float) ->
     exchanges_s = parts.tp_comm_s + parts.cp_comm_s + parts.ep_comm_s + parts.pp_comm_s + parts.exposed_dp_s
     hardware, model, runtime, training = pricing.cluster.hardware, pricing.model, pricing.runtime, pricing.training
     ranks, ep = layout.parallelism.num_gpus_used, layout.parallelism.ep
-    driven = pricing.cluster.tiers[-1].is_host_driven
-    scale = SCALE_WIDTH * _doublings(ranks, SCALE_KNOWN_RANKS)
     terms = {
         "kernels": hardware_width(hardware),
         "trainer": math.hypot(runtime.step_width, OWN_TRAINER_WIDTH * (runtime.name not in RUNTIMES)),
@@ -207,10 +205,13 @@ def width_terms(pricing: Pricing, layout: PricedLayout, host_fraction: float) ->
         "dtype": NARROW_WIDTH.get(training.dtype, 0.0),
         "host": (SAID_HOST_WIDTH if hardware.host.kind else HOST_WIDTH) * host_fraction,
         "texts": TEXTS_WIDTH * host_fraction * bool(runtime.packs_documents),
-        "exchanges": (DRIVEN_WIDTH if driven else OVERLAP_WIDTH) * exchanges_s / step_s,
+        "exchanges": (DRIVEN_WIDTH if pricing.cluster.tiers[-1].is_host_driven else OVERLAP_WIDTH)
+        * exchanges_s
+        / step_s,
+        "scale": SCALE_WIDTH * _doublings(ranks, SCALE_KNOWN_RANKS),
     }
     if model.moe is None:
-        return terms | {"scale": scale}
+        return terms
     return terms | {
         "experts": MOE_STEP_WIDTH if runtime.family in FITTED_TO_MIXTURES else MOE_UNFITTED_WIDTH,
         "routing": max(ROUTING_WIDTH * (float(pricing.imbalance(ep)) - 1), TUNED_WIDTH * (training.moe_spread > 0))
@@ -247,12 +248,13 @@ def mixture_interval(width: float, choices: Mapping[str, Sequence[Choice]]) -> I
         own = (0.0, 1 - sum(fraction for _, fraction, _ in others), 0.0)
         mixture = [(log + by, p * q, w + more) for log, p, w in mixture for by, q, more in (own, *others)]
     spreads = [math.sqrt(2 * square) / DEVIATIONS for _, _, square in mixture]
+    margin = 2 * max(spreads)
 
     def below(log: float) -> float:
         return sum(p * math.erfc((c - log) / spread) for (c, p, _), spread in zip(mixture, spreads, strict=True)) / 2
 
     def quantile(fraction: float) -> float:
-        low, high = min(mixture)[0] - 2 * max(spreads), max(mixture)[0] + 2 * max(spreads)
+        low, high = min(mixture)[0] - margin, max(mixture)[0] + margin
         for _ in range(_STEPS):
             middle = (low + high) / 2
             low, high = (middle, high) if below(middle) < fraction else (low, middle)
@@ -312,12 +314,9 @@ def hardware_width(hardware: HardwareSpec) -> float:
     it.
     """
     evidence, by_probe = hardware.efficiency.evidence, hardware.efficiency.step_width
-    known = STEP_WIDTH[evidence]
-    if hardware.is_amd and evidence != "probed":
-        known = max(AMD_STEP_WIDTH, known)
-    if by_probe is None:
-        return known
-    return by_probe if evidence == "probed" else max(known, by_probe)
+    if evidence == "probed":
+        return STEP_WIDTH[evidence] if by_probe is None else by_probe
+    return max(STEP_WIDTH[evidence], AMD_STEP_WIDTH * hardware.is_amd, by_probe or 0.0)
 
 
 def _around(value: float, width: float) -> Interval:
