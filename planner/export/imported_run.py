@@ -326,7 +326,7 @@ class ImportedRun:
         self.pads = True
         if (length := self.run["seq_length"]) is not None:
             self.notes.append(
-                f"sequences are not packed: priced as if each were {length:,} tokens long, the most that a step takes; "
+                f"without packing: priced as if each sequence were {length:,} tokens long, the most that a step takes; "
                 "--example-lengths MEAN:MAX tells its mean"
             )
 

@@ -112,7 +112,7 @@ def _operator_seconds(op: Operator, hardware: HardwareSpec, dtype: str, runtime:
             slow /= MX_ATTENTION if dtype == "mxfp8" else NARROW_ATTENTION
         if (tflops := runtime.latent_attention_tflops) and op.qk_dim != op.v_dim:
             peak = hardware.peak_flops("bf16") or 0.0
-            slow *= max(1.0, efficiency.flash.forward_fraction * peak / (1e12 * tflops))
+            slow *= max(1.0, efficiency.kernel(runtime.attention_kernel).forward_fraction * peak / (1e12 * tflops))
         forward, backward = slow * forward, slow * backward
         if runtime.deterministic:
             is_blackwell = hardware.architecture == "blackwell"

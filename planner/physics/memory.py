@@ -41,7 +41,7 @@ def weights_bytes(
 
 def _stay(shape: Shape, runtime: RuntimeSpec) -> Number:
     """1 where the shards of weights are on the GPU, 0 where they wait on the host."""
-    return where(runtime.parameter_offload & (shape.zero_stage == 3), 0, 1)
+    return 1 - runtime.parameter_offload * (shape.zero_stage == 3)
 
 
 def frozen_bytes(dense: Number, expert: Number, wide: Number, shape: Shape, runtime: RuntimeSpec, dtype: str) -> Number:
@@ -97,7 +97,7 @@ def gathered_weights_bytes(parameters: Number, shape: Shape, runtime: RuntimeSpe
     """Bytes of the bf16 copies that stay gathered from a step's first micro-batch to its last."""
     zero = shape.zero_stage
     gathered = ((zero == 3) & (shape.pp > 1)) | ((zero == 2) & (runtime.weight_bytes > BF16))
-    return where(gathered, BF16 * parameters, 0.0)
+    return BF16 * parameters * gathered
 
 
 def _cast_weight_bytes(shape: Shape, runtime: RuntimeSpec, dtype: str) -> Number:
@@ -141,12 +141,14 @@ def keeps_gradients(shape: Shape, runtime: RuntimeSpec) -> Number:
 
 
 def whole_gradients_bytes(dense: Number, expert: Number, shape: Shape, runtime: RuntimeSpec) -> Number:
-    """`gradients_bytes` when the backward is done."""
-    on_gpu, is_piped = 1 - offloaded_gradients(runtime) * (shape.zero_stage >= 2), shape.pp > 1
+    """`gradients_bytes` when the backward is done; or, where that is more, when the last one begins."""
+    on_gpu = 1 - offloaded_gradients(runtime) * (shape.zero_stage >= 2)
     # beside sums in 16 bits there are no others
     kept_bytes = runtime.kept_gradient_bytes * (runtime.gradient_bytes > BF16)
     bytes_per_parameter = on_gpu * (runtime.gradient_bytes + kept_bytes)
-    return bytes_per_parameter * where(is_piped, dense + expert, sharded(dense, expert, shape, runtime, 2))
+    unsynced = runtime.unsynced_gradient_bytes * (shape.num_microbatches > 1) * (shape.zero_stage >= 2)
+    kept = bytes_per_parameter * where(shape.pp > 1, dense + expert, sharded(dense, expert, shape, runtime, 2))
+    return maximum(kept, unsynced * (dense + expert))
 
 
 def offloaded_gradients(runtime: RuntimeSpec) -> float:
@@ -179,13 +181,13 @@ def optimizer_bytes(
     Of parameters that the host updates, the moments leave the GPU and the masters stay: Qwen3-30B loses 8 bytes for
     each (Megatron-Bridge's notes on offloading). ZeRO-Offload's masters leave too.
     """
+    shards = sharded(dense, expert, shape, runtime)
     if runtime.optimizer != "adamw":
-        masters = runtime.master_bytes * sharded(dense, expert, shape, runtime, 1)
-        return masters + sharded(*states, shape, runtime, 1)
+        return runtime.master_bytes * shards + sharded(*states, shape, runtime)
     kept = 0 if runtime.offloads_masters else FP32
     all_bytes = runtime.optimizer_bytes - (FP32 - BF16) * runtime.master_remainders
     left = runtime.optimizer_offload_fraction * max(runtime.optimizer_bytes - kept, 0)
-    return max(all_bytes - left, 0) * sharded(dense, expert, shape, runtime, 1)
+    return max(all_bytes - left, 0) * shards
 
 
 def sharded(dense: Number, expert: Number, shape: Shape, runtime: RuntimeSpec, from_stage: int = 1) -> Number:

@@ -23,6 +23,7 @@ from planner.specs.base import Fields, Named, Texts
 from planner.specs.hardware import By, Correction
 from planner.specs.reading import shipped_table
 from planner.specs.units import gib
+from planner.trainers.shipped import RUNTIMES
 from planner.trainers.switches import SWITCHES, Value, written
 
 SURE = "over 99%"
@@ -228,11 +229,11 @@ def says_unsaid(layout: PricedLayout) -> str:
     """`ep_overlap; true would be 12% faster (dispatcher and cuda_graph too)`; empty where every switch is said."""
     if not layout.unsaid:
         return ""
-    most, step_s = layout.unsaid[0], layout.step.step_s
-    faster = most.other_step_s < step_s
-    effect = percent(abs(most.other_step_s / step_s - 1), 0)
-    says = f"{most.switch}; {written(most.other)} would be {effect} {'faster' if faster else 'slower'}"
-    others = [name for name in dict.fromkeys(one.switch for one in layout.unsaid) if name != most.switch]
+    most = layout.unsaid[0]
+    slower = most.other_step_s / layout.step.step_s - 1
+    effect = f"{percent(abs(slower), 0)} {'faster' if slower < 0 else 'slower'}"
+    says = f"{most.switch}; {written(most.other)} would be {effect}"
+    _, *others = dict.fromkeys(one.switch for one in layout.unsaid)
     return f"{says}; nor {', '.join(others)}" if others else says
 
 
@@ -240,13 +241,19 @@ def says_deciding(layout: PricedLayout) -> str:
     """`±97% would be ±35% with --moe-imbalance: how uneven the experts are`; empty where the interval is not wide."""
     if (fact := layout.deciding_fact) is None:
         return ""
-    now, known = (f"{percent(math.expm1(w), 0)}" for w in (fact.half_width, fact.known_half_width))
+    now, known = (percent(math.expm1(w), 0) for w in (fact.half_width, fact.known_half_width))
     return f"±{now} would be ±{known} with {fact.option}: {fact.fact}"
 
 
-def unsure(layout: PricedLayout) -> list[tuple[str, str]]:
-    """A subject and a sentence each: the switches left unsaid, and the fact that would make a wide interval narrow."""
-    return [row for row in (("not said", says_unsaid(layout)), ("wide", says_deciding(layout))) if row[1]]
+OWN_TRAINER = "your own, of which no run was published: plan probe measures one"
+
+
+def unsure(plan: Plan) -> list[tuple[str, str]]:
+    """A subject and a sentence each: a trainer of the user's, the switches left unsaid, and the fact that would make a
+    wide interval narrow."""
+    own = "" if plan.runtime_spec.name in RUNTIMES else OWN_TRAINER
+    says = {"trainer": own, "not said": says_unsaid(plan.best), "wide": says_deciding(plan.best)}
+    return [row for row in says.items() if row[1]]
 
 
 def says_outcome(search: SearchReport) -> str:

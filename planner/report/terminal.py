@@ -323,7 +323,7 @@ def _stages(view: View, whole: Table, num_rows: int) -> RenderableType:
 def _sure(plan: Plan, view: View) -> Iterator[tuple[str, str]]:
     """The evidence, and what could make another layout the better one, in a line each."""
     yield "evidence", EVIDENCE_IN_BRIEF[plan.evidence]
-    yield from unsure(plan.best)
+    yield from unsure(plan)
     if plan.undecided and not view.is_small:
         count, total = len(plan.undecided), len(plan.alternatives)
         yield "interval", f"holds {count} of {total} alternatives too: plan probe can tell them apart"

@@ -406,7 +406,7 @@ def _breakdown(plan: Plan) -> tuple[StepShare, ...]:
 def _sure(plan: Plan) -> Iterator[tuple[str, str]]:
     """A subject and a sentence each: the evidence, switches left unsaid, the risk, what intervals cannot tell apart."""
     yield "evidence", EVIDENCE[plan.evidence]
-    yield from unsure(plan.best)
+    yield from unsure(plan)
     if plan.best.oom_probability is not None:
         yield "memory", _memory(plan)
     hardware = plan.cluster.hardware

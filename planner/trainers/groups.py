@@ -72,6 +72,8 @@ class Kernels(Group):
     """The fused attention kernel: the GPU's fastest (cuDNN's, FlashAttention-3), FlashAttention-2, or the first.
 
     `sdpa`: as `trainers.torch_attention` says of torch's own attention; behind a hyphen the kernel that torch took."""
+    blackwell_attention: Literal["", "fastest"] = ""
+    """`attention_kernel` on Blackwell, where a trainer takes another there."""
     fuses_sparse_attention: bool = False
     """A kernel scores keys and attends to the chosen ones alone; without: scores of all keys are written to memory, of
     the indexer and of attention, and masked (Megatron-LM, transformer/experimental_attention_variant/dsa.py)."""
@@ -236,6 +238,9 @@ class Memory(Group):
     """The update is not fused: roots of all second moments stand beside them (torch's AdamW with foreach)."""
     kept_gradient_bytes: NonNegativeInt = 0
     """Bytes per parameter of 16-bit gradients beside the fp32 sums, zeroed after every micro-batch and never freed."""
+    unsynced_gradient_bytes: NonNegativeInt = 0
+    """Bytes per parameter of gradients that FSDP leaves whole until the last micro-batch (`no_sync`); 0 where each
+    micro-batch shards its own."""
     optimizer_bytes: PositiveInt = 12
     """Bytes per parameter of fp32 master weights (unless they are the weights) and two Adam moments."""
     optimizer: OptimizerName = "adamw"

@@ -86,9 +86,8 @@ class Host(Group):
     @property
     def launched_fraction(self) -> float:
         """Share of moe_kernels that the host still launches where CUDA graphs replay modules of a layer."""
-        attention = self.graphed_attention_fraction if "attn" in self.graphed_modules else 0.0
-        routing = self.graphed_routing_fraction if "moe_router" in self.graphed_modules else 0.0
-        return 1 - attention - routing
+        attention, routing = (name in self.graphed_modules for name in ("attn", "moe_router"))
+        return 1 - self.graphed_attention_fraction * attention - self.graphed_routing_fraction * routing
 
 
 class RuntimeSpec(Host, Limits, Overlaps, FineTuning, Memory, Kernels, Generation):
@@ -129,7 +128,7 @@ class RuntimeSpec(Host, Limits, Overlaps, FineTuning, Memory, Kernels, Generatio
         if gradient_bytes is not None:
             update |= {"gradient_bytes": gradient_bytes, "kept_gradient_bytes": 0}
         if architecture == "blackwell":
-            update["fp8_copies"] = 1
+            update |= {"fp8_copies": 1, "attention_kernel": self.blackwell_attention or self.attention_kernel}
         if architecture in BEFORE_FLASH and self.attention_kernel == "fastest" and not self.runs_transformers:
             # Transformer Engine falls back to scores in memory
             update["flash_attention"] = False
@@ -184,12 +183,14 @@ class RuntimeSpec(Host, Limits, Overlaps, FineTuning, Memory, Kernels, Generatio
         """This runtime where backwards are split: layers run uncompiled, since a compiled one's backward is one node of
         the graph, whose donated buffers allow no second pass (torch 2.13); the loss stays compiled. Some trainers hide
         no exchange of gradients or weights then (`overlaps_split_backwards`)."""
+        if not split_backward:
+            return self
         changed: Fields = {}
-        if split_backward and self.compiled:
+        if self.compiled:
             changed |= {"compiled": False, "fused_norm": False, "fused_activation": False}
-        if split_backward and not self.overlaps_split_backwards:
+        if not self.overlaps_split_backwards:
             changed |= {"gradient_overlap_fraction": 0.0, "parameter_overlap_fraction": 0.0}
-        if split_backward and self.overlaps_split_p2p:
+        if self.overlaps_split_p2p:
             changed["p2p_overlap"] = True
         return self.model_copy(update=changed) if changed else self
 

@@ -61,6 +61,7 @@ HELD_OUT = (
     "trl-long",
     "verl-practice",
     "primus-hybrids",
+    "modalities",
 )
 """Families whose rows no coefficient is fitted to, neither together with other families nor alone."""
 PRODUCTION = "production"

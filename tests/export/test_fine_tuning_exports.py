@@ -215,7 +215,7 @@ def test_packed_weights_that_are_trained_whole_are_not_understood() -> None:
     imported = read_configuration("model_name_or_path: Qwen/Qwen3-8B\nload_in_4bit: true\nmax_length: 512\nbf16: true\n"
                                   "per_device_train_batch_size: 1\n")  # fmt: skip
     assert "quantization" in imported.unknown
-    assert "priced as if each were 512 tokens long" in " ".join(imported.notes)
+    assert "priced as if each sequence were 512 tokens long" in " ".join(imported.notes)
 
 
 TORCHTUNE = TEXTS["torchtune"]

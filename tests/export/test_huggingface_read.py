@@ -413,6 +413,15 @@ _TRAINED_WHOLE = "TrainingArguments(per_device_train_batch_size=1, bf16=True)\n"
         (_OPENRLHF + "--lora_rank 16", "adapters", {"base_bits": 16, "rank": 16, "targets": ["all-linear"]}),
         ("swift rlhf --rlhf_type rm --model Qwen/Qwen3-8B --per_device_train_batch_size 2 --max_length 2048",
          "parallelism", {"zero_stage": 0, "recompute": "full", "micro_batch_size": 4}),
+        ("swift rlhf --rlhf_type rm --model Qwen/Qwen3-8B --per_device_train_batch_size 2 --packing true",
+         "parallelism", {"zero_stage": 0, "recompute": "full", "micro_batch_size": 2}),
+        *((f"NPROC_PER_NODE=8 megatron rlhf --model Qwen/Qwen3-8B --global_batch_size 16 --rlhf_type {stage}", *found)
+          for stage, found in (
+              ("dpo", ("objective", {"name": "dpo", "reference": "model"})),
+              ("dpo --tuner_type lora", ("objective", {"name": "dpo", "reference": "adapters"})),
+              ("dpo", ("global_batch_size", 32)), ("rm --packing true", ("global_batch_size", 16)),
+              ("kto", ("global_batch_size", 16)),
+          )),
         ("if [ $NODE_RANK == 0 ]; then\nswift sft --model Qwen/Qwen3-8B --max_length 2048\nelse\nsleep 1\nfi",
          "seq_length", 2048),
     ],

@@ -239,6 +239,14 @@ def test_the_faster_attention_kernel_is_taken_where_the_gpu_has_it() -> None:
     assert A100.efficiency.cudnn is None
 
 
+@pytest.mark.parametrize("name", ["b200", "b300", "gb200", "gb300"])
+def test_flash_attention_2_has_no_kernel_of_blackwell_s(name: str) -> None:
+    blackwell, titan = load_hardware(name), load_runtime("torchtitan").in_dtype("bf16", "blackwell")
+    seconds = [sum(attention_s(attention(), blackwell, kernel)) for kernel in ("flash", titan.attention_kernel)]
+    assert seconds[0] > 2 * seconds[1]
+    assert seconds[0] == pytest.approx(sum(attention_s(attention(), H200, "flash")), rel=0.25)
+
+
 def test_the_first_flash_attention_is_slower_than_the_second_by_what_the_gpu_says() -> None:
     op = attention()
     for hardware in (H200, A100):

@@ -24,6 +24,7 @@ from planner.physics.memory import (
     sharded,
     transient_bytes,
     weights_bytes,
+    whole_gradients_bytes,
     working_set,
 )
 from planner.physics.operators import (
@@ -167,6 +168,15 @@ def test_a_pipeline_sums_gradients_whole_until_its_last_micro_batch() -> None:
         alone = Shape(dp=8, zero_stage=zero_stage, shard_size=8)
         assert gradients_bytes(1e9, 0.0, alone, titan) == 4e9 / 8
         assert gradients_bytes(1e9, 0.0, replace(alone, pp=2), titan) == 4e9
+
+
+@pytest.mark.parametrize(("sharding", "whole"), [("fsdp", 2e9), ("deepspeed", 0.0)])
+def test_fsdp_of_transformers_sums_whole_gradients_until_its_last_micro_batch(sharding: str, whole: float) -> None:
+    hf = load_runtime("hf").with_features({"sharding": sharding})[0]
+    alone = Shape(dp=8, zero_stage=3, shard_size=8)
+    shards = whole_gradients_bytes(1e9, 0.0, alone, hf)
+    assert shards == hf.gradient_bytes * 1e9 / 8
+    assert whole_gradients_bytes(1e9, 0.0, replace(alone, num_microbatches=2), hf) == max(shards, whole)
 
 
 def test_fp32_shards_with_weights_gathered_for_good() -> None:

@@ -34,7 +34,7 @@ from planner.answer import (
 )
 from planner.cli import main
 from planner.layout.evaluate import evaluate
-from planner.report.format import SURE, fits_with, gibibytes, says_bound, says_outcome, says_unsaid
+from planner.report.format import OWN_TRAINER, SURE, fits_with, gibibytes, says_bound, says_outcome, says_unsaid, unsure
 from planner.report.page import render_html, report_page
 from planner.report.rows import Entry, Robust, Table, entry_of, robust_of, runs_of_stages
 from planner.report.terminal import render, summary
@@ -259,6 +259,14 @@ def test_every_report_says_it() -> None:
     said = evaluate("8b", cluster, training, layout, runtime="torch-fsdp", says_switches=True)
     assert says_unsaid(said.best) == ""
     assert "not said" not in summary(said.best)
+    own = said.runtime_spec.model_copy(update={"name": "mine", "trainer": "torch-fsdp"})
+    plan = evaluate("8b", cluster, training, layout, runtime=own, says_switches=True)
+    assert unsure(plan)[0] == ("trainer", OWN_TRAINER)
+    assert unsure(said)[:1] != unsure(plan)[:1]
+    (low, high), (lower, higher) = said.step.step_s_interval, plan.step.step_s_interval
+    assert lower < low < high < higher
+    (low, high), (lower, higher) = (one.best.worst_stage.memory.total_bytes_interval for one in (said, plan))
+    assert lower < low < high < higher
 
 
 @pytest.mark.parametrize(("options", "is_said"), TABLES["options_that_say_a_switch_say_all"])

@@ -1,10 +1,11 @@
 """Published fine-tuning runs of one to a thousand GPUs: their steps, peaks, and whether they ran out of memory.
 
 `data/finetunes.jsonl` holds one run a line, in the form of `plan evaluate --runs`, with its address and date,
-`data/finetunes_megatron.jsonl` those of Megatron's trainers (docs/FINETUNE.md), and `data/finetune_models.jsonl`
-the models that several share. Such reports leave much unsaid: a row's `unsaid` names other likely values of it with
-their share, over which its intervals are widened. No number is fitted to a row but the widths of `hf`
-(`planner/trainers/data/hf.yaml`), which come from half of the sources.
+`data/finetunes_megatron.jsonl` those of Megatron's trainers (docs/FINETUNE.md), `data/runs_own.jsonl` runs of trainers
+of their own, which `assume` describes with a `name`, and `data/finetune_models.jsonl` the models that several share.
+Such reports leave much unsaid: a row's `unsaid` names other likely values of it with their share, over which its
+intervals are widened. No number is fitted to a row but the widths of `hf` (`planner/trainers/data/hf.yaml`), which come
+from half of the sources.
 """
 
 from __future__ import annotations
@@ -44,8 +45,10 @@ SOURCES_READ = frozenset({
 })  # fmt: skip
 """The sources from which the widths of `hf` and its host's time are read: every other one by name; nothing is
 fitted to the rest."""
-MEGATRON = "Megatron's"
-"""Name of all sources of Megatron's runs, to which nothing is fitted either."""
+MEGATRON, OWN = "Megatron's", "trainers of their own"
+"""Names of all sources of Megatron's runs, and of trainers that are none of ours, to which nothing is fitted either."""
+GROUPS = (READ, HELD, MEGATRON, OWN)
+"""The sources by what was read from them."""
 DATA = Path(__file__).with_name("data")
 LIKELY = 0.5
 """Probability above which a run is expected to run out of memory."""
@@ -109,6 +112,13 @@ class Finetune(Spec):
     def is_megatron(self) -> bool:
         """True for a run of Megatron-LM, NeMo or Megatron-Bridge."""
         return str(self.run["runtime"]) == "megatron"
+
+    @property
+    def group(self) -> str:
+        """The sources that are summed up together."""
+        if "name" in self.assume:
+            return OWN
+        return MEGATRON if self.is_megatron else READ if self.origin in SOURCES_READ else HELD
 
     @property
     def priced_as(self) -> str:
@@ -206,7 +216,7 @@ def load_finetunes() -> tuple[Finetune, ...]:
     """All published fine-tuning runs, in the order of their file."""
     models = {line["key"]: line["model"] for line in _lines("finetune_models.jsonl")}
     rows = []
-    for name in ("finetunes.jsonl", "finetunes_megatron.jsonl"):
+    for name in ("finetunes.jsonl", "finetunes_megatron.jsonl", "runs_own.jsonl"):
         for line in _lines(name):
             line["run"]["model"] = models.get(line["run"]["model"], line["run"]["model"])
             rows.append(Finetune.model_validate(line))
@@ -230,9 +240,7 @@ def score_finetunes(tuned: Sequence[Tuned]) -> list[TunedScore]:
     names = sorted({one.row.origin for one in counted})
     groups = [
         *((name, [one for one in counted if one.row.origin == name]) for name in names),
-        (READ, [one for one in counted if one.row.origin in SOURCES_READ]),
-        (HELD, [one for one in counted if one.row.origin not in SOURCES_READ and not one.row.is_megatron]),
-        (MEGATRON, [one for one in counted if one.row.is_megatron]),
+        *((name, [one for one in counted if one.row.group == name]) for name in GROUPS),
         ("all", counted),
     ]
     return [_score(name, members) for name, members in groups if members]
@@ -269,7 +277,7 @@ def _score(name: str, tuned: Sequence[Tuned]) -> TunedScore:
     outcomes = [(one.row.measured.ran_out, risk > LIKELY) for one in tuned if (risk := one.risk) is not None]
     return TunedScore(
         name=name,
-        is_summary=name in (READ, HELD, MEGATRON, "all"),
+        is_summary=name in (*GROUPS, "all"),
         num_rows=len(tuned),
         num_unsupported=sum(one.error is not None for one in tuned),
         num_steps=len(steps),

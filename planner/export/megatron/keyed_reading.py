@@ -170,11 +170,11 @@ def read_swift(config: ConfigFile) -> ImportedRun:
     if any(str(key).startswith("per_device_train") for key in settings):
         return read_adapter(keyed)
     named, name = _named(settings)
-    gpus = keyed.num_gpus
-    imported = read_keys("ms-swift-megatron", settings, gpus, keyed.script, named)
+    imported = read_keys("ms-swift-megatron", settings, keyed.num_gpus, keyed.script, named)
     imported.predicts_further = bool(settings.get("mtp_num_layers"))
     imported.unknown |= keyed.unread
     add_adapters(imported, settings)
+    imported.put(readings("ms-swift", settings, run=imported.run, objectives=table()["huggingface"]["objectives"]))
     if not is_on(settings.get("packing")):
         imported.note_unpacked()
     _note_model(imported, name)
