@@ -18,12 +18,12 @@ from planner.answer import (
     SearchReport,
     half_width,
 )
+from planner.layout.confidence import is_unmeasured
 from planner.specs import expressions
 from planner.specs.base import Fields, Named, Texts
 from planner.specs.hardware import By, Correction
 from planner.specs.reading import shipped_table
 from planner.specs.units import gib
-from planner.trainers.shipped import RUNTIMES
 from planner.trainers.switches import SWITCHES, Value, written
 
 SURE = "over 99%"
@@ -245,13 +245,13 @@ def says_deciding(layout: PricedLayout) -> str:
     return f"±{now} would be ±{known} with {fact.option}: {fact.fact}"
 
 
-OWN_TRAINER = "your own, of which no run was published: plan probe measures one"
+OWN_TRAINER = "your own, of which no run was published: plan observe reads one of yours"
 
 
 def unsure(plan: Plan) -> list[tuple[str, str]]:
     """A subject and a sentence each: a trainer of the user's, the switches left unsaid, and the fact that would make a
     wide interval narrow."""
-    own = "" if plan.runtime_spec.name in RUNTIMES else OWN_TRAINER
+    own = OWN_TRAINER if is_unmeasured(plan.runtime_spec, plan.cluster.hardware) else ""
     says = {"trainer": own, "not said": says_unsaid(plan.best), "wide": says_deciding(plan.best)}
     return [row for row in says.items() if row[1]]
 
