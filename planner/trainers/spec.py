@@ -22,7 +22,9 @@ PACKED_BYTES = {4: 1 / 2 + 1 / 64 + 4 / (64 * 256), 8: 1.0, 16: 2.0}
 BEFORE_FLASH = ("volta", "turing")
 """NVIDIA's GPUs before Ampere, for which cuDNN and FlashAttention-2 have no fused attention with a backward."""
 
-_RETIRED = ("interleaved_microbatch_multiple", "min_microbatches_is_pp", "tuned_products", "stands_for")
+_RETIRED = (
+    "interleaved_microbatch_multiple", "min_microbatches_is_pp", "tuned_products", "stands_for", "shards_experts_apart",
+)  # fmt: skip
 
 
 class Host(Group):
