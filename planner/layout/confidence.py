@@ -32,8 +32,6 @@ from planner.shape import Shape
 from planner.specs.hardware import HardwareSpec
 from planner.specs.training import SearchLimits
 from planner.specs.units import GIB
-from planner.trainers.shipped import RUNTIMES
-from planner.trainers.spec import RuntimeSpec
 
 MEMORY_WIDTH = {"probed": 0.02, "measured": 0.04, "family": 0.06, "spec_sheet": 0.10}
 """Half-width for a rank's memory, by the knowledge of the GPU: the libraries' buffers differ, the counted bytes hardly.
@@ -59,11 +57,6 @@ CACHED_WIDTH = 0.25
 needs them, which nvidia-smi shows and no risk counts."""
 
 
-def is_unmeasured(runtime: RuntimeSpec, hardware: HardwareSpec) -> bool:
-    """True of a trainer that a user describes, on a GPU that no run of theirs has timed."""
-    return runtime.name not in RUNTIMES and hardware.efficiency.evidence != "probed"
-
-
 def memory_width(pricing: Pricing) -> float:
     """Half the width of a rank's memory interval, in natural logarithms."""
     hardware = pricing.cluster.hardware
@@ -71,7 +64,7 @@ def memory_width(pricing: Pricing) -> float:
         MEMORY_WIDTH[hardware.efficiency.evidence],
         hardware.reserved.width,
         pricing.runtime.memory_width,
-        OWN_MEMORY_WIDTH * is_unmeasured(pricing.runtime, hardware),
+        OWN_MEMORY_WIDTH * pricing.runtime.is_unmeasured_on(hardware),
         0.0 if pricing.model.moe is None else TUNED_MEMORY_WIDTH if pricing.training.moe_spread else MOE_MEMORY_WIDTH,
         NARROW_MEMORY_WIDTH if pricing.training.dtype in NARROW_BYTES else 0.0,
         SCAN_MEMORY_WIDTH if pricing.model.state_kinds or pricing.model.indexer is not None else 0.0,
@@ -200,7 +193,7 @@ def width_terms(pricing: Pricing, layout: PricedLayout, host_fraction: float) ->
     ranks, ep = layout.parallelism.num_gpus_used, layout.parallelism.ep
     terms = {
         "kernels": hardware_width(hardware),
-        "trainer": math.hypot(runtime.step_width, OWN_TRAINER_WIDTH * is_unmeasured(runtime, hardware)),
+        "trainer": math.hypot(runtime.step_width, OWN_TRAINER_WIDTH * runtime.is_unmeasured_on(hardware)),
         "layers": math.hypot(
             0.0 if not model.state_kinds else SCAN_STEP_WIDTH if model.linear_attention is None else DELTA_STEP_WIDTH,
             SPARSE_STEP_WIDTH if model.indexer is not None else 0.0,

@@ -18,7 +18,6 @@ from planner.answer import (
     SearchReport,
     half_width,
 )
-from planner.layout.confidence import is_unmeasured
 from planner.specs import expressions
 from planner.specs.base import Fields, Named, Texts
 from planner.specs.hardware import By, Correction
@@ -251,7 +250,7 @@ OWN_TRAINER = "your own, of which no run was published: plan observe reads one o
 def unsure(plan: Plan) -> list[tuple[str, str]]:
     """A subject and a sentence each: a trainer of the user's, the switches left unsaid, and the fact that would make a
     wide interval narrow."""
-    own = OWN_TRAINER if is_unmeasured(plan.runtime_spec, plan.cluster.hardware) else ""
+    own = OWN_TRAINER if plan.runtime_spec.is_unmeasured_on(plan.cluster.hardware) else ""
     says = {"trainer": own, "not said": says_unsaid(plan.best), "wide": says_deciding(plan.best)}
     return [row for row in says.items() if row[1]]
 

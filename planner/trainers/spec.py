@@ -13,6 +13,7 @@ from planner.specs.hardware import HardwareSpec
 from planner.specs.model import ModelSpec
 from planner.specs.training import AdapterSpec, ObjectiveSpec
 from planner.trainers.groups import FineTuning, Generation, Group, Kernels, Limits, Memory, Overlaps
+from planner.trainers.shipped import RUNTIMES
 from planner.trainers.switches import SHARDED_STAGES, changes
 
 PACKED_BYTES = {4: 1 / 2 + 1 / 64 + 4 / (64 * 256), 8: 1.0, 16: 2.0}
@@ -101,6 +102,10 @@ class RuntimeSpec(Host, Limits, Overlaps, FineTuning, Memory, Kernels, Generatio
     @classmethod
     def _without_retired_fields(cls, data: Any) -> Any:
         return without(data, _RETIRED)
+
+    def is_unmeasured_on(self, hardware: HardwareSpec) -> bool:
+        """True of a trainer that a user describes, on a GPU that no run of theirs has timed."""
+        return self.name not in RUNTIMES and hardware.efficiency.evidence != "probed"
 
     @property
     def runs_as_traced(self) -> bool:

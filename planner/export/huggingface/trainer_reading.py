@@ -170,7 +170,7 @@ def run_of_arguments(keyed: KeyedSettings, config: ConfigFile, tool: Dialect | N
 
 
 def _read_checkpointing(imported: ImportedRun, settings: Fields, tool: Dialect) -> None:
-    """Whether layers are recomputed, which one key or another asks for, or the tool where no key forbids it."""
+    """Recomputing of layers, which a key asks for, or the tool where no key forbids it."""
     asked = {name: settings[name] for name in _CHECKPOINTING if str(settings.get(name, 0)) != "0"}
     imported.unknown |= {
         name: f"{value}, priced as kept on the GPU" for name, value in asked.items() if "offload" in str(value)
