@@ -202,8 +202,9 @@ def changes(features: Said) -> tuple[Fields, Texts]:
     """
     changed: Fields = {}
     unknown = []
-    # what graphs and capacities imply for other switches counts where a run does not state these itself
-    for name, value in sorted(features.items(), key=lambda pair: (pair[0] != "cuda_graph", pair[0] == "dispatcher")):
+    # what graphs, capacities and switches that are off imply counts where a run does not state others itself
+    order = sorted(features.items(), key=lambda pair: (pair[0] != "cuda_graph", pair[0] == "dispatcher", bool(pair[1])))
+    for name, value in order:
         row = SWITCHES.get(name)
         if name in NOT_MODELLED:
             if value:

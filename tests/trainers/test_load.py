@@ -263,6 +263,8 @@ def test_runs_of_primus_with_deepep_fuse_routing_unless_they_say_otherwise(
     run = {"model": "deepseek-v2-lite", "hardware": "mi355x", "num_gpus": 8, "runtime": "megatron", "seq_length": 4096}
     run |= {"global_batch_size": 8, "dtype": "bf16", "parallelism": layout, "features": features}
     assert SWITCHES["sync_free_moe"].value_of(parse_run({"run": run}).runtime) == stage
+    dropless = run | {"features": {**features, "token_drop": False}}
+    assert parse_run({"run": dropless}).runtime.moe_host_factor == parse_run({"run": run}).runtime.moe_host_factor
 
 
 def test_only_amds_gpus_pay_for_products_that_rocm_leaves_untuned() -> None:
