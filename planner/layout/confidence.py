@@ -191,6 +191,7 @@ def width_terms(pricing: Pricing, layout: PricedLayout, host_fraction: float) ->
     exchanges_s = parts.tp_comm_s + parts.cp_comm_s + parts.ep_comm_s + parts.pp_comm_s + parts.exposed_dp_s
     hardware, model, runtime, training = pricing.cluster.hardware, pricing.model, pricing.runtime, pricing.training
     ranks, ep = layout.parallelism.num_gpus_used, layout.parallelism.ep
+    exchange_width = DRIVEN_WIDTH if pricing.cluster.tiers[-1].is_host_driven else OVERLAP_WIDTH
     terms = {
         "kernels": hardware_width(hardware),
         "trainer": math.hypot(runtime.step_width, OWN_TRAINER_WIDTH * runtime.is_unmeasured_on(hardware)),
@@ -204,9 +205,7 @@ def width_terms(pricing: Pricing, layout: PricedLayout, host_fraction: float) ->
         "dtype": NARROW_WIDTH.get(training.dtype, 0.0),
         "host": (SAID_HOST_WIDTH if hardware.host.kind else HOST_WIDTH) * host_fraction,
         "texts": TEXTS_WIDTH * host_fraction * bool(runtime.packs_documents),
-        "exchanges": (DRIVEN_WIDTH if pricing.cluster.tiers[-1].is_host_driven else OVERLAP_WIDTH)
-        * exchanges_s
-        / step_s,
+        "exchanges": exchange_width * exchanges_s / step_s,
         "scale": SCALE_WIDTH * _doublings(ranks, SCALE_KNOWN_RANKS),
     }
     if model.moe is None:

@@ -194,9 +194,8 @@ class TableColumns:
     """The columns of a table that are read, found by name; exports of trackers put the run's name before it."""
 
     def __init__(self, names: Sequence[str]) -> None:
-        own_last = sorted(
-            names[:_MOST_COLUMNS], key=lambda name: name.startswith("_")
-        )  # a tracker counts its own steps
+        # a tracker's own columns, which count its calls, come after the run's
+        own_last = sorted(names[:_MOST_COLUMNS], key=lambda name: name.startswith("_"))
         plain = {name: name.rpartition(" - ")[2].strip().strip('"').lower() for name in own_last}
         self.found: dict[str, tuple[str, str | None]] = {}
         """Name and unit of the column of each quantity."""

@@ -205,26 +205,31 @@ def _qkv(model: ModelSpec, shape: Shape, runtime: RuntimeSpec) -> Iterator[Item]
     if model.query_rank is not None:
         yield from _queries_up(model, model.query_rank, heads, shape, runtime)
     if model.qk_norm:
-        rows, row = shape.tokens * (heads + own_keys), model.head_dim
-        # eager: its input is a view of the buffer, and rotation, which reads its output, keeps nothing
-        normed = norm(
-            "qk norm", row, rows, model, runtime, saves_output=False, saves_input=not keeps_buffer,
-            input_modules=("op",),
-        )  # fmt: skip
-        over = {"head_dim": 2 - model.shares_keys, "plain": 0}
-        weights = over.get(model.qk_norm_over, heads + own_keys)
-        if model.qk_norm_over == "hidden":
-            # one row of statistics for all heads of queries, one for those of keys
-            statistics, *others = normed.saved
-            statistics = statistics._replace(dims=(*statistics.dims[:-1], 2 * shape.tokens))
-            normed = replace(normed, saved=(statistics, *others))
-        yield _with_parameters(normed, weights * model.head_dim * model.norm_weight)
+        yield _qk_norm(model, shape, runtime, heads + own_keys, keeps_buffer)
     if rotates:
         width = (heads + own_keys) * model.head_dim
         operator = rotary(width, shape.tokens, runtime, ("op",), model.scales_rotation, model.rotary_in_fp32)
         turned = (("rotated q", heads), ("rotated k", own_keys))
         rotated = [Saved(name, (shape.tokens, number, model.head_dim)) for name, number in turned]
         yield _with_saved(operator, *rotated) if keeps_buffer else operator
+
+
+def _qk_norm(model: ModelSpec, shape: Shape, runtime: RuntimeSpec, heads: Number, keeps_buffer: bool) -> Operator:
+    """The norm of `heads` heads of queries and keys.
+
+    Eager, its input is a view of the packed buffer, which is kept, and rotation, which reads its output, keeps nothing.
+    """
+    normed = norm(
+        "qk norm", model.head_dim, shape.tokens * heads, model, runtime, saves_output=False,
+        saves_input=not keeps_buffer, input_modules=("op",),
+    )  # fmt: skip
+    weights = {"head_dim": 2 - model.shares_keys, "plain": 0}.get(model.qk_norm_over, heads)
+    if model.qk_norm_over == "hidden":
+        # one row of statistics for all heads of queries, one for those of keys
+        statistics, *others = normed.saved
+        statistics = statistics._replace(dims=(*statistics.dims[:-1], 2 * shape.tokens))
+        normed = replace(normed, saved=(statistics, *others))
+    return _with_parameters(normed, weights * model.head_dim * model.norm_weight)
 
 
 def _queries_up(model: ModelSpec, rank: int, heads: Number, shape: Shape, runtime: RuntimeSpec) -> Iterator[Item]:
