@@ -400,16 +400,16 @@ def mcp_command(ctx: typer.Context, folder: str = ".", port: Whole = None) -> No
     \b
     Example:
       plan mcp
-      plan mcp --folder runs --port 8010
+      plan mcp --folder runs --http 8010
     """
 
     root = Path(folder)
     if not root.is_dir():
         raise SpecError(f"--folder: {folder!r} is no folder", "name one, such as --folder .")
     with needing("plan mcp", "mcp"):
-        from planner.serve.mcp_server import server
+        from planner.serve.mcp_server import over_http, server
     made = server(root)
     if port is None:
         made.run("stdio")
     else:
-        made.run("streamable-http", host="127.0.0.1", port=port)
+        over_http(made, port, lambda address: _ready(address, opens=False))

@@ -10,9 +10,11 @@ import asyncio
 import json
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import uvicorn
 from mcp.server.mcpserver import Context, MCPServer
 from mcp.server.mcpserver.exceptions import ToolError
 from mcp_types import ToolAnnotations
@@ -22,6 +24,7 @@ from planner.answer import Layout, StepTime
 from planner.decide.check import CheckedFile
 from planner.decide.next import NextAnswer
 from planner.distribution import __version__
+from planner.serve.server import HOST, Announced, listen
 from planner.specs.base import Fields, Ints, Texts
 from planner.specs.training import Dtype
 
@@ -223,6 +226,14 @@ def server(folder: Path) -> MCPServer[Any]:
     ):
         made.tool(annotations=READS)(tool)
     return made
+
+
+def over_http(made: MCPServer, port: int, ready: Callable[[str], None]) -> None:
+    """Offer the tools at /mcp of this machine's own address until interrupted; `ready` is called with the address."""
+    with listen(port, "plan mcp --http") as listener:
+        address = f"http://{HOST}:{listener.getsockname()[1]}/mcp"
+        settings = uvicorn.Config(made.streamable_http_app(), log_level="error")
+        Announced(settings, lambda: ready(address)).run(sockets=[listener])
 
 
 def _words(**given: Any) -> list[str]:

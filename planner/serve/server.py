@@ -22,20 +22,20 @@ CLOSING_S = 2
 """Seconds that answers under way have when the server ends."""
 
 
-def listen(port: int) -> socket.socket:
-    """A socket on this machine's own address; port 0 takes a free one. Raises SpecError if it cannot be had."""
+def listen(port: int, command: str = "plan serve --port") -> socket.socket:
+    """A socket on this machine's own address; port 0 takes a free one. Raises SpecError if `command` cannot have it."""
+    option = command.rpartition(" ")[2]
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((HOST, port))
     except OverflowError:
         listener.close()
-        raise SpecError(f"--port: {port} is no port", "1 to 65535, or 0 for any that is free") from None
+        raise SpecError(f"{option}: {port} is no port", "1 to 65535, or 0 for any that is free") from None
     except OSError as error:
         listener.close()
-        if error.errno == errno.EADDRINUSE:
-            raise PlannerError(f"--port: {port} is in use on {HOST}", f"plan serve --port {_free_port()}") from None
-        raise PlannerError(f"--port: {port}: {error.strerror}", f"plan serve --port {_free_port()}") from None
+        why = f" is in use on {HOST}" if error.errno == errno.EADDRINUSE else f": {error.strerror}"
+        raise PlannerError(f"{option}: {port}{why}", f"{command} {_free_port()}") from None
     return listener
 
 
@@ -67,11 +67,11 @@ def server_of(listener: socket.socket, app: App, ready: Callable[[str], None]) -
         limit_concurrency=MAX_CONNECTIONS,
         timeout_graceful_shutdown=CLOSING_S,
     )
-    return _Announced(config, lambda: ready(f"http://{HOST}:{port}/"))
+    return Announced(config, lambda: ready(f"http://{HOST}:{port}/"))
 
 
-class _Announced(uvicorn.Server):
-    """Says when it listens."""
+class Announced(uvicorn.Server):
+    """A server that says when it listens."""
 
     def __init__(self, config: uvicorn.Config, ready: Callable[[], None]) -> None:
         super().__init__(config)

@@ -3,6 +3,8 @@
 import asyncio
 import json
 import os
+import signal
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -96,15 +98,25 @@ def test_a_cancelled_call_ends_its_process(tmp_path: Path, monkeypatch: pytest.M
     assert started[0].returncode == -9
 
 
+async def tools_of(address: Any) -> dict[str, Any]:
+    async with Client(address) as client:
+        return {tool.name: tool for tool in (await client.list_tools()).tools}
+
+
+def test_tools_are_listed_over_http(tmp_path: Path) -> None:
+    words = [sys.executable, "-m", "planner.cli", "mcp", "--folder", str(tmp_path), "--http", "0"]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
+        assert process.stdout is not None
+        address = process.stdout.readline().strip()
+        tools = anyio.run(tools_of, address)
+        process.send_signal(signal.SIGINT)
+    assert tools.keys() == NAMES
+    assert process.returncode == 130
+
+
 def test_tools_are_listed_over_stdin_and_stdout(tmp_path: Path) -> None:
     words = ["-m", "planner.cli", "mcp", "--folder", str(tmp_path)]
-    parameters = StdioServerParameters(command=sys.executable, args=words, env=dict(os.environ))
-
-    async def main() -> dict[str, Any]:
-        async with Client(parameters) as client:
-            return {tool.name: tool for tool in (await client.list_tools()).tools}
-
-    tools = anyio.run(main)
+    tools = anyio.run(tools_of, StdioServerParameters(command=sys.executable, args=words, env=dict(os.environ)))
     assert tools.keys() == NAMES
     assert [name for name, tool in tools.items() if not tool.annotations.read_only_hint] == ["plan"]
     assert "job" in tools["plan"].input_schema["properties"]
