@@ -1,8 +1,7 @@
-"""A layout that was chosen for one job, kept in another: with other tokens, sequences, batches or GPUs.
+"""The phases of one run: the layouts that are good for each, and what each of them, or another phase's, takes of it.
 
-One phase of a run: the layouts that are good for it, and what each of them, or another phase's, takes of it.
-
-The answer's types stand first: each phase with its plan, the changes of layout between them, and the sums.
+A layout that was chosen for one job is kept in another, with other tokens, sequences, batches or GPUs. The answer's
+types stand first: each phase with its plan, the changes of layout between them, and the sums.
 """
 
 from __future__ import annotations

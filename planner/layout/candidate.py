@@ -1,11 +1,10 @@
-"""A split says which layers every virtual stage holds, and how many of them it recomputes.
-
-Bytes that micro-batches in flight hold on each rank, counted along the order of its actions; times do not matter.
-
-A candidate is one layout with its prices; all layouts are judged as candidates.
+"""A candidate is one layout with its prices; all layouts are judged as candidates.
 
 The search makes candidates and keeps the fastest; a given layout and a saved plan become candidates too. Seconds and
 memory of a layout, and the answer whether it fits, are properties of its candidate, each computed once.
+
+A candidate has a split, which says which layers every virtual stage holds and how many of them it recomputes. Bytes
+that micro-batches in flight hold on each rank are counted along the order of its actions; times do not matter.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The risk of running out of memory: memory has a distribution, and a job ends when its fullest rank has no more.
+"""How sure a price is: the risk of running out of memory, and the 80% interval of a step.
 
 The memory of a rank is lognormal, M·exp(σ·ε) with ε normal: errors of counted bytes multiply, as those of seconds do.
 Its median is the total that the plan shows, and its 80% interval is that total times exp(±w), so σ = w / 1.2816. The
@@ -10,12 +10,10 @@ As σ is the same for every layout of a job, a layout fits with a probability of
 is at most capacity·exp(−z·σ), where z is the normal quantile of 1 − risk. So the rule is a headroom like any other, and
 the search, its bounds and its integer programs see one smaller capacity.
 
-80% intervals of step times, from the errors that calibration left; `risk` has those of memory.
-
-An interval is [t·e⁻ʷ, t·eʷ], because errors of a model of speed multiply. The half-width w is the root of a sum of
-squares, with one term per thing that was not measured. In four of five published runs of that kind the error is no
-larger than the term (`plan validate`; each family is predicted by a fit without it: `tools/calibrate runs`); 90% of
-the runs lie inside their intervals. Where no published run tells, the term is wide and its comment says so.
+The interval of a step is [t·e⁻ʷ, t·eʷ]. Its half-width w is the root of a sum of squares, with one term per thing that
+was not measured. In four of five published runs of that kind the error is no larger than the term (`plan validate`;
+each family is predicted by a fit without it: `tools/calibrate runs`); 90% of the runs lie inside their intervals. Where
+no published run tells, the term is wide and its comment says so.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Puts priced layouts together to the plan that is shown and saved.
-
-Prices one given layout, which is the answer of `plan evaluate`.
-"""
+"""Priced layouts put together to the plan that is shown and saved, and `evaluate`, which prices one given layout."""
 
 from __future__ import annotations
 

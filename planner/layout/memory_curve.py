@@ -1,7 +1,7 @@
 """Memory of each rank over a step, replayed: a curve whose maximum is the peak of the plan, to the byte.
 
-The tensors behind it: what the parts of a rank keep of a micro-batch, weights, gradients and optimizer states operator
-by operator, as ZeRO shards them, and what is needed for a moment at the peak.
+Behind it stand the tensors: what the parts of a rank keep of a micro-batch, weights, gradients and optimizer states
+operator by operator, as ZeRO shards them, and what is needed for a moment at the peak.
 """
 
 from __future__ import annotations

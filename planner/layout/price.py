@@ -1,8 +1,6 @@
-"""Makes the priced layout that a plan shows from a candidate: stages, seconds, memory, the step's parts.
+"""The priced layout that a plan shows, made from a candidate: stages, seconds, memory, parts of the step, tiers.
 
-The tier that each group of ranks spans, as the answer shows it.
-
-Makes a candidate of a saved plan again, so that the plan can be replayed, traced or changed.
+The way back is here too: a saved plan becomes a candidate again, to be replayed, traced or changed.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""Seconds of a pipeline, from the replay of a split in its schedule's order.
+"""Seconds of a step: those of its pipeline, from the replay of a split in its schedule's order, and those beside it.
 
-Seconds of a step outside its pipeline: exposed data-parallel exchange, the optimizer, the tail on every rank.
+Beside the pipeline are exchanges between data-parallel ranks as far as they show, the optimizer, and the work that
+every rank does at the end.
 """
 
 from __future__ import annotations

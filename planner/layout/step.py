@@ -1,16 +1,12 @@
 """The parts of a step: operators and collectives inside its passes and beside them.
 
-The exchanges inside a stage's passes: which runs when, and how much of it shows.
+The operator list says the order of the exchanges inside a stage's passes, the computing between them, and the seconds
+of each, from which follows how much of each shows. Whatever hides more or less of all of them at once (a host that is
+late, another micro-batch, late ranks) is shared out, so that what shows adds up to the prices of each part of the
+stage. Beside and behind the passes every rank reduces gradients and runs the optimizer. The compute seconds are cut
+into products, attention, memory-bound kernels, recomputing and the rest.
 
-The operator list says their order, the computing between them, and the seconds of each. Whatever hides more or less of
-all of them at once (a host that is late, another micro-batch, late ranks) is shared out, so that what shows adds up to
-the prices of each part of the stage.
-
-Work of every rank beside its pipeline and behind it: gradients reduced, exchanges that show, the optimizer.
-
-Runs of examples in padded batches: the mean of their steps, and what packing the same examples would take.
-
-The compute seconds of a step, cut into products, attention, memory-bound kernels, recomputing and the rest.
+Examples in padded batches come last: the mean of their steps, and what packing the same examples would take.
 """
 
 from __future__ import annotations

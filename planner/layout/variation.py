@@ -1,20 +1,15 @@
 """Queries that change one input of a layout and price it again: its recipe, an assumption, a switch that nobody stated.
 
-The recipe of a candidate: the value of each switch that acts on it, and the same layout under another recipe.
+Recipe: the value of each switch that acts on a candidate, and the same layout under another one.
 
-Assumptions behind a price: each is changed by itself, and the step is priced again.
+Assumptions: each is changed by itself, for the best layout and for the few behind it. A search proves its layout best
+under one set of assumptions. The layouts next to it are often within a percent, and one that overlaps less, or crosses
+the network less, loses less where an assumption fails.
 
-The best few layouts, each priced again under assumptions that may turn out otherwise.
-
-A search proves its layout best under one set of assumptions. The layouts next to it are often within a percent, and
-one that overlaps less, or crosses the network less, loses less where an assumption fails.
-
-Switches that a run does not say: its step under their likely values, and the interval that covers them.
-
-The run has each likely value with that value's share (`likely:` in the trainer's file), one switch whatever the others
-have, and the step that goes with these values is missed as that of a run that says all: by a lognormal factor, within
-the half-width w in 90% of published runs. The interval is that of a run that says all, widened to the 7% and 93%
-quantiles of this mixture.
+Switches that a run does not say: each likely value has a share (`likely:` in the trainer's file), one switch whatever
+the others have. The step that goes with these values is missed as that of a run that says all: by a lognormal factor,
+within the half-width w in 90% of published runs. The interval is that of a run that says all, widened to the 7% and
+93% quantiles of this mixture.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """The cost table: everything that search and schedule may know about one shape (or about thousands, as arrays).
 
-A memory of seconds that depend on a few numbers: what a switch does not change is worked out once.
+Seconds that depend on a few numbers alone are remembered (`remembered`): what a switch does not change is worked out
+once.
 """
 
 from __future__ import annotations

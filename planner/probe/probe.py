@@ -1,6 +1,6 @@
 """`probe()`: run a plan, or the largest part of it that fits here, and hold what it measures against what it says.
 
-The verdict of a finished run on the plan, on GPUs or on a CPU; and its measured step as a Chrome trace.
+The verdict of a run on the plan, on GPUs or on a CPU, and its measured step as a Chrome trace follow from it.
 """
 
 from __future__ import annotations

@@ -1,9 +1,4 @@
-"""A case: all inputs of one search, as one value; and the time that searches have.
-
-A case: all inputs of one search, as one value.
-
-The time that a search has.
-"""
+"""A case: all inputs of one search, as one value; and the time that the search has."""
 
 from __future__ import annotations
 

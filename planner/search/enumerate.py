@@ -1,6 +1,6 @@
-"""The schedules that a shape may run, and the number of chunks per rank with each of them.
+"""Every shape worth pricing, as arrays: the axes, the rules, and a typed reason for each shape that is not legal.
 
-Every shape worth pricing, as arrays: the axes, the rules, and a typed reason for each shape that is not legal.
+First stand the schedules that a shape may run, and the number of chunks per rank with each of them.
 """
 
 from __future__ import annotations

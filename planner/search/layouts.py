@@ -1,6 +1,6 @@
 """The fastest layouts of a job under a few recipes: shapes are priced under each, and searched together.
 
-The first layout of a search: the fastest of those that tuned recipes would try, found whatever the time limit is.
+A search has a first layout whatever its time limit is: the fastest of those that tuned recipes would try.
 """
 
 from __future__ import annotations

@@ -4,10 +4,9 @@ The test for memory is a relaxation of the integer program, so no shape that cou
 of layers that their memory allows, they recompute as cheaply in bytes as can be, and only together must they hold the
 model.
 
-The sets of modules of a layer that are worth recomputing, among the parts that the trainer can be told.
-Recomputing a set of them saves some bytes of a micro-batch and costs some seconds. The search tries every useful set:
-no other saves as many bytes for fewer seconds, on the kernels of the job itself. First one bound is worked out for all
-sets together (`ModuleSets.together`), since for most shapes no set is fast enough; then each has its own.
+Of the parts of a layer that the trainer can be told to recompute, every set counts that is worth it: no other saves as
+many bytes for fewer seconds, on the kernels of the job itself. First one bound is worked out for all sets together
+(`ModuleSets.together`), since for most shapes no set is fast enough; then each has its own.
 """
 
 from __future__ import annotations

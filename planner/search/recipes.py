@@ -3,9 +3,8 @@
 The product of all switches is too large to search, and most of it is illegal. But switches come in bundles: a few named
 ones hold what tuned recipes use. The search prices every shape under each bundle and proves its answer among them. Then
 one switch at a time is moved around the winner, as long as the step gets shorter. Switches that change numerics take
-part only with consent; without it, their worth is offered.
-
-The recipe in the answer: the switches, the worth of each, what rules refuse, and what consent would buy.
+part only with consent; without it, their worth is offered. The answer has the switches, the worth of each, what rules
+refuse, and what consent would buy.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
 """The whole search, and the file to read first: three specs in, one plan out.
 
-The certificate of a search: what was searched, what was left out, and how sure the answer is.
-
-An order made to measure: once the shape and the split are chosen, the search looks for a better order of actions.
-
-Offers beside the best plan: the batch nearby that a number of GPUs divides well, and what more risk would buy.
+Below the search stand its certificate (what was searched, what was left out, how sure the answer is), the order of
+actions that is made to measure for the chosen layout, and the offers beside the best plan: a batch nearby that the GPUs
+divide better, and what more risk would buy.
 """
 
 from __future__ import annotations

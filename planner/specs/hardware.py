@@ -1,11 +1,8 @@
 """A hardware profile: one GPU, the links between GPUs by tier, and how much of the data sheet kernels reach.
 
-Corrections are the numbers of a profile that were measured, before and after, and why some of them stay.
-
-Efficiency: the share of its data sheet that a GPU reaches, in a few numbers per kind of kernel.
-
-Everything is relative to the data sheet of the GPU (peak of the dtype, HBM bandwidth, number of SMs), so that one block
-describes a silicon generation: what is measured on one GPU carries over to its siblings.
+Efficiency is the share of its data sheet (peak of the dtype, HBM bandwidth, number of SMs) that a GPU reaches, in a few
+numbers per kind of kernel, so that one block describes a silicon generation: what is measured on one GPU carries over
+to its siblings. Corrections are the numbers of a profile that were measured, before and after, and why some stay.
 """
 
 from itertools import pairwise

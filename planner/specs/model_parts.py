@@ -1,6 +1,6 @@
 """Sections of a model's spec: experts, mixers, latent attention, rotary scaling, training as it was published.
 
-Layers as lists of operators that were traced from a user's own module (`plan models trace`).
+So are layers as lists of operators that were traced from a user's own module (`plan models trace`).
 """
 
 import math

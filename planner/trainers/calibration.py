@@ -1,6 +1,6 @@
 """Calibrations: measurements of a machine, laid over its hardware profile without touching the profile's file.
 
-The days on which the numbers that ship with the planner were fitted to measurements stand here too.
+The days on which the shipped numbers were fitted to measurements stand here too.
 """
 
 from __future__ import annotations

@@ -1,15 +1,13 @@
-"""The pulp problem under construction, with types for mypy and with names and meanings for readers.
-
-pulp has no type stubs. The protocols below name the few operations that rows are written with.
-
-Rows 1 to 4 of the integer program: the layers of the model on each rank, and those that are recomputed whole, as
-integers and sums of them.
+"""Rows 1 to 4 of the integer program: the layers of the model on each rank, and those that are recomputed whole.
 
 There are two ways to keep the layers in order, and each is exact for the models that it is used for. If the model is a
 few runs of equal layers, a binary variable of each rank is 1 if a run is finished there (`_add_runs`). If the layers
 repeat with a period p (for instance, every second one has a sliding window), then among the first n layers there are
 ⌊(n + c) / p⌋ at place p − 1 − c of the pattern. That is the only integer s with (n + c − p + 1) / p ≤ s ≤ (n + c) / p
 (`_add_recurring`).
+
+The pulp problem that they are written to has names and meanings for readers, and types for mypy: pulp has no stubs, so
+protocols name the few operations that rows need.
 """
 
 from __future__ import annotations

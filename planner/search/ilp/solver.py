@@ -1,17 +1,13 @@
-"""Asks HiGHS for the answer to an integer program. The answer is a claim, which `checked` holds against the rows.
-
-A claim about all splits, "none is faster than this" or "none fits", cannot be read off a split. So HiGHS is asked a
-second time, without its presolve: is there a faster one? Presolve rewrites the program before anything is solved, and
-is where HiGHS 1.15.1 went wrong.
-
-Holds what a solver claims against the program itself: its values against every row, its objective, its bound.
+"""HiGHS is asked for the answer to an integer program, and what it claims is held against the program itself.
 
 Nothing is believed because a solver says so. A split counts if its values satisfy every row, to float precision and
-what HiGHS tolerates. A bound, and "no split fits", is held against a second run without presolve, which looks for a
-split below it for half as long as the first run took. What that run contradicts, or fails on, is no bound, and the
-search has only its own closed form for that node; what it does not decide in its time rests on the first run.
+what HiGHS tolerates. A claim about all splits, "none is faster than this" or "none fits", cannot be read off a split.
+So HiGHS is asked a second time, without its presolve, for a split below the claimed bound, for half as long as the
+first run took. (Presolve rewrites the program before anything is solved, and is where HiGHS 1.15.1 went wrong.) What
+that run contradicts, or fails on, is no bound, and the search has only its own closed form for that node; what it does
+not decide in its time rests on the first run.
 
-A tiny integer program whose optimum is known, to tell if a solver works on this machine.
+A tiny integer program whose optimum is known tells if a solver works on this machine.
 """
 
 from __future__ import annotations

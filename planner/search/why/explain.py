@@ -1,8 +1,7 @@
-"""The answer to why a layout is the best or, if some axes are pinned, why those values are not chosen.
+"""Why a layout is the best or, if some axes are pinned, why those values are not chosen.
 
-The same search with one input changed: without the pins, under another assumption, or with one limit moved.
-
-The integer program behind a plan as text, with its numbers.
+It is the same search with one input changed: without the pins, under another assumption, or with one limit moved. The
+integer program behind a plan is printed with its numbers.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""The rule that leaves no shape over: its name, its numbers, and a hint that lifts it.
-
-Layouts that do not fit: the one that lacks least memory, and an example of the shapes that were left out.
+"""Why nothing fits: the rule that leaves no shape over, or the layout that lacks least memory, and what lifts it.
 
 Thousands of shapes are sorted by a cheap estimate. For the most promising ones the exact memory of their layouts is
 worked out, as `plan evaluate` prints it, so that the message and `plan evaluate` name the same number. All of it is

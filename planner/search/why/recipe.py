@@ -1,6 +1,6 @@
 """The worth of every switch: each is set to each of its other values, and the whole search is done again.
 
-Long searches side by side, in as many processes as there are processors.
+These searches run side by side, in as many processes as there are processors.
 """
 
 from __future__ import annotations

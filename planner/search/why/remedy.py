@@ -1,10 +1,8 @@
 """The smallest change of the request after which some layout fits.
 
-A change is named only if a layout was found with it that fits by its exact memory: bytes alone decide.
-Pinned axes are changed first, beginning with those whose change costs least, then the headroom, then the number of
-GPUs.
-
-Lighter jobs for few GPUs: adapters, fewer bits, shorter sequences, another card; each is named only if it fits.
+A change is named only if a layout was found with it that fits by its exact memory: bytes alone decide. Pinned axes are
+changed first, beginning with those whose change costs least, then the headroom, then the number of GPUs. On few GPUs
+lighter jobs are tried too: adapters, fewer bits, shorter sequences, another card.
 """
 
 from __future__ import annotations

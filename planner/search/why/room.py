@@ -1,9 +1,8 @@
 """The room of a small job: the largest micro-batch, sequence and model that fit, searched over exact peaks.
 
-Changes of a job, one at a time: each is a row that says what becomes of the specs, and one function prices them all.
-
-A row is an adapter's rank, the bits of frozen weights, what is recomputed, the micro-batch, the sequence, how ZeRO
-shards, or any value of any switch that the trainer has.
+Beside it stand changes of the job, one at a time: an adapter's rank, the bits of frozen weights, what is recomputed,
+the micro-batch, the sequence, how ZeRO shards, or any value of any switch that the trainer has. Each is a row that says
+what becomes of the specs, and one function prices them all.
 """
 
 from __future__ import annotations
