@@ -1,9 +1,8 @@
-"""Compiles a schedule into flat integer arrays in which every action stands behind the actions that it waits for.
+"""A schedule as flat integer arrays, in which every action stands behind the actions that it waits for.
 
-Schedules in the CSV that torch.distributed.pipelining loads, with one row of compute actions per rank.
-
-`_PipelineScheduleRuntime(stages, num_microbatches, loss_fn)._load_csv(file)` runs it; torch adds sends and receives.
-The spelling is that of torch 2.13 (`_Action.from_str`).
+Schedules are also read and written as the CSV that torch.distributed.pipelining loads, with one row of compute actions
+per rank: `_PipelineScheduleRuntime(stages, num_microbatches, loss_fn)._load_csv(file)` runs it, and torch adds sends
+and receives. The spelling is that of torch 2.13 (`_Action.from_str`).
 """
 
 from __future__ import annotations

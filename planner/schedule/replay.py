@@ -1,4 +1,4 @@
-"""Replays a schedule with given durations: start and end of each action, and the waits between them.
+"""A schedule replayed with given durations: start and end of each action, idle time by cause, activations in flight.
 
 Four micro-batches over two stages, a second for each of forward, input gradient and weight gradient:
 
@@ -7,8 +7,6 @@ Four micro-batches over two stages, a second for each of forward, input gradient
 >>> timeline = replay(build_schedule("1f1b", 2, 1, 4), Durations(second, second, second))
 >>> timeline.makespan_s, round(timeline.bubble_fraction, 3)
 (15.0, 0.2)
-
-A replayed schedule: start and end of each action, idle time by cause, activations in flight.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""A pipeline that runs forward in time, one decision after the other; list scheduling builds orders with it.
+"""An order for unequal stages and limited memory that no named schedule beats, found by list scheduling.
 
-Two ways in which a rank chooses its next task: by a rule, or along a reference order.
-
-Finds an order for unequal stages and limited memory that no named schedule beats.
+The pipeline runs forward in time, one decision after the other. A rank chooses its next task in one of two ways: by a
+rule, or along a reference order.
 """
 
 from __future__ import annotations
