@@ -89,7 +89,7 @@ def models_command(
         _show_yaml(_plain(models[0]))
     else:
         rows = map(_model, sorted(models, key=lambda model: _totals(model).num_parameters))
-        _show_table(("name", "aliases", "parameters", "active", "sequence", "batch"), [*rows])
+        _show_table(("name", "parameters", "active", "other names"), "lrrw", [*rows])
 
 
 def _totals(model: ModelSpec) -> ModelTotals:
@@ -103,10 +103,9 @@ def _model(model: ModelSpec) -> Texts:
     """One line of the list of models."""
     from planner.report.format import large
 
-    counts, training = _totals(model), model.training
+    counts = _totals(model)
     active = large(counts.num_active_parameters) if counts.num_active_parameters < counts.num_parameters else ""
-    batch = (f"{training.seq_length:,}", large(training.tokens_per_step)) if training else ("", "")
-    return model.name, ", ".join(model.aliases), large(counts.num_parameters), active, *batch
+    return model.name, large(counts.num_parameters), active, ", ".join(model.aliases)
 
 
 def _trace(source: str | None, shard: str | None, output: str | None, force: bool) -> None:
@@ -161,7 +160,7 @@ def hardware_command(name: Word = None, json: bool = False) -> None:
     widths = [max(len(head), *(len(row[column]) for _, row in rows)) for column, head in enumerate(HEADS)]
     for section in SECTIONS:
         sys.stdout.write(f"{section}\n")
-        _show_table(HEADS, [row for of, row in rows if of == section], widths)
+        _show_table(HEADS, "lw" + "r" * (len(HEADS) - 2), [row for of, row in rows if of == section], widths)
         sys.stdout.write("\n")
     sys.stdout.write(LEGEND)
 
@@ -206,11 +205,11 @@ def _show_yaml(data: Fields) -> None:
     sys.stdout.write(text)
 
 
-def _show_table(heads: Texts, rows: Sequence[Texts], widths: Sequence[int] = ()) -> None:
-    """Names and aliases on the left, numbers on the right; columns are at least as wide as `widths` say."""
+def _show_table(heads: Texts, align: str, rows: Sequence[Texts], widths: Sequence[int] = ()) -> None:
+    """Columns aligned as `headed` has it, each at least as wide as `widths` say."""
     from planner.report.pieces import headed
 
-    table = headed(heads, "lw" + "r" * (len(heads) - 2), rows)
+    table = headed(heads, align, rows)
     for column, width in zip(table.columns, widths, strict=False):
         column.min_width = width
     show(table)

@@ -64,6 +64,8 @@ _MAX_ENTRIES = 10_000
 _IMAGES = re.compile(r"(\d{1,6})(?:x([1-9]\d{0,8}))?(:trained)?")
 SMALL_GIB = 40.0
 """Memory of a GPU below which few train a model from its beginning."""
+MANY_TOKENS = 10**9
+"""Tokens of a step beyond which a batch was meant in tokens: published ones have up to 10⁸."""
 S = TypeVar("S", bound=Spec)
 J = TypeVar("J", bound=JobOptions)
 
@@ -123,7 +125,7 @@ def read_job(asked: JobOptions, said: set[str] | None = None) -> Job:
         cluster = with_history(cluster, runtime, said)
     training = _routed(asked, _training(asked, model, adapters), model, runtime, switches)
     model = as_built(_seeing(model, asked.images, training), runtime)
-    _note_doubts(asked, cluster, tunes)
+    _note_doubts(asked, cluster, tunes, training.tokens_per_step)
     if training.operations.num_spare_nodes is not None:
         from planner.months.whole_run import check_spares
 
@@ -150,10 +152,13 @@ def _cluster(asked: JobOptions, hardware: HardwareSpec, assumed: Fields) -> Clus
     return _checked(ClusterSpec, values)
 
 
-def _note_doubts(asked: JobOptions, cluster: ClusterSpec, tunes: bool) -> None:
+def _note_doubts(asked: JobOptions, cluster: ClusterSpec, tunes: bool, tokens_per_step: int) -> None:
     """Say on stderr what the options mean where they may mean something else."""
     if not tunes and asked.runtime is None and cluster.hardware.memory_gib < SMALL_GIB:
         _log.info("this plans a training from the beginning; --finetune trains a model further, --lora or --qlora less")
+    if asked.global_batch_size is not None and tokens_per_step >= MANY_TOKENS:
+        _log.warning("--global-batch-size: %s sequences are %s tokens a step; --batch-tokens %d says tokens",
+                     f"{asked.global_batch_size:,}", f"{tokens_per_step:,}", asked.global_batch_size)  # fmt: skip
     nodes, rest = divmod(cluster.num_gpus, cluster.node_size)
     if nodes and rest:
         _log.info("--gpus %d: %d × %d GPUs in whole nodes, and %d of another node", cluster.num_gpus, nodes,

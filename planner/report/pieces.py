@@ -6,7 +6,7 @@ from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from rich.console import Console, ConsoleOptions, Group, RenderableType, group
+from rich.console import Console, ConsoleOptions, Group, OverflowMethod, RenderableType, group
 from rich.measure import Measurement
 from rich.padding import Padding
 from rich.segment import Segment
@@ -47,7 +47,8 @@ def columns(align: str, rows: Rows = (), gap: int = 2, bold: Container[int] = ()
     the numbers `bold` stand out."""
     table = Table(box=None, padding=(0, gap, 0, 0), pad_edge=False, show_header=False)
     for side in align:
-        table.add_column(justify="right" if side == "r" else "left", no_wrap=side != "w")
+        overflow: OverflowMethod = "fold" if side == "w" else "ellipsis"
+        table.add_column(justify="right" if side == "r" else "left", no_wrap=side != "w", overflow=overflow)
     for number, row in enumerate(rows):
         table.add_row(*row, style="bold" if number in bold else None)
     return table

@@ -323,9 +323,9 @@ class Robust:
         most, best = percent(self.losses[self.least]), percent(self.losses[0])
         is_behind = best != percent(0.0)
         if self.least and is_behind:
-            return f"up to {best} behind if one fails, alternative {self.least} {most}"
+            return f"if one fails {best} behind, alternative {self.least} {most}"
         if is_behind:
-            return f"if one fails, up to {best} behind"
+            return f"if one fails {best} behind"
         tried = len(self.assumptions) - 1
         return f"the fastest under {f'each of {tried} others' if tried > 1 else 'the one other'}"
 

@@ -77,6 +77,13 @@ def test_a_batch_near_that_suits_the_gpus_is_taken_and_said(caplog: pytest.LogCa
     assert "llama-3.1-405b's published batch: 16,777,216 is taken as 16,640,000" in caplog.text
 
 
+def test_a_batch_in_sequences_that_was_meant_in_tokens_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    own_read_job({**JOB, "global_batch_size": 2048})
+    assert not caplog.text
+    own_read_job({**JOB, "global_batch_size": 1 << 20})
+    assert "8,589,934,592 tokens a step; --batch-tokens 1048576" in caplog.text
+
+
 def test_a_batch_far_from_any_whole_number_of_sequences_is_refused() -> None:
     error = problem(own_read_job, batch_tokens="12000", gpus=1)
     assert error.message == "--batch-tokens: 12,000 tokens are no whole number of sequences of 8,192"
