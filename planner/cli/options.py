@@ -166,6 +166,8 @@ def converted(row: CliOption, kind: Any, word: Any) -> Any:
     except (ValueError, OverflowError):
         example = UNITS[unit][1] if {int, float} & {*kinds} else "1"
         says = f"{row.name}: {word[:60]!r} is not a {'whole number' if int in kinds else 'number'}"
+        if (row.name, word) == ("--gpus", "auto"):
+            raise SpecError(says, "plan sweep --model 70b --gpus auto") from None
         raise SpecError(says, f"write {row.name} {example}") from None
     return word
 
