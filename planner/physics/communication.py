@@ -374,7 +374,8 @@ class Exchanges:
             shard = minimum(shards, size)
             payload = num_bytes * parameters / rate
             bucket = self._tensor_parameters(shape) if tensors else self.runtime.bucket_among(shard)
-            exchanges = 1.0 if bucket is None else parameters / bucket
+            # buckets cross layers, which ZeRO-3 exchanges one by one
+            exchanges = 1.0 if bucket is None else where(shape.zero_stage == 3, 1.0, parameters / bucket)
             seconds_of = partial(collective_s, cluster=self.cluster, exchanges=exchanges)
             scatter = seconds_of("reduce_scatter", payload, shard, places)
             if not reduces:

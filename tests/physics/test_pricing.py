@@ -309,14 +309,16 @@ def test_data_parallel_exchanges_wait_for_each_rank_of_their_ring_a_bucket_at_a_
     parameters, bucket = 2.0**33, 2.0**27
     assert pricing.runtime.bucket_parameters == bucket
 
-    def gather_s(dp: int, num_parameters: float = parameters) -> float:
-        shape = Shape(tp=1, dp=dp, seq_length=4096, shard_size=dp)
+    def gather_s(dp: int, num_parameters: float = parameters, zero_stage: int = 1) -> float:
+        shape = Shape(tp=1, dp=dp, seq_length=4096, shard_size=dp, zero_stage=zero_stage)
         return float(exchanges.gather_s(num_parameters, 0.0, shape))
 
     for dp, size in ((64, bucket), (512, bucket), (4096, 4096 * CHUNK_PARAMETERS)):
         ring_s = (dp - dp / 8) * nvlink.latency_s + (dp / 8 - 1) * network.latency_s
         bytes_s = 2 * parameters * (7 / 8 / nvlink.bytes_per_s + (1 - 8 / dp) / 8 / network.bytes_per_s)
         assert gather_s(dp) == pytest.approx(bytes_s + parameters / size * ring_s)
+        # ZeRO-3 gathers a layer at once, however large
+        assert gather_s(dp, zero_stage=3) == pytest.approx(bytes_s + ring_s)
     # in proportion, so that a stage's exchange is the sum of its layers'
     assert gather_s(512, parameters / 4) == pytest.approx(gather_s(512) / 4)
 
@@ -550,10 +552,10 @@ def test_an_optimizer_step_takes_the_host_a_while_for_each_tensor() -> None:
 
 
 def test_the_host_starts_exchanges_too() -> None:
-    def layer(tp: int, kernels: float) -> PartCost:
+    def layer(tp: int, kernels: float, name: str = "exchange_kernels", zero_stage: int = 1) -> PartCost:
         pricing = pricing_of("llama-3.1-8b")
-        pricing = replace(pricing, runtime=pricing.runtime.model_copy(update={"exchange_kernels": kernels}))
-        table = pricing.table(Shape(tp=tp, sequence_parallel=1, seq_length=128), ("none",))
+        pricing = replace(pricing, runtime=pricing.runtime.model_copy(update={name: kernels}))
+        table = pricing.table(Shape(tp=tp, sequence_parallel=1, seq_length=128, zero_stage=zero_stage), ("none",))
         return next(iter(table.layers.values()))
 
     # at so few tokens the host decides: gathers before two products, scatters after two
