@@ -321,14 +321,16 @@ class Passes:
         }
 
     def _sending_s(self, items: Sequence[Item], shape: Shape) -> dict[str, Number]:
-        """Host seconds, by pass, to start the exchanges of a part's tensor- and context-parallel ranks, and to rotate
-        packed texts one by one.
+        """Host seconds, by pass, to start the exchanges of a part's tensor- and context-parallel ranks, to rotate texts
+        that are packed, and to fetch weights that ZeRO-3 shards.
 
         The exchanges of experts count among a mixture's kernels.
         """
         kernel_s = compute.issue_s(self.cluster.hardware, self.runtime)
-        each_s, texts_s = self.runtime.exchange_kernels * kernel_s, self._texts(items, shape) * kernel_s
-        seconds: dict[str, Number] = {"forward": texts_s, "backward": texts_s}
+        weights = sum(op.parameters > 0 for op in operators_of(items)) * (shape.zero_stage == 3)
+        kernels = self._texts(items, shape) + self.runtime.fetch_kernels * weights
+        each_s, both_s = self.runtime.exchange_kernels * kernel_s, kernels * kernel_s
+        seconds: dict[str, Number] = {"forward": both_s, "backward": both_s}
         for exchange in collectives_of(items) if each_s else ():
             if exchange.group in ("tp", "cp"):
                 is_sent = 1.0 * (group_of(exchange.group, shape, exchange.shards)[0] > 1) * (exchange.num_bytes > 0)

@@ -563,6 +563,10 @@ def test_the_host_starts_exchanges_too() -> None:
     assert layer(8, 10.0).forward_s - layer(8, 0.0).forward_s == pytest.approx(late * 40 * KERNEL_S)
     # one rank alone exchanges nothing
     assert layer(1, 10.0) == layer(1, 0.0)
+    # ZeRO-3's hooks fetch the weights of two norms and four products each
+    fetched, none = (layer(1, kernels, "fetch_kernels", zero_stage=3) for kernels in (10.0, 0.0))
+    assert fetched.forward_s - none.forward_s == pytest.approx(late * 60 * KERNEL_S)
+    assert layer(1, 10.0, "fetch_kernels") == layer(1, 0.0)
 
 
 def test_a_host_that_awaits_no_counts_is_late_by_what_both_passes_need() -> None:
