@@ -18,6 +18,7 @@ from planner.answer import SIGMAS_TO_END, Plan, PricedLayout
 from planner.layout.confidence import (
     DEVIATIONS,
     HOST_WIDTH,
+    OVERLAP_WIDTH,
     TAIL,
     TRACED_WIDTH,
     TUNED_WIDTH,
@@ -278,7 +279,7 @@ def test_a_tower_and_layers_traced_in_another_trainer_each_widen_the_step() -> N
     assert width(tower, "megatron") == pytest.approx(math.hypot(VISION_WIDTH, TRACED_WIDTH))
 
 
-def test_the_more_of_a_step_is_the_hosts_the_wider_it_is() -> None:
+def test_the_more_of_a_step_is_the_hosts_or_hides_exchanges_the_wider_it_is() -> None:
     megatron = load_runtime("megatron")
     graphs = megatron.model_copy(update={"cuda_graphs": True})
 
@@ -295,6 +296,8 @@ def test_the_more_of_a_step_is_the_hosts_the_wider_it_is() -> None:
     best = _evaluated().best
     alone, shared = (width_terms(of("8b", megatron), best, share) for share in (0.0, 0.5))
     assert shared == pytest.approx(alone | {"host": 0.5 * HOST_WIDTH})
+    hiding = width_terms(of("8b", megatron), best, 0.0, hidden_s=best.step.step_s / 2)
+    assert hiding == pytest.approx(alone | {"exchanges": alone["exchanges"] + OVERLAP_WIDTH / 2})
 
 
 def test_an_alternative_is_undecided_where_its_interval_reaches_below_the_best_ones() -> None:
