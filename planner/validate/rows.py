@@ -57,11 +57,15 @@ HELD_OUT = (
     "fsdp-readmes",
     "xtuner-zero3",
     "flagperf",
-    "swiss-gh200",
     "trl-long",
     "verl-practice",
     "primus-hybrids",
     "modalities",
+    "twist",
+    "olmoe-bridge",
+    "nebius-titan",
+    "primus-pulls",
+    "hf-pulls",
 )
 """Families whose rows no coefficient is fitted to, neither together with other families nor alone."""
 PRODUCTION = "production"
