@@ -66,6 +66,8 @@ HELD_OUT = (
     "nebius-titan",
     "primus-pulls",
     "hf-pulls",
+    "dgxc-finetunes",
+    "nemotron-h",
 )
 """Families whose rows no coefficient is fitted to, neither together with other families nor alone."""
 PRODUCTION = "production"
