@@ -328,7 +328,7 @@ class Candidate:
     @property
     def hidden_s(self) -> float:
         """Seconds of data-parallel exchanges that nothing shows of, on the rank that exchanges longest."""
-        return max(0.0, max(exchanged_dp_s(self.shape, cost) for cost in self.rank_costs) - self.outside.exposed_dp_s)
+        return max(exchanged_dp_s(self.shape, cost) for cost in self.rank_costs) - self.outside.exposed_dp_s
 
     @cached_property
     def step_s(self) -> float:

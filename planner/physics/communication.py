@@ -274,14 +274,11 @@ def group_of(group: Group, shape: Shape, shards: int = 1) -> tuple[Number, Numbe
     return shape.ep, shape.etp
 
 
-def exchange_s(collective: Collective, shape: Shape, cluster: ClusterSpec, dtype: str = "bf16") -> Number:
-    """Seconds of a layer's collective where products are computed in `dtype`, as if nothing hid it."""
-    seconds: Number = sum(exchange_tiers_s(collective, shape, cluster, dtype))
-    return seconds
-
-
 def exchange_tiers_s(collective: Collective, shape: Shape, cluster: ClusterSpec, dtype: str = "bf16") -> list[Number]:
-    """The seconds of `exchange_s` on each tier, innermost first; worked out once for all recipes that exchange so."""
+    """Seconds of a layer's collective, innermost tier first, where products are in `dtype`, as if nothing hid it.
+
+    Worked out once for all recipes that exchange so.
+    """
     size, stride = group_of(collective.group, shape, collective.shards)
     key = (
         content(collective.num_bytes), content(size), content(stride), dtype, collective.cast, collective.kind,

@@ -187,7 +187,7 @@ class Passes:
         """The seconds of each exchange of a part, in their order in the list."""
         for exchange in collectives_of(items):
             size, _ = group_of(exchange.group, shape, exchange.shards)
-            tiers_s = self._tiers_s(exchange, shape, size)
+            tiers_s = self._tiers_s(exchange, shape)
             exchanged_s: Number = sum(tiers_s)
             if exchange.overlap == "ep":
                 hidden_s = hideable_s = 0.0 if replayed else self._hidden_of_experts_s(exchange, tiers_s)
@@ -199,7 +199,7 @@ class Passes:
                 hidden_s = minimum(hidden_s, self._products_s(exchange))
             yield ExchangeSeconds(exchange, exchanged_s, hideable_s, hidden_s)
 
-    def _tiers_s(self, exchange: Collective, shape: Shape, size: Number) -> list[Number]:
+    def _tiers_s(self, exchange: Collective, shape: Shape) -> list[Number]:
         """Seconds of an exchange on each tier; on the first, also those that ranks wait for the last of them."""
         runtime, dtype = self.runtime, self.training.dtype
 
@@ -208,6 +208,7 @@ class Passes:
             waits = (REPLAYED if runtime.cuda_graphs else 1.0) * (exchange.num_bytes > 0)
             sent = dtype if runtime.narrow_exchanges else "bf16"
             inner_s, *outer_s = exchange_tiers_s(exchange, shape, self.cluster, sent)
+            size, _ = group_of(exchange.group, shape, exchange.shards)
             return [inner_s + waits * sync_us * MICRO * log2(size), *outer_s]
 
         return self._once(exchange, tiers_s)
@@ -232,7 +233,7 @@ class Passes:
         hidden_s: Number = 0.0
         for exchange in collectives_of(items):
             if exchange.overlap == "ep":
-                tiers_s = self._tiers_s(exchange, shape, group_of(exchange.group, shape)[0])
+                tiers_s = self._tiers_s(exchange, shape)
                 hidden_s = hidden_s + self._hidden_of_experts_s(exchange, tiers_s)
         return hidden_s
 
@@ -363,7 +364,7 @@ class Passes:
             return seconds
         for exchange in collectives_of(items):
             if exchange.group == "ep":
-                tiers_s = self._tiers_s(exchange, shape, group_of(exchange.group, shape)[0])
+                tiers_s = self._tiers_s(exchange, shape)
                 way, begun_s = _way(exchange), self._begun_s(exchange, tiers_s)
                 all_s = sum(s for s, here in zip(tiers_s, driven, strict=True) if here)
                 seconds[way] = seconds[way] + (begun_s if self.runtime.overlaps_experts else all_s)

@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from toys import exchange_s
 
 from planner.export.import_run import read_configuration
-from planner.physics.communication import exchange_s
 from planner.physics.compute import issue_seconds, operator_seconds, summed, with_host
 from planner.physics.cost import CostTable, PartCost
 from planner.physics.kernels import attention_s
