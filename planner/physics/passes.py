@@ -416,11 +416,11 @@ class Passes:
 
     def host_s(self, items: Sequence[Item], shape: Shape) -> Number:
         """Host seconds of a part's kernels, forward and backward together."""
-        texts_s = 2 * self._texts(items, shape) * compute.issue_s(self.cluster.hardware, self.runtime)
+        sent_s: Number = sum(self._sending_s(items, shape).values())
         if self._is_mixture(items):
-            return 2 * self._mixture_host_s(shape) + sum(self._adapters_s(items)) + texts_s
+            return 2 * self._mixture_host_s(shape) + sum(self._adapters_s(items)) + sent_s
         hosts = [compute.host_seconds(op, self.cluster.hardware, self.runtime) for op in operators_of(items)]
-        return sum(map(sum, hosts)) + texts_s
+        return sum(map(sum, hosts)) + sent_s
 
 
 def _way(exchange: Collective) -> str:

@@ -291,7 +291,7 @@ def test_the_more_of_a_step_is_the_hosts_or_hides_exchanges_the_wider_it_is() ->
     def fraction(model: str, runtime: RuntimeSpec = megatron) -> float:
         return of(model, runtime).host_fraction(Shape(tp=8, seq_length=2048))
 
-    assert 0 == fraction("llama-3.2-1b", graphs) < fraction("70b") < 0.5 < fraction("llama-3.2-1b") <= 1
+    assert 0 == fraction("llama-3.2-1b", graphs) < fraction("70b") < 0.6 < fraction("llama-3.2-1b") <= 1
     assert fraction("qwen3-30b-a3b") > 0.5, "its host launches routing and experts as well"
     best = _evaluated().best
     alone, shared = (width_terms(of("8b", megatron), best, share) for share in (0.0, 0.5))
