@@ -166,8 +166,8 @@ Twelve published runs (Bridge's cards, Primus, ms-swift) miss by 3 to 53%, four 
 OVERLAP_WIDTH = 0.20
 DRIVEN_WIDTH = 0.30
 """Half-widths per share of the step that exchanges take, those of data parallelism also where they hide: versions of a
-trainer hide different shares of them. Of 105 published runs more than 35% of whose step is taken to hide, 98 are within,
-and without this 90. On a network that the host drives 51 runs of five jobs were published; 18 of the 22 that
+trainer hide different shares of them. Of 105 published runs with more than 35% of a step hidden, 98 are within, and
+90 without this. On a network that the host drives 51 runs of five jobs were published; 18 of the 22 that
 nothing was read from are within."""
 NARROW_WIDTH = {"nvfp4": 0.06}
 """Half-widths of dtypes of which few runs were published."""
