@@ -12,6 +12,7 @@ import numpy as np
 from planner.answer import Plan
 from planner.layout.candidate import Candidate, Split
 from planner.layout.evaluate import pricing_of
+from planner.physics.communication import exchange_tiers_s
 from planner.physics.cost import CostTable
 from planner.physics.pricing import Pricing
 from planner.search.case import Case
@@ -31,6 +32,11 @@ from planner.trainers.spec import RuntimeSpec
 NO_LIMIT_S = 1e6
 """Of a search that ends by itself: a busy machine takes longer and finds the same."""
 MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 1024, "first_k_dense_replace": 1}
+
+
+def exchange_s(*exchange: Any) -> Any:
+    """Seconds of a layer's collective on all tiers together."""
+    return sum(exchange_tiers_s(*exchange))
 
 
 def toy_model(num_hidden_layers: int = 6, **changes: Any) -> ModelSpec:

@@ -24,6 +24,7 @@ from planner.layout.seconds import (
     OutsidePipeline,
     Pipeline,
     durations_of,
+    exchanged_dp_s,
     is_long,
     outside_pipeline,
     pipeline_s,
@@ -322,6 +323,11 @@ class Candidate:
     def outside(self) -> OutsidePipeline:
         """Seconds of a step outside the pipeline."""
         return outside_pipeline(self.pricing, self.table, self.rank_costs, self.order_name)
+
+    @property
+    def hidden_s(self) -> float:
+        """Seconds of data-parallel exchanges that nothing shows of, on the rank that exchanges longest."""
+        return max(exchanged_dp_s(self.shape, cost) for cost in self.rank_costs) - self.outside.exposed_dp_s
 
     @cached_property
     def step_s(self) -> float:

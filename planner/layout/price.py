@@ -63,7 +63,7 @@ def price_layout(candidate: Candidate, totals: ModelTotals | None = None, exact:
         rank_order=candidate.shape.rank_order,
         placement=placements(candidate.shape, pricing.cluster),
     )
-    layout = with_intervals(pricing, layout, candidate.shape)
+    layout = with_intervals(pricing, layout, pricing.host_fraction(candidate.shape), candidate.hidden_s)
     return with_sustained(layout, pricing.training.straggler_fraction)
 
 

@@ -388,7 +388,7 @@ def with_unsaid(candidate: Candidate, layout: PricedLayout, says_switches: bool 
         return layout
     step_s, choices = layout.step.step_s, defaultdict[str, list[Choice]](list)
     terms, *others = (
-        width_terms(pricing, layout, pricing.host_fraction(candidate.shape))
+        width_terms(pricing, layout, pricing.host_fraction(candidate.shape), candidate.hidden_s)
         for pricing in (candidate.pricing, *(pricing for _, pricing in unsaid))
     )
     width = math.hypot(*terms.values())

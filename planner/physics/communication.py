@@ -274,14 +274,11 @@ def group_of(group: Group, shape: Shape, shards: int = 1) -> tuple[Number, Numbe
     return shape.ep, shape.etp
 
 
-def exchange_s(collective: Collective, shape: Shape, cluster: ClusterSpec, dtype: str = "bf16") -> Number:
-    """Seconds of a layer's collective where products are computed in `dtype`, as if nothing hid it."""
-    seconds: Number = sum(exchange_tiers_s(collective, shape, cluster, dtype))
-    return seconds
-
-
 def exchange_tiers_s(collective: Collective, shape: Shape, cluster: ClusterSpec, dtype: str = "bf16") -> list[Number]:
-    """The seconds of `exchange_s` on each tier, innermost first; worked out once for all recipes that exchange so."""
+    """Seconds of a layer's collective, innermost tier first, where products are in `dtype`, as if nothing hid it.
+
+    Worked out once for all recipes that exchange so.
+    """
     size, stride = group_of(collective.group, shape, collective.shards)
     key = (
         content(collective.num_bytes), content(size), content(stride), dtype, collective.cast, collective.kind,
@@ -374,7 +371,8 @@ class Exchanges:
             shard = minimum(shards, size)
             payload = num_bytes * parameters / rate
             bucket = self._tensor_parameters(shape) if tensors else self.runtime.bucket_among(shard)
-            exchanges = 1.0 if bucket is None else parameters / bucket
+            # buckets cross layers, which ZeRO-3 exchanges one by one
+            exchanges = 1.0 if bucket is None else where(shape.zero_stage == 3, 1.0, parameters / bucket)
             seconds_of = partial(collective_s, cluster=self.cluster, exchanges=exchanges)
             scatter = seconds_of("reduce_scatter", payload, shard, places)
             if not reduces:

@@ -187,7 +187,7 @@ class Passes:
         """The seconds of each exchange of a part, in their order in the list."""
         for exchange in collectives_of(items):
             size, _ = group_of(exchange.group, shape, exchange.shards)
-            tiers_s = self._tiers_s(exchange, shape, size)
+            tiers_s = self._tiers_s(exchange, shape)
             exchanged_s: Number = sum(tiers_s)
             if exchange.overlap == "ep":
                 hidden_s = hideable_s = 0.0 if replayed else self._hidden_of_experts_s(exchange, tiers_s)
@@ -199,7 +199,7 @@ class Passes:
                 hidden_s = minimum(hidden_s, self._products_s(exchange))
             yield ExchangeSeconds(exchange, exchanged_s, hideable_s, hidden_s)
 
-    def _tiers_s(self, exchange: Collective, shape: Shape, size: Number) -> list[Number]:
+    def _tiers_s(self, exchange: Collective, shape: Shape) -> list[Number]:
         """Seconds of an exchange on each tier; on the first, also those that ranks wait for the last of them."""
         runtime, dtype = self.runtime, self.training.dtype
 
@@ -208,6 +208,7 @@ class Passes:
             waits = (REPLAYED if runtime.cuda_graphs else 1.0) * (exchange.num_bytes > 0)
             sent = dtype if runtime.narrow_exchanges else "bf16"
             inner_s, *outer_s = exchange_tiers_s(exchange, shape, self.cluster, sent)
+            size, _ = group_of(exchange.group, shape, exchange.shards)
             return [inner_s + waits * sync_us * MICRO * log2(size), *outer_s]
 
         return self._once(exchange, tiers_s)
@@ -232,7 +233,7 @@ class Passes:
         hidden_s: Number = 0.0
         for exchange in collectives_of(items):
             if exchange.overlap == "ep":
-                tiers_s = self._tiers_s(exchange, shape, group_of(exchange.group, shape)[0])
+                tiers_s = self._tiers_s(exchange, shape)
                 hidden_s = hidden_s + self._hidden_of_experts_s(exchange, tiers_s)
         return hidden_s
 
@@ -321,14 +322,16 @@ class Passes:
         }
 
     def _sending_s(self, items: Sequence[Item], shape: Shape) -> dict[str, Number]:
-        """Host seconds, by pass, to start the exchanges of a part's tensor- and context-parallel ranks, and to rotate
-        packed texts one by one.
+        """Host seconds, by pass, to start the exchanges of a part's tensor- and context-parallel ranks, to rotate texts
+        that are packed, and to fetch weights that ZeRO-3 shards.
 
         The exchanges of experts count among a mixture's kernels.
         """
         kernel_s = compute.issue_s(self.cluster.hardware, self.runtime)
-        each_s, texts_s = self.runtime.exchange_kernels * kernel_s, self._texts(items, shape) * kernel_s
-        seconds: dict[str, Number] = {"forward": texts_s, "backward": texts_s}
+        weights = sum(op.parameters > 0 for op in operators_of(items)) * (shape.zero_stage == 3)
+        kernels = self._texts(items, shape) + self.runtime.fetch_kernels * weights
+        each_s, both_s = self.runtime.exchange_kernels * kernel_s, kernels * kernel_s
+        seconds: dict[str, Number] = {"forward": both_s, "backward": both_s}
         for exchange in collectives_of(items) if each_s else ():
             if exchange.group in ("tp", "cp"):
                 is_sent = 1.0 * (group_of(exchange.group, shape, exchange.shards)[0] > 1) * (exchange.num_bytes > 0)
@@ -361,7 +364,7 @@ class Passes:
             return seconds
         for exchange in collectives_of(items):
             if exchange.group == "ep":
-                tiers_s = self._tiers_s(exchange, shape, group_of(exchange.group, shape)[0])
+                tiers_s = self._tiers_s(exchange, shape)
                 way, begun_s = _way(exchange), self._begun_s(exchange, tiers_s)
                 all_s = sum(s for s, here in zip(tiers_s, driven, strict=True) if here)
                 seconds[way] = seconds[way] + (begun_s if self.runtime.overlaps_experts else all_s)
@@ -413,11 +416,11 @@ class Passes:
 
     def host_s(self, items: Sequence[Item], shape: Shape) -> Number:
         """Host seconds of a part's kernels, forward and backward together."""
-        texts_s = 2 * self._texts(items, shape) * compute.issue_s(self.cluster.hardware, self.runtime)
+        sent_s: Number = sum(self._sending_s(items, shape).values())
         if self._is_mixture(items):
-            return 2 * self._mixture_host_s(shape) + sum(self._adapters_s(items)) + texts_s
+            return 2 * self._mixture_host_s(shape) + sum(self._adapters_s(items)) + sent_s
         hosts = [compute.host_seconds(op, self.cluster.hardware, self.runtime) for op in operators_of(items)]
-        return sum(map(sum, hosts)) + texts_s
+        return sum(map(sum, hosts)) + sent_s
 
 
 def _way(exchange: Collective) -> str:

@@ -78,6 +78,8 @@ class Host(Group):
     the indexer's loss."""
     slice_kernels: Overhead = 0.0
     """The same for each slice of a text whose place an exchange of heads for tokens (cp_comm_type a2a) works out."""
+    fetch_kernels: Overhead = 0.0
+    """The same for each weight that ZeRO-3 shards: hooks of its module fetch and release it, in Python."""
     tensor_kernels: Overhead = 0.0
     """Host time of an optimizer step for each parameter tensor of the rank, counted likewise: hooks, copies to main
     gradients and back, zeroes. None where a CUDA graph replays the whole step."""

@@ -57,11 +57,17 @@ HELD_OUT = (
     "fsdp-readmes",
     "xtuner-zero3",
     "flagperf",
-    "swiss-gh200",
     "trl-long",
     "verl-practice",
     "primus-hybrids",
     "modalities",
+    "twist",
+    "olmoe-bridge",
+    "nebius-titan",
+    "primus-pulls",
+    "hf-pulls",
+    "dgxc-finetunes",
+    "nemotron-h",
 )
 """Families whose rows no coefficient is fitted to, neither together with other families nor alone."""
 PRODUCTION = "production"

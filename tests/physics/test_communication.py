@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import yaml
+from toys import exchange_s
 
 from planner.layout.evaluate import pricing_of
 from planner.layout.price import placements
@@ -24,7 +25,6 @@ from planner.physics.communication import (
     collective_tiers_s,
     data_parallel_places,
     dispatch_tiers_s,
-    exchange_s,
     joined_fraction,
     members_by_tier,
     p2p_s,

@@ -12,11 +12,12 @@ from typing import Any
 
 import pytest
 import yaml
+from toys import exchange_s
 
 from planner.layout.evaluate import evaluate
 from planner.layout.runs import parse_run
 from planner.physics import compute, kernels, memory
-from planner.physics.communication import collective_s, exchange_s
+from planner.physics.communication import collective_s
 from planner.physics.layers import decoder_layer, head
 from planner.physics.memory import (
     gradients_bytes,

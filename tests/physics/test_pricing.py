@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from toys import exchange_s
 
 from planner.export.import_run import read_configuration
-from planner.physics.communication import exchange_s
 from planner.physics.compute import issue_seconds, operator_seconds, summed, with_host
 from planner.physics.cost import CostTable, PartCost
 from planner.physics.kernels import attention_s
@@ -309,14 +309,16 @@ def test_data_parallel_exchanges_wait_for_each_rank_of_their_ring_a_bucket_at_a_
     parameters, bucket = 2.0**33, 2.0**27
     assert pricing.runtime.bucket_parameters == bucket
 
-    def gather_s(dp: int, num_parameters: float = parameters) -> float:
-        shape = Shape(tp=1, dp=dp, seq_length=4096, shard_size=dp)
+    def gather_s(dp: int, num_parameters: float = parameters, zero_stage: int = 1) -> float:
+        shape = Shape(tp=1, dp=dp, seq_length=4096, shard_size=dp, zero_stage=zero_stage)
         return float(exchanges.gather_s(num_parameters, 0.0, shape))
 
     for dp, size in ((64, bucket), (512, bucket), (4096, 4096 * CHUNK_PARAMETERS)):
         ring_s = (dp - dp / 8) * nvlink.latency_s + (dp / 8 - 1) * network.latency_s
         bytes_s = 2 * parameters * (7 / 8 / nvlink.bytes_per_s + (1 - 8 / dp) / 8 / network.bytes_per_s)
         assert gather_s(dp) == pytest.approx(bytes_s + parameters / size * ring_s)
+        # ZeRO-3 gathers a layer at once, however large
+        assert gather_s(dp, zero_stage=3) == pytest.approx(bytes_s + ring_s)
     # in proportion, so that a stage's exchange is the sum of its layers'
     assert gather_s(512, parameters / 4) == pytest.approx(gather_s(512) / 4)
 
@@ -550,10 +552,10 @@ def test_an_optimizer_step_takes_the_host_a_while_for_each_tensor() -> None:
 
 
 def test_the_host_starts_exchanges_too() -> None:
-    def layer(tp: int, kernels: float) -> PartCost:
+    def layer(tp: int, kernels: float, name: str = "exchange_kernels", zero_stage: int = 1) -> PartCost:
         pricing = pricing_of("llama-3.1-8b")
-        pricing = replace(pricing, runtime=pricing.runtime.model_copy(update={"exchange_kernels": kernels}))
-        table = pricing.table(Shape(tp=tp, sequence_parallel=1, seq_length=128), ("none",))
+        pricing = replace(pricing, runtime=pricing.runtime.model_copy(update={name: kernels}))
+        table = pricing.table(Shape(tp=tp, sequence_parallel=1, seq_length=128, zero_stage=zero_stage), ("none",))
         return next(iter(table.layers.values()))
 
     # at so few tokens the host decides: gathers before two products, scatters after two
@@ -561,6 +563,10 @@ def test_the_host_starts_exchanges_too() -> None:
     assert layer(8, 10.0).forward_s - layer(8, 0.0).forward_s == pytest.approx(late * 40 * KERNEL_S)
     # one rank alone exchanges nothing
     assert layer(1, 10.0) == layer(1, 0.0)
+    # ZeRO-3's hooks fetch the weights of two norms and four products each
+    fetched, none = (layer(1, kernels, "fetch_kernels", zero_stage=3) for kernels in (10.0, 0.0))
+    assert fetched.forward_s - none.forward_s == pytest.approx(late * 60 * KERNEL_S)
+    assert layer(1, 10.0, "fetch_kernels") == layer(1, 0.0)
 
 
 def test_a_host_that_awaits_no_counts_is_late_by_what_both_passes_need() -> None:

@@ -80,7 +80,7 @@ def test_published_runs_lie_in_their_intervals_and_fit(monkeypatch: Any, capsys:
     everything = score("all", published)
     assert everything is not None
     assert everything.coverage is not None
-    assert 0.7 <= everything.coverage <= 0.92
+    assert 0.7 <= everything.coverage <= 0.93, "of runs that nobody had seen 79% are inside: docs/physics/intervals.md"
 
     families = {one.row.family for one in published}
     scores = {family: score(family, [one for one in published if one.row.family == family]) for family in families}
