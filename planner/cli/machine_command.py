@@ -37,7 +37,6 @@ def probe_command(
     order: Word = None,
     scale: int = 64,
     processes: int = 8,
-    sleep: bool = False,
     dry_run: bool = False,
     tolerance: Number = None,
     trace: Word = None,
@@ -52,7 +51,6 @@ def probe_command(
     \b
     Example:
       plan probe plan.json
-      plan probe plan.json --sleep
       plan probe plan.json --dry-run
       plan probe plan.json --device cuda --stage all
     """
@@ -66,10 +64,10 @@ def probe_command(
     if dry_run:
         said = {"--steps": steps, "--budget": budget, "--order": order, "--tolerance": tolerance,
                 "--timeout": None if timeout == 120.0 else timeout}  # fmt: skip
-        return _dry_run(read, plan, made, said, sleep or device == "cpu" or {stage, trace, output} != {None}, json)
+        return _dry_run(read, plan, made, said, device == "cpu" or {stage, trace, output} != {None}, json)
     result = _probe(
         read, device, steps, budget, tolerance, stages=_stages(stage), hidden_size=scale, num_processes=processes,
-        sleep=sleep, timeout_s=timeout, order=made,
+        timeout_s=timeout, order=made,
     )  # fmt: skip
     if result is None:  # another rank reports
         return None
@@ -86,7 +84,7 @@ def _dry_run(
 ) -> None:
     """Print what a probe of all ranks would start; SpecError where options `beside` it ask for another one."""
     if beside:
-        hint = "leave out --device cpu, --sleep, --stage, -o, --trace"
+        hint = "leave out --device cpu, --stage, -o, --trace"
         raise SpecError("--dry-run: tells of all ranks on GPUs", hint)
     from planner.probe.plan_slice import ProbeOptions
     from planner.probe.run_price import what_starts
@@ -137,8 +135,6 @@ def _probe(
     options = ProbeOptions(device=kind, **asked)
     if budget_s is not None and options.device == "cpu":
         raise SpecError("--budget: seconds are measured on GPUs", "on a CPU, say --steps")
-    if options.sleep and (options.device != "cpu" or options.stages is not None):
-        raise SpecError("--sleep: ranks sleep on the CPU only", "leave out --device cuda and --stage")
     if options.order is not None and options.stages is not None:
         raise SpecError("--order: a stage alone follows the plan's own schedule", "leave out --stage")
     return probe(plan, options)

@@ -26,7 +26,7 @@ from planner.probe.result import (
     slowest_exchanges,
     stride_of,
 )
-from planner.probe.run import Message, Place, ProbeRun, SleepSeconds, message_of, needed_by
+from planner.probe.run import Message, Place, ProbeRun, message_of, needed_by
 from planner.probe.run_price import knows_peak, repriced, static_bytes, without_exchanges
 from planner.schedule.actions import Action, Schedule
 from planner.schedule.replay import Durations, makespan_s, replay
@@ -103,8 +103,8 @@ def idle_of(order: Schedule, sent: Mapping[Message, float], rank: RankResult, to
 
 def in_flight(run: ProbeRun) -> list[int]:
     """The largest number of activations that each pipeline rank holds at once, according to its order."""
-    equal_seconds = [SleepSeconds(1.0, 1.0, 1.0)] * len(run.chunks)
-    return [int(count) for count in replay(run.order, replay_durations(equal_seconds)).peak_in_flight_chunks]
+    equal_s = [1.0] * len(run.chunks)
+    return [int(count) for count in replay(run.order, Durations(equal_s, equal_s, equal_s)).peak_in_flight_chunks]
 
 
 def run_checks(run: ProbeRun, ranks: Sequence[RankResult]) -> list[ProbeCheck]:
@@ -123,7 +123,7 @@ def run_checks(run: ProbeRun, ranks: Sequence[RankResult]) -> list[ProbeCheck]:
         for name, passed, detail in rows
         if num_messages or name != "exchanges"
     ]
-    if run.sleep is None and not run.check:
+    if not run.check:
         checks.append(check_finite(ranks))
     for name in dict.fromkeys(check.name for rank in ranks for check in rank.checks):
         same = [check for rank in ranks for check in rank.checks if check.name == name]
@@ -156,7 +156,7 @@ def durations_alone(priced: Candidate, stages: Sequence[RankResult]) -> Duration
         weight_grad_s = min(chunk.weight_grad_s or 0.0, chunk.backward_s)
         forward_s = chunk.forward_s + planned.forward_s[stage] - float(cost.forward_s)
         beside_s = planned.input_grad_s[stage] - float(cost.input_grad_s)
-        seconds.append(SleepSeconds(forward_s, chunk.backward_s - weight_grad_s + beside_s, weight_grad_s))
+        seconds.append((forward_s, chunk.backward_s - weight_grad_s + beside_s, weight_grad_s))
     return replace(replay_durations(seconds), p2p_s=planned.p2p_s, blocking_p2p=planned.blocking_p2p)
 
 
@@ -174,17 +174,18 @@ def beside_messages_s(run: ProbeRun, ranks: Sequence[RankResult]) -> float:
     return makespan_s(run.order, replay_durations(among)) - makespan_s(run.order, replay_durations(alone))
 
 
-def _typical(run: ProbeRun, chunks: Sequence[ChunkSeconds], seconds: Sequence[tuple[float, float]]) -> SleepSeconds:
-    """Medians over the replicas of a chunk, of which `seconds` has forward and backward."""
+def _typical(
+    run: ProbeRun, chunks: Sequence[ChunkSeconds], seconds: Sequence[tuple[float, float]]
+) -> tuple[float, float, float]:
+    """Forward, input gradient and weight gradient of a chunk: medians over its replicas, of which `seconds` has forward
+    and backward."""
     weight_share = median((chunk.weight_grad_s or 0.0) / (chunk.backward_s or 1.0) for chunk in chunks)
     forward_s, backward_s = (median(values) for values in zip(*seconds, strict=True))
     weight_grad_s = weight_share * backward_s if run.order.splits_backward else 0.0
-    return SleepSeconds(forward_s, backward_s - weight_grad_s, weight_grad_s)
+    return forward_s, backward_s - weight_grad_s, weight_grad_s
 
 
 KINDS: dict[str, Kind] = {"all-gather": "all_gather", "all-reduce": "all_reduce", "reduce-scatter": "reduce_scatter"}
-BUBBLE_TOLERANCE = 0.03
-"""Largest difference between the bubble fractions of sleeping ranks and of the replay."""
 OPTIMIZER_KERNELS = 9
 """Kernels of an optimizer step on parameters of one kind: norm, scale, update, cast, zeros, and four of one number."""
 Unit = Literal["s", "bytes", "fraction", "count"]
@@ -234,24 +235,6 @@ def planned_s(cluster: ClusterSpec, run: ProbeRun, exchange: ProbedExchange) -> 
     return float(collective_s(KINDS[exchange.name.split()[-1]], exchange.num_bytes, exchange.size, stride, cluster))
 
 
-def compare_bubble(run: ProbeRun, ranks: Sequence[RankResult]) -> list[ComparedQuantity]:
-    """The bubble and the length of a step of sleeping ranks, beside the replay of the same seconds."""
-    assert run.sleep is not None
-    timeline = replay(run.order, replay_durations(run.sleep))
-    stages = by_stage(run, ranks)
-    measured = bubble_fraction(stages)
-    return [
-        ComparedQuantity(
-            name="bubble",
-            unit="fraction",
-            predicted=timeline.bubble_fraction,
-            measured=measured,
-            agrees=abs(measured - timeline.bubble_fraction) <= BUBBLE_TOLERANCE,
-        ),
-        compared("pipeline", "s", timeline.makespan_s, span_s(stages), None),
-    ]
-
-
 def compare_pipeline(
     plan: Plan,
     least: Plan,
@@ -263,7 +246,7 @@ def compare_pipeline(
     """The pipeline as a whole, beside the replay of its planned seconds; `least` is the plan without waits. Waits and
     the bubble are shown and not judged, nor is what messages cost the work beside them."""
     planned, quick = (
-        replace(replay_durations(planned_seconds(each.best, run.order, plan_stages)), p2p_s=hops_s(plan.cluster, run))
+        replace(planned_seconds(each.best, run.order, plan_stages), p2p_s=hops_s(plan.cluster, run))
         for each in (plan, least)
     )
     timeline = replay(run.order, planned)

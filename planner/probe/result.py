@@ -145,7 +145,7 @@ class ProbeCheck(Spec):
     detail: str
 
 
-class RankResult(Spec):
+class RankResult(Spec, extra="ignore"):
     """The measurements of one rank."""
 
     rank: int
@@ -170,8 +170,6 @@ class RankResult(Spec):
     """True where this torch has no grouped product for this GPU: each expert's is a launch of its own, for which the
     host waits."""
     device_states: tuple[DeviceState, ...] = ()
-    clock_error_s: float | None = None
-    """The most by which this rank's clock may differ from rank 0's; null where both are the same clock."""
 
     @property
     def replica(self) -> tuple[int, int, int]:
@@ -266,7 +264,7 @@ class PlanSlice(Spec):
     extrapolated: Texts = ()
 
 
-class ProbeResult(Spec):
+class ProbeResult(Spec, extra="ignore"):
     """The outcome of running a plan, or a slice of it: predictions beside measurements."""
 
     schema_version: Literal[1] = 1
@@ -277,8 +275,6 @@ class ProbeResult(Spec):
     inputs_sha256: str
     """Hash of the plan's inputs."""
     slice: PlanSlice
-    sleeps: bool = False
-    """True where ranks slept instead of computing: then times say something about the schedule only."""
     tolerance_fraction: float
     comparisons: tuple[ComparedQuantity, ...]
     checks: tuple[ProbeCheck, ...]
@@ -316,15 +312,9 @@ class ProbeResult(Spec):
         )
 
     @property
-    def clock_error_s(self) -> float | None:
-        """The most by which the clock of any rank may differ from rank 0's; null where all have the same clock."""
-        return max((rank.clock_error_s for rank in self.ranks if rank.clock_error_s is not None), default=None)
-
-    @property
     def uses_tolerance(self) -> bool:
-        """True if any quantity is judged by the tolerance; equality of results and the bubble of sleeping ranks are
-        not."""
-        return not self.sleeps and any(comparison.agrees is not None for comparison in self.comparisons)
+        """True if any quantity is judged by the tolerance; equality of results is not."""
+        return any(comparison.agrees is not None for comparison in self.comparisons)
 
 
 FailureKind = Literal[

@@ -20,8 +20,8 @@ from planner.specs.base import Ints, NonNegativeFloat, NonNegativeInt, PositiveF
 from planner.specs.model import ModelSpec
 
 Device = Literal["cpu", "cuda"]
-GONE = ("ranks_per_gpu", "backend")
-"""Fields of a run in files that 0.2 wrote."""
+GONE = ("ranks_per_gpu", "backend", "sleep")
+"""Fields of a run in files of earlier versions."""
 
 
 class ChunkSpec(Spec):
@@ -38,14 +38,6 @@ class ChunkSpec(Spec):
     @property
     def num_layers(self) -> int:
         return self.last_layer - self.first_layer
-
-
-class SleepSeconds(NamedTuple):
-    """Seconds that a rank sleeps in place of computing a virtual stage for one micro-batch."""
-
-    forward_s: float
-    input_grad_s: float
-    weight_grad_s: float
 
 
 class Place(NamedTuple):
@@ -95,8 +87,6 @@ class ProbeRun(Spec):
     recompute_modules: Texts = ()
     """Modules of every layer that are recomputed (selective)."""
     balanced_routing: bool = False
-    sleep: tuple[SleepSeconds, ...] | None = None
-    """Seconds to sleep in each virtual stage instead of computing; null where the ranks compute."""
     check: bool = False
     """Compare loss, gradients and gradient norm with one process."""
     warm_up_steps: NonNegativeInt = 1
@@ -116,7 +106,7 @@ class ProbeRun(Spec):
     @model_validator(mode="before")
     @classmethod
     def _of_earlier(cls, data: Any) -> Any:
-        """The fields that probes saved by 0.2 have and nothing reads any more are left out."""
+        """The fields that earlier probes have saved and nothing reads any more are left out."""
         return {k: v for k, v in data.items() if k not in GONE} if isinstance(data, dict) else data
 
     @classmethod

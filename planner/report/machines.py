@@ -87,8 +87,6 @@ def _sections(result: ProbeResult) -> Parts:
         has_peers = result.run.world_size > result.run.pp
         activity = listed("probe_activity", result.activity, has_peers=has_peers, by_most=_by_most)
         yield section("What the stages did", activity)
-        if result.clock_error_s is not None:
-            yield Text(f"the clocks of these ranks differ by up to {seconds(result.clock_error_s)}")
     if exchanges := list(_exchanges(result)):
         yield section("Exchanges by themselves", bullets(exchanges))
     if conditions := [*_gpus(result), *(condition.text for condition in result.conditions)]:

@@ -20,7 +20,7 @@ from planner.probe.launch.process import rank_process, stage_process
 from planner.probe.model.chunk import Chunk
 from planner.probe.rank import worker
 from planner.probe.rank.gradients import FlatParameters
-from planner.probe.rank.pipeline import GroupWires, RankClock, RankPipeline
+from planner.probe.rank.pipeline import GroupWires, RankPipeline
 from planner.probe.rank.training import RankTrainer
 from planner.probe.rank.worker import Worker
 
@@ -118,28 +118,6 @@ def hanging_at_its_end(folder: Path, rank: int, local_rank: int) -> None:
 
 def diverged(folder: Path, rank: int, local_rank: int) -> None:
     RankTrainer._over_all_ranks = lambda self, value: math.nan  # type: ignore[method-assign,assignment]
-    rank_process(folder, rank, local_rank)
-
-
-def late(folder: Path, rank: int, local_rank: int) -> None:
-    """One rank starts its clock half a second after the others."""
-    healthy = RankClock.start
-
-    def start(self: RankClock) -> None:
-        time.sleep(0.5)
-        healthy(self)
-
-    if rank == SICK_RANK:
-        RankClock.start = start  # type: ignore[method-assign]
-    rank_process(folder, rank, local_rank)
-
-
-def on_another_host(folder: Path, rank: int, local_rank: int) -> None:
-    """One rank's clock began to count a quarter of an hour earlier than the others'."""
-    healthy, together = RankClock.mark, worker.start_together
-    if rank == SICK_RANK:
-        RankClock.mark = lambda self: healthy(self) + 900.0  # type: ignore[method-assign]
-    worker.start_together = lambda clock, rank, device, is_shared: together(clock, rank, device, is_shared=False)
     rank_process(folder, rank, local_rank)
 
 

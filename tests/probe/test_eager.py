@@ -37,7 +37,7 @@ from planner.probe.result import (  # noqa: E402
 from planner.probe.run import ProbeRun  # noqa: E402
 from planner.probe.run_price import EAGER, in_eager_torch  # noqa: E402
 from planner.profile.probe_calibration import from_probe  # noqa: E402
-from planner.schedule.replay import Durations, replay  # noqa: E402
+from planner.schedule.replay import replay  # noqa: E402
 
 PLANS: dict[str, dict[str, Any]] = {
     "megatron": {},
@@ -57,8 +57,8 @@ def rank_as_priced(
 ) -> RankResult:
     """A rank as slow as `factor` times the price of eager torch with `kernels` of attention, which needs its bytes."""
     eager, place = in_eager_torch(plan, kernels, alone), run.place(rank)
-    stage, seconds = eager.stages[place.pp], planned_seconds(eager.best, run.order, range(run.pp))
-    timeline = replay(run.order, Durations(*zip(*seconds, strict=True)))
+    stage, took = eager.stages[place.pp], planned_seconds(eager.best, run.order, range(run.pp))
+    timeline = replay(run.order, took)
     spans = zip(run.ranks[place.pp], timeline.start_s[place.pp], timeline.end_s[place.pp], strict=True)
     beside = (stage.forward_comm_s, stage.backward_comm_s) if alone else (0.0, 0.0)
     memory = stage.memory
@@ -71,10 +71,10 @@ def rank_as_priced(
     )
     chunks = tuple(
         ChunkSeconds(
-            stage=virtual, forward_s=factor * (took.forward_s - beside[0]),
-            backward_s=factor * (took.input_grad_s + took.weight_grad_s - beside[1]),
+            stage=virtual, forward_s=factor * (took.forward_s[virtual] - beside[0]),
+            backward_s=factor * (took.input_grad_s[virtual] + took.weight_grad_s[virtual] - beside[1]),
         )
-        for virtual, took in ((virtual, seconds[virtual]) for virtual in run.stages_of(place.pp))
+        for virtual in run.stages_of(place.pp)
     )  # fmt: skip
     held = ProbedMemory(
         static_bytes=memory.weights_bytes + memory.gradients_bytes + memory.optimizer_bytes,

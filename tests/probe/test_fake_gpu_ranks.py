@@ -92,7 +92,7 @@ def test_every_phase_of_a_rank(schedule: str, make_run: Any, tmp_path: Path, mon
     assert [timed.action for timed in rank.actions] == list(run.ranks[rank.stage])
     assert [chunk.stage for chunk in rank.chunks] == list(run.stages_of(rank.stage))
     assert {chunk.quiet_forward_s is not None for chunk in rank.chunks} == {run.pp > 1}
-    assert (rank.memory is not None, rank.clock_error_s is not None) == (True, number > 0)
+    assert rank.memory is not None
 
 
 @pytest.mark.thorough(2)

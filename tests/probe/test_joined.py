@@ -191,7 +191,6 @@ def test_what_torchrun_ends_leaves_no_folder(plan_file: str) -> None:
 DIFFERENT = {
     "options": (("--scale", "128"), "rank 1 on {host} has model.hidden_size 128, not 64"),
     "steps": (("--steps", "2"), "rank 1 on {host} has num_steps 2, not 1"),
-    "sleep": (("--sleep",), "rank 1 on {host} has sleep "),
     "stage": (("--stage", "all"), "rank 1 on {host} refuses: --stage runs stages one at a time"),
 }
 """Options of rank 1 that rank 0 does not have, and what both say."""

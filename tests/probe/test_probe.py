@@ -122,18 +122,6 @@ def test_another_order_than_the_plans() -> None:
     assert "zb-v" in result.slice.run
 
 
-@pytest.mark.parametrize(("schedule", "layout"), [("1f1b", {"pp": 4}), ("interleaved-1f1b", {"pp": 2, "vpp": 3})])
-def test_the_bubble_of_sleeping_ranks(schedule: str, layout: dict[str, int]) -> None:
-    plan = small_plan(schedule=schedule, **layout)
-    for _ in range(30):  # a busy machine may wake one rank late
-        result = run(plan, sleep=True)
-        bubble = next(comparison for comparison in result.comparisons if comparison.name == "bubble")
-        if result.agrees and abs(bubble.measured - bubble.predicted) <= 0.03:
-            break
-    assert result.agrees
-    assert abs(bubble.measured - bubble.predicted) <= 0.03
-
-
 def test_stages_alone() -> None:
     plan = small_plan(tp=2, pp=3, dp=2)
     result = run(plan, stages="all")

@@ -118,25 +118,6 @@ def test_ranks_on_gpus_are_compared_in_time_memory_and_loss(loss: float, capsys:
     assert ("(median of 1); loss 2.5000" if loss == 2.5 else "FAILED finite loss not finite") in printed
 
 
-def test_a_report_and_a_trace_say_how_far_clocks_may_differ(capsys: pytest.CaptureFixture[str]) -> None:
-    from planner.cli.output import show
-    from planner.probe.probe import trace_events
-    from planner.report.machines import render_probe as render
-
-    plan = small_plan()
-    ran = probe_result(plan, lambda stage: (1e-3, 2e-3), mode="ranks", run=probe_run(plan, num_steps=1))
-    for errors, words in (((None, 25e-6), "differ by up to 25.00 µs"), ((None, None), None)):
-        ranks = tuple(
-            rank.model_copy(update={"clock_error_s": error_s}) for rank, error_s in zip(ran.ranks, errors, strict=True)
-        )
-        result = judged(plan, ran.model_copy(update={"ranks": ranks}), RankGrid(pp=2, dp=1, cp=1, tp=1, ep=1))
-        show(render(result))
-        printed = " ".join(capsys.readouterr().out.split())
-        process = next(event for event in trace_events(plan, result)["traceEvents"] if event["ph"] == "M")
-        assert ("clocks" in printed, "clocks" in process["args"]["name"]) == (words is not None,) * 2
-        assert words is None or words in printed
-
-
 def test_exchanges_are_shown_beside_what_the_links_say() -> None:
     plan = small_plan(tp=2, pp=2, dp=2)
     ran = probe_result(plan, lambda stage: (1e-3, 2e-3), mode="ranks", run=probe_run(plan, num_steps=1))

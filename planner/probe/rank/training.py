@@ -23,7 +23,7 @@ from planner.probe.rank.gradients import (
     shard_chunk,
 )
 from planner.probe.rank.groups import RankGroups, run_surroundings
-from planner.probe.rank.pipeline import EmulatedWires, RankClock, RankPipeline, SleepingPipeline, StepRecord, Wires
+from planner.probe.rank.pipeline import EmulatedWires, RankClock, RankPipeline, StepRecord, Wires
 from planner.probe.result import StepSeconds
 from planner.probe.run import ProbeRun, holders, needed_by
 from planner.schedule.actions import Action
@@ -150,11 +150,6 @@ class RankTrainer:
         stages, actions = run.stages_of(pp_rank), tuple(run.order.ranks[pp_rank])
         self.chunks: dict[int, Chunk] = {}
         self.flat: list[FlatParameters | ShardedParameters] = []
-        if run.sleep is not None:
-            self.pipeline: RankPipeline = SleepingPipeline(
-                run.order, actions, {}, wires, around, None, self.clock, run.sleep, self.empty
-            )
-            return
         fully_sharded = run.fully_sharded and dense.group is not None
         is_meta = fully_sharded and not run.check  # the whole may be more than a device holds
         self.chunks = {stage: build_chunk(run, stage, around, "meta" if is_meta else device) for stage in stages}
@@ -295,8 +290,6 @@ class RankTrainer:
     def reduce(self, on_action: Callable[[str], None]) -> None:
         """Sum gradients over every rank that has a part or a replica of them."""
         on_action("gradients (waiting)")
-        if not self.flat:
-            return
         if isinstance(self.around.tp, GroupPeers):
             all_reduce_flat(self.parameters.partial_over_tp(), self.around.tp.group)
         for pp_ranks, names in sorted(self.parameters.replicas().items()):
@@ -306,8 +299,7 @@ class RankTrainer:
 
     def squared_norm(self) -> Tensor:
         """This rank's contribution to the square of the gradients' global norm."""
-        parts = [flat.squared_norm() for flat in self.flat]
-        return torch.stack(parts).sum() if parts else torch.zeros((), device=self.device)
+        return sum((flat.squared_norm() for flat in self.flat), torch.zeros((), device=self.device))
 
     @staticmethod
     def _sum_replicas(names: dict[str, list[Tensor]], group: Any) -> None:

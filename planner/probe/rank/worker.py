@@ -40,7 +40,7 @@ from planner.probe.rank.groups import (
     require_agreement,
     what_runs,
 )
-from planner.probe.rank.pipeline import ActionTimes, GroupWires, RankClock, StepRecord, start_together
+from planner.probe.rank.pipeline import ActionTimes, GroupWires, RankClock, StepRecord
 from planner.probe.rank.training import RankTrainer, batch_seed, dtypes, empty_message, synthetic_batch
 from planner.probe.result import ChunkSeconds, ProbeCheck, ProbedMemory, RankResult, StepSeconds, TimedAction, shown
 from planner.probe.run import ChunkSpec, ProbeRun, Repeats, spread_fraction
@@ -228,8 +228,6 @@ class Worker:
         self.run = ProbeRun.model_validate_json((folder / RUN_FILE).read_text())
         self.status = StatusFile(folder / STATUS_FILE.format(rank))
         self.device: str = self.run.device
-        self.clock_error_s: float | None = None
-        """The most by which this rank's clock may differ from rank 0's in the last step."""
         self.attention_kernels: Texts = ()
         self.monitor = Monitor()
 
@@ -345,10 +343,9 @@ class Worker:
         return float(all_enough) > 0
 
     def start(self, clock: RankClock) -> None:
-        """Start the clocks of all ranks together. On the CPU of one machine all clocks are the same."""
+        """Start the clocks of all ranks together, which a barrier leaves some ten microseconds apart."""
         self.barrier()
-        is_shared = self.local and not clock.is_cuda
-        self.clock_error_s = start_together(clock, self.rank, self.device, is_shared)
+        clock.start()
 
     def build(self, groups: RankGroups) -> RankTrainer:
         """Stages, optimizer state and wires of this rank."""
@@ -428,7 +425,6 @@ class Worker:
             chunks=chunk_seconds(loop.actions),
             peak_in_flight_chunks=loop.record.peak_in_flight,
             memory=memory,
-            clock_error_s=self.clock_error_s,
             attention_kernels=self.attention_kernels,
             experts_one_by_one=trainer.experts_one_by_one,
             device_states=tuple(self.monitor.states),
