@@ -276,7 +276,7 @@ class Neighbours:
         return True
 
     def get(self, key: str) -> bytes:
-        own = next(value for name, value in self.values.items() if name.startswith("rank "))
+        own = next((value for name, value in list(self.values.items()) if name.startswith("rank ")), "")
         if key == "verdict":  # which rank 0 says
             return self.values.get(key, '["", []]').encode()
         return self.values.get(key, own.replace("GPU-0", f"GPU-{key.split()[-1]}")).encode()

@@ -16,9 +16,9 @@ from fake_gpus import H200, MI300X, Neighbours, fake_gpu, fake_group  # noqa: E4
 from planner.errors import PlannerError, ProbeError, SpecError  # noqa: E402
 from planner.probe import probe as probe_module  # noqa: E402
 from planner.probe.launch.process import StageWorker  # noqa: E402
-from planner.probe.rank.groups import RESULT_FILE, RUN_FILE  # noqa: E402
+from planner.probe.rank.groups import results_in  # noqa: E402
 from planner.probe.rank.worker import Worker  # noqa: E402
-from planner.probe.result import MeasuredRun, RankResult  # noqa: E402
+from planner.probe.result import MeasuredRun  # noqa: E402
 from planner.probe.run import ProbeRun  # noqa: E402
 from planner.probe.run_price import in_eager_torch  # noqa: E402
 from planner.probe.torch_build import torch_release  # noqa: E402
@@ -42,20 +42,19 @@ QUICK = [
 ]
 
 
-def launch_here(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., MeasuredRun]:
+def launch_here(monkeypatch: pytest.MonkeyPatch) -> Callable[..., MeasuredRun]:
     """A launcher whose ranks run in this process, one after another, for one step each."""
 
     def launch(run: ProbeRun, child: Any = None, ranks: Sequence[int] = ()) -> MeasuredRun:
         run = run.model_copy(update={"num_steps": 1, "warm_up_steps": 0, "steady_s": 0.0, "most_s": 0.0})
-        (folder / RUN_FILE).write_text(run.model_dump_json())
         store, results = Neighbours(), []
         for rank in ranks or range(run.world_size):
             is_alone = child is not None  # else a rank among others
-            worker = StageWorker(folder, rank, 0) if is_alone else Worker(folder, rank, rank)
+            worker = (StageWorker if is_alone else Worker)(run, rank, 0 if is_alone else rank, Neighbours)
             worker.store = store
             with fake_group(monkeypatch):
                 worker.main()
-            results.append(RankResult.model_validate_json((folder / RESULT_FILE.format(rank)).read_text()))
+            results += results_in(store, [rank])
         return MeasuredRun(run=run, ranks=tuple(results))
 
     return launch
@@ -68,7 +67,7 @@ def on_h200(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(parts, "machine_here", machine_of)
     monkeypatch.setattr(parts, "profile_part", lambda device, path, limit_s: profiled)
     monkeypatch.setattr(parts, "read_profile", lambda path: load_hardware("h200"))
-    monkeypatch.setattr(probe_module, "launch", launch_here(tmp_path, monkeypatch))
+    monkeypatch.setattr(probe_module, "launch", launch_here(monkeypatch))
     monkeypatch.setattr(parts, "PIPELINE", parts.PIPELINE._replace(layers=1, microbatches=4))
     products = Factor(value=1.1, source="made up")
     calibration = Calibration(source="made up", gemm_factor=products)

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
-from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple, cast
 
@@ -20,7 +19,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from planner.files import write_text
 from planner.probe.model.attention import AttentionTables, KernelsSeen
 from planner.probe.model.chunk import Chunk, initialise, shard_of
 from planner.probe.model.peers import Surroundings
@@ -29,14 +27,12 @@ from planner.probe.rank.gradients import ADAM, clip_scale
 from planner.probe.rank.groups import (
     MEET_S,
     POLL_S,
-    RESULT_FILE,
-    RUN_FILE,
+    RESULT,
     START_TIMEOUT_S,
-    STATUS_FILE,
     WAITING,
     Identity,
     RankGroups,
-    StatusFile,
+    Status,
     require_agreement,
     what_runs,
 )
@@ -207,26 +203,27 @@ class StepLoop:
         return max((spread for spread in spreads if spread is not None), default=None)
 
 
+def unwatched(addresses: list[str]) -> None:
+    """Hear at which addresses ranks answer and do nothing, where a launcher watches them."""
+
+
 class Worker:
-    """One rank, which keeps its files in one folder."""
+    """One rank, which tells the store in which all meet of its progress and its results."""
 
     def __init__(
         self,
-        folder: Path,
+        run: ProbeRun,
         rank: int,
         local_rank: int,
-        store: Any = None,
+        connect: Callable[[], Any],
         address: str = "",
-        on_agreement: Callable[[list[str]], None] | None = None,
+        on_agreement: Callable[[list[str]], None] = unwatched,
     ) -> None:
-        """Without a `store` all ranks share the folder, and meet in a file there. `address`: where this rank answers;
+        """`connect` makes a connection to the store, of which this needs two. `address`: where this rank answers;
         `on_agreement` hears those of all ranks."""
-        self.folder, self.rank, self.local_rank, self.local = folder, rank, local_rank, store is None
-        self.store = store
-        self.address = address
-        self.on_agreement = on_agreement
-        self.run = ProbeRun.model_validate_json((folder / RUN_FILE).read_text())
-        self.status = StatusFile(folder / STATUS_FILE.format(rank))
+        self.run, self.rank, self.local_rank = run, rank, local_rank
+        self.store, self.status = connect(), Status(connect(), rank)
+        self.address, self.on_agreement = address, on_agreement
         self.device: str = self.run.device
         self.attention_kernels: Texts = ()
         self.monitor = Monitor()
@@ -264,7 +261,6 @@ class Worker:
             checks += check_steps(reference, loop.all_steps, trainer.dtype)
         result = result.model_copy(update={"checks": tuple(checks), "exchanges": exchanges, "chunks": chunks})
         self.write(result)
-        self.gather(result)
         self.barrier()
         self.status.enter("done")
         dist.destroy_process_group()
@@ -291,12 +287,8 @@ class Worker:
         """Connect the ranks after checking that they run the same on devices of their own."""
         self.use_device()
         self.status.at(WAITING)
-        if self.store is None:
-            self.store = cast(Any, dist).FileStore(str(self.folder / "store"), self.run.world_size)
         limit_s = max(self.run.timeout_s, MEET_S)
-        addresses = require_agreement(self.store, self.rank, self.run.world_size, self.identity(), limit_s)
-        if self.on_agreement is not None:
-            self.on_agreement(addresses)
+        self.on_agreement(require_agreement(self.store, self.rank, self.run.world_size, self.identity(), limit_s))
         self.store.set_timeout(self.timeout)
         dist.init_process_group(
             "nccl" if self.run.device == "cuda" else "gloo",
@@ -430,15 +422,5 @@ class Worker:
             device_states=tuple(self.monitor.states),
         )
 
-    def gather(self, result: RankResult) -> None:
-        """Collect the results of all ranks in rank 0's folder, where ranks have folders of their own."""
-        if self.local:
-            return
-        self.status.at(WAITING)
-        results: list[Any] = [None] * self.run.world_size
-        dist.all_gather_object(results, result)
-        for other in results if self.rank == 0 else ():
-            self.write(other)
-
     def write(self, result: RankResult) -> None:
-        write_text(self.folder / RESULT_FILE.format(result.rank), result.model_dump_json(), force=True)
+        self.store.set(RESULT.format(self.rank), result.model_dump_json())
