@@ -357,7 +357,7 @@ def _factor(layout: PricedLayout, stage: int, ranks: Sequence[RankResult], alone
     """Measured over planned seconds of a micro-batch, times the factor that the layout already has for this rank."""
     planned = layout.stages[stage]
     exchanged_s = planned.forward_comm_s + planned.backward_comm_s
-    measured_s = max(sum(sum(chunk.own_s) for chunk in rank.chunks) for rank in ranks)
+    measured_s = max(sum(sum(chunk.passes_s) for chunk in rank.chunks) for rank in ranks)
     layout_factor = layout.rank_factors[stage] if layout.rank_factors else 1.0
     total_s = planned.forward_s + planned.backward_s + exchanged_s
     return layout_factor * (measured_s + (exchanged_s if alone else 0.0)) / total_s

@@ -56,7 +56,7 @@ class TimedAction(Spec):
     end_s: float
 
 
-class ChunkSeconds(Spec):
+class ChunkSeconds(Spec, extra="ignore"):
     """Median seconds of one micro-batch on one virtual stage."""
 
     stage: int
@@ -66,26 +66,14 @@ class ChunkSeconds(Spec):
     """Seconds of a whole backward, or of input and weight gradient together where the schedule splits them."""
     input_grad_s: float | None = None
     weight_grad_s: float | None = None
-    """Input and weight gradient are measured apart in the schedule itself where it splits backwards, else after the
-    steps; both are null where they were not."""
-    quiet_forward_s: float | None = None
-    quiet_backward_s: float | None = None
-    """The same seconds while no message between stages was under way, which takes a part of the GPU from what it
-    computes; null where the chunk ran among no others, or only so."""
+    """Input and weight gradient are measured apart where the schedule splits backwards; else both are null."""
     spread_fraction: float | None = None
     """Standard error of the medians, as a share of them: the largest."""
 
     @property
-    def among_s(self) -> tuple[float, float]:
-        """Seconds of forward and backward within the steps, among the messages of other stages."""
+    def passes_s(self) -> tuple[float, float]:
+        """Seconds of forward and backward."""
         return self.forward_s, self.backward_s
-
-    @property
-    def own_s(self) -> tuple[float, float]:
-        """Seconds of forward and backward by themselves: without messages beside them, where that was measured."""
-        if self.quiet_forward_s is None or self.quiet_backward_s is None:
-            return self.among_s
-        return self.quiet_forward_s, self.quiet_backward_s
 
 
 class ProbedExchange(Spec):
@@ -172,11 +160,6 @@ class RankResult(Spec, extra="ignore"):
     device_states: tuple[DeviceState, ...] = ()
 
     @property
-    def replica(self) -> tuple[int, int, int]:
-        """The pipeline that the rank belongs to, as its dp, cp and tp coordinates."""
-        return self.dp, self.cp, self.tp
-
-    @property
     def busy_s(self) -> float:
         """Seconds of its actions in the last step."""
         return sum(timed.end_s - timed.start_s for timed in self.actions)
@@ -222,7 +205,7 @@ class ComparedQuantity(Spec):
 
 
 class StageActivity(Spec, extra="ignore"):
-    """The last step of a stage's busiest rank: how long it computed, waited and was idle."""
+    """The last step of a stage's busiest rank: how long it computed and waited."""
 
     stage: int
     rank: int | None = None
@@ -230,8 +213,6 @@ class StageActivity(Spec, extra="ignore"):
     """Share of the time from the first rank's start to the last rank's end in which the rank computed."""
     wait_s: float
     """Seconds in which the rank waited for messages of other ranks."""
-    idle_s: dict[str, float]
-    """Idle time by cause, as the replay names them, and the host's between actions."""
 
 
 def stride_of(exchange: ProbedExchange, run: ProbeRun) -> int | None:

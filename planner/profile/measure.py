@@ -35,7 +35,7 @@ from planner.errors import PlannerError, ProbeError
 from planner.files import write_text
 from planner.probe.launch.launcher import launch, process_context
 from planner.probe.launch.process import stage_process
-from planner.probe.rank.after_steps import barrier, slowest_s, timed_together
+from planner.probe.rank.exchanges import barrier, slowest_s, timed_together
 from planner.probe.rank.pipeline import RankClock
 from planner.probe.run import STEADY_S, Device, ProbeRun, Repeats, spread_fraction
 from planner.probe.torch_build import Monitor, gather_whole, require_gpu, scatter_sum, this_build, watched

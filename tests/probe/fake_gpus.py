@@ -244,7 +244,6 @@ def fake_gpu(gpu: FakeGPU, monkeypatch: pytest.MonkeyPatch, num_gpus: int = 1) -
     for name in ("CUDA_DEVICE_MAX_CONNECTIONS", "GPU_MAX_HW_QUEUES"):
         monkeypatch.setenv(name, "")  # put back afterwards
         monkeypatch.delenv(name)
-    monkeypatch.setattr("planner.probe.rank.after_steps.FEWEST_PASSES", 1)  # no time passes, so no more than once
     monkeypatch.setattr(torch, "Generator", Generator)
     real = torch.Tensor.is_cuda
     on_gpu = property(lambda tensor: (_asked_by_planner() and not is_on_host(tensor)) or real.__get__(tensor))

@@ -19,7 +19,7 @@ from planner.probe import worker as exported  # noqa: E402
 from planner.probe.launch.process import StageWorker  # noqa: E402
 from planner.probe.model.layers import takes_groups  # noqa: E402
 from planner.probe.model.peers import GroupPeers  # noqa: E402
-from planner.probe.rank import after_steps  # noqa: E402
+from planner.probe.rank import exchanges  # noqa: E402
 from planner.probe.rank.gradients import FlatParameters, Sharding  # noqa: E402
 from planner.probe.rank.groups import RankGroups, results_in  # noqa: E402
 from planner.probe.rank.pipeline import RankClock, StepRecord  # noqa: E402
@@ -230,7 +230,7 @@ def test_ranks_wait_for_each_other_on_their_own_gpus(called: list[str], monkeypa
     monkeypatch.setattr(
         torch.distributed, "barrier", lambda group, device_ids: called.append(f"barrier {group} {device_ids}")
     )
-    after_steps.barrier("cuda:1", "tp")
+    exchanges.barrier("cuda:1", "tp")
     assert called == ["synchronize", "current_device", "barrier tp [1]"]
 
 

@@ -88,7 +88,6 @@ def test_every_phase_of_a_rank(schedule: str, make_run: Any, monkeypatch: pytest
     rank, _ = rank_of(run, number, monkeypatch)
     assert [timed.action for timed in rank.actions] == list(run.ranks[rank.stage])
     assert [chunk.stage for chunk in rank.chunks] == list(run.stages_of(rank.stage))
-    assert {chunk.quiet_forward_s is not None for chunk in rank.chunks} == {run.pp > 1}
     assert rank.memory is not None
 
 

@@ -15,8 +15,8 @@ torch = pytest.importorskip("torch", reason="needs the probe extra (torch)")
 
 from planner.probe.launch.launcher import launch  # noqa: E402
 from planner.probe.model.peers import GroupPeers, Surroundings  # noqa: E402
-from planner.probe.rank import after_steps  # noqa: E402
-from planner.probe.rank.after_steps import timed_together  # noqa: E402
+from planner.probe.rank import exchanges  # noqa: E402
+from planner.probe.rank.exchanges import timed_together  # noqa: E402
 from planner.probe.rank.gradients import allocate_moments  # noqa: E402
 from planner.probe.rank.pipeline import ActionTimes, StepRecord  # noqa: E402
 from planner.probe.rank.worker import StepLoop  # noqa: E402
@@ -141,17 +141,17 @@ def test_ranks_go_on_together_until_all_are_sure_or_the_budget_is_used_up(make_r
 @pytest.mark.parametrize("sequence_parallel", [True, False])
 def test_bytes_are_those_that_move(sequence_parallel: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     moved: list[int] = []
-    monkeypatch.setattr(after_steps, "barrier", lambda device, group: None)
-    monkeypatch.setattr(after_steps, "slowest_s", lambda seconds, device, group: seconds)
-    monkeypatch.setattr(after_steps.dist, "all_reduce", lambda x, group: moved.append(x.nbytes))
-    monkeypatch.setattr(after_steps.dist, GATHER, lambda whole, x, group: moved.append(whole.nbytes))
+    monkeypatch.setattr(exchanges, "barrier", lambda device, group: None)
+    monkeypatch.setattr(exchanges, "slowest_s", lambda seconds, device, group: seconds)
+    monkeypatch.setattr(exchanges.dist, "all_reduce", lambda x, group: moved.append(x.nbytes))
+    monkeypatch.setattr(exchanges.dist, GATHER, lambda whole, x, group: moved.append(whole.nbytes))
     trainer: Any = SimpleNamespace(
         around=Surroundings(tp=GroupPeers(4, 0, sequence_parallel)), chunks={},
         run=SimpleNamespace(steady_s=0.0, most_s=0.0), flat=[], device="cpu",
         clock=SimpleNamespace(is_cuda=False, start=lambda: None, mark=lambda: None, seconds=lambda mark: 0.5),
         empty=lambda: torch.empty(8 // (4 if sequence_parallel else 1), 1, 16),
     )  # fmt: skip
-    measured = after_steps.measure_exchanges(trainer)
+    measured = exchanges.measure_exchanges(trainer)
     assert [exchange.name for exchange in measured] == ["tp all-gather"] * sequence_parallel + ["tp all-reduce"]
     assert {exchange.num_bytes for exchange in measured} == set(moved) == {8 * 16 * 4}
 

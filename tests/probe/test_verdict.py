@@ -158,18 +158,6 @@ def rank_of(stage: int, timed: Any, dp: int = 0, slower: float = 1.0) -> RankRes
     )  # fmt: skip
 
 
-def test_idle_seconds_are_those_of_the_run_by_what_they_were_for(make_run: Any) -> None:
-    ranks = [rank_of(0, FIRST), rank_of(1, LAST)]
-    first, last = activity(make_run(("1f1b", 2, 1, 2), num_steps=1), ranks)
-    idle = {"fill": 0.5, "activation": 0.0, "gradient": 3.9 + 2.0, "transfer": 0.5 + 1.0, "host": 0.1, "drain": 0.0}
-    assert first.idle_s == pytest.approx(idle)
-    # its first wait is the fill; 1B1 needs nothing but the rank's own forward
-    idle = {"fill": 3.0, "activation": 0.0, "gradient": 0.0, "transfer": 0.0, "host": 0.2, "drain": 2.0}
-    assert last.idle_s == pytest.approx(idle)
-    for stage in (first, last):
-        assert sum(stage.idle_s.values()) == pytest.approx((1 - stage.utilisation_fraction) * 13.0)
-
-
 def test_a_slow_replica_is_shown_for_its_stage_and_counts_in_the_bubble(make_run: Any) -> None:
     run = make_run(("1f1b", 2, 1, 2), dp=2, num_steps=1)
     usual, slow = ([rank_of(0, FIRST, dp, slower), rank_of(1, LAST, dp, slower)] for dp, slower in ((0, 1.0), (1, 1.5)))

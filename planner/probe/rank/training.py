@@ -191,36 +191,15 @@ class RankTrainer:
         until the GPU has finished its running work. Within a step that work can be a receive whose sender waits in the
         same way.
         """
-        for stage in self.chunks:
-            self.micro_batch(stage, self.own_batch(), lambda kind: torch.ones_like(self.empty()), on_action)
-        self.forget()
-
-    def own_batch(self) -> tuple[Tensor, Tensor]:
-        """Tokens and labels that belong to no step."""
         run = self.run
-        return synthetic_batch(run.model, run.whole_seq_length, run.micro_batch_size, run.seed, self.device)
-
-    def micro_batch(
-        self,
-        stage: int,
-        batch: tuple[Tensor, Tensor],
-        received: Callable[[str], Tensor],
-        on_action: Callable[[str], None],
-        kinds: str = "",
-    ) -> dict[str, tuple[Any, Any]]:
-        """Run one micro-batch forward and backward through a chunk, without neighbours: `received` makes what they
-        would send, an activation (F) or a gradient (B). Returns the clock's marks around each of the `kinds` of action,
-        by default those of the schedule."""
-        marks = {}
-        for kind in kinds or ("FIW" if self.run.order.splits_backward else "FB"):
-            action = Action(kind, stage, 0)
-            on_action(f"{action} (computing)")
-            needed = needed_by(self.run.order, action)
-            tensor = None if needed is None else received(needed.kind)
-            start = self.clock.mark()
-            self.pipeline.run(action, tensor, [batch], 1.0)
-            marks[kind] = start, self.clock.mark()
-        return marks
+        batch = synthetic_batch(run.model, run.whole_seq_length, run.micro_batch_size, run.seed, self.device)
+        for stage in self.chunks:
+            for kind in "FIW" if run.order.splits_backward else "FB":
+                action = Action(kind, stage, 0)
+                on_action(f"{action} (computing)")
+                received = None if needed_by(run.order, action) is None else torch.ones_like(self.empty())
+                self.pipeline.run(action, received, [batch], 1.0)
+        self.forget()
 
     def forget(self) -> None:
         """Drop all gradients."""

@@ -22,7 +22,7 @@ from torch import Tensor
 from planner.probe.model.attention import AttentionTables, KernelsSeen
 from planner.probe.model.chunk import Chunk, initialise, shard_of
 from planner.probe.model.peers import Surroundings
-from planner.probe.rank.after_steps import barrier, measure_exchanges, with_quiet_seconds
+from planner.probe.rank.exchanges import barrier, measure_exchanges
 from planner.probe.rank.gradients import ADAM, clip_scale
 from planner.probe.rank.groups import (
     MEET_S,
@@ -252,14 +252,12 @@ class Worker:
             return trainer.step(step, self.status.at, on_gradients, partial(self.start, trainer.clock))
 
         result = self.measure(trainer, loop, static_bytes, one_step)
-        self.status.enter("chunks without messages")
-        chunks = self.quiet(trainer, result.chunks)
         self.status.enter("exchanges")
         exchanges = measure_exchanges(trainer, self.status.at)
         self.status.enter("report")
         if reference is not None:
             checks += check_steps(reference, loop.all_steps, trainer.dtype)
-        result = result.model_copy(update={"checks": tuple(checks), "exchanges": exchanges, "chunks": chunks})
+        result = result.model_copy(update={"checks": tuple(checks), "exchanges": exchanges})
         self.write(result)
         self.barrier()
         self.status.enter("done")
@@ -374,13 +372,6 @@ class Worker:
         self.status.at(WAITING)
         dist.broadcast_object_list(results)
         return cast(OneProcess, results[0])
-
-    def quiet(self, trainer: RankTrainer, chunks: tuple[ChunkSeconds, ...]) -> tuple[ChunkSeconds, ...]:
-        """Chunks with their seconds on GPUs measured once more, while no messages between stages are in flight."""
-        if self.run.device == "cpu" or self.run.pp == 1:
-            return chunks
-        self.barrier()
-        return with_quiet_seconds(trainer, chunks, self.status.at)
 
     def static_memory(self) -> int:
         return torch.cuda.memory_allocated() if self.run.device == "cuda" else 0
