@@ -1,7 +1,7 @@
 """The timings that make a profile: products, attention, memory-bound operators and stages on the device at hand, and
 exchanges between the devices of this machine, or across machines where torchrun has started ranks there.
 
-They are taken one after another; an interrupted run goes on where it stopped.
+They are taken one after another.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from planner.probe.rank.exchanges import barrier, slowest_s, timed_together
 from planner.probe.rank.pipeline import RankClock
 from planner.probe.run import STEADY_S, Device, ProbeRun, Repeats, spread_fraction
 from planner.probe.torch_build import Monitor, gather_whole, require_gpu, scatter_sum, this_build, watched
-from planner.profile.measurements import AttentionShape, Machine, MeasuredRow, MeasurementRecord, ShapesToMeasure
+from planner.profile.measurements import AttentionShape, Machine, MeasuredRow, Measurements, ShapesToMeasure
 from planner.specs.base import Ints, Texts
 from planner.specs.units import MICRO
 
@@ -312,34 +312,29 @@ def stage_row(run: ProbeRun) -> MeasuredRow:
 
 
 def measure(
-    record: MeasurementRecord, todo: Sequence[MeasurementTask], done: Callable[[], None], monitor: Monitor | None = None
+    record: Measurements, todo: Sequence[MeasurementTask], done: Callable[[], None], monitor: Monitor | None = None
 ) -> list[str]:
-    """Measure the rows that `record` does not have yet, calling `done` after each. Returns lines about rows that the
-    device cannot measure. `monitor` looks at the GPU under the load of products.
-
-    A row that raises RuntimeError (no such kernel, no memory) is kept without numbers. If something ends this early,
-    the record's file has all rows so far.
-    """
+    """Measure the rows and keep them, calling `done` after each. Returns lines about rows that the device cannot
+    measure. `monitor` looks at the GPU under the load of products."""
     threads, left_out = torch.get_num_threads(), list[str]()
-    torch.set_num_threads(1 if record.measured.machine.device == "cpu" else threads)  # one process is one device
+    torch.set_num_threads(1 if record.machine.device == "cpu" else threads)  # one process is one device
     try:
         for task in todo:
-            if not record.has(task.table, task.key):
-                if monitor is not None and task.table == "gemm":
-                    monitor.begin_load()
-                try:
-                    record.add(task.table, {**task.key, **task.measure()})
-                except RuntimeError as error:
-                    row_name = " ".join(f"{name} {value}" for name, value in task.key.items())
-                    left_out.append(f"{task.table} of {row_name}: {str(error).partition(chr(10))[0][:120]}")
-                    record.add(task.table, dict(task.key))
+            if monitor is not None and task.table == "gemm":
+                monitor.begin_load()
+            try:
+                row = task.measure()
+            except RuntimeError as error:  # no such kernel, no memory
+                row_name = " ".join(f"{name} {value}" for name, value in task.key.items())
+                left_out.append(f"{task.table} of {row_name}: {str(error).partition(chr(10))[0][:120]}")
+            else:
+                record.tables.setdefault(task.table, []).append({**task.key, **row})
             done()
         if monitor is not None:
             monitor.after()
             record.note(monitor.states)
     finally:
         torch.set_num_threads(threads)
-        record.save()
     return left_out
 
 
