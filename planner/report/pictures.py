@@ -139,39 +139,6 @@ def steps(entries: Sequence[Entry]) -> Markup:
     return draw("picture", plot.svg(), says if has_bars else "")
 
 
-def front(entries: Sequence[Entry]) -> list[Entry]:
-    """Those that no other one beats in both step and memory, the fastest first."""
-    kept: list[Entry] = []
-    for entry in sorted(entries, key=lambda entry: (entry.step_s, entry.peak_bytes)):
-        if not kept or entry.peak_bytes < kept[-1].peak_bytes:
-            kept.append(entry)
-    return kept
-
-
-def pareto(entries: Sequence[Entry], capacity_bytes: int) -> Markup:
-    """Step against memory of the fullest GPU, with its interval; a line joins those that none beats in both."""
-    factor, unit = unit_for(entries[0].step_s)
-    best, capacity = front(entries), capacity_bytes / GIB
-    peaks = [e.peak_bytes_interval or (e.peak_bytes, e.peak_bytes) for e in entries]
-    places, sizes = [e.step_s * factor for e in entries], [capacity, *(each / GIB for ends in peaks for each in ends)]
-    (left, right), (low, high) = ((min(each), max(each)) for each in (places, sizes))
-    aside, above = 0.08 * (right - left or left), 0.12 * (high - low or high)
-    label = "Step against memory of the fullest GPU, for the best layout and its alternatives"
-    x, y = (left - aside, right + aside), (max(low - above, 0.0), high + above)
-    plot = Plot(label, x, y, f"step, {unit}", "GiB of the fullest GPU")
-    along, down = np.repeat([(e.step_s * factor, e.peak_bytes / GIB) for e in best], 2, axis=0).T
-    plot.line(along[1:], down[:-1], class_="front")
-    draw_capacity(plot, capacity_bytes)
-    for number, (entry, ends, at) in enumerate(zip(entries, peaks, places, strict=True)):
-        colour, peak = PALETTE[not number], entry.peak_bytes / GIB
-        plot.line([at, at], [end / GIB for end in ends], stroke=colour, class_="interval")
-        says = f"{entry.name} {entry.sizes}: {entry.step}, {gibibytes(entry.peak_bytes)} GiB"
-        plot.dot(at, peak, colour, says, "" if entry in best else "var(--page)")
-        # neighbours may lie on each other: one is named above and the other below
-        plot.text(entry.name.rstrip("."), at, peak, dx="5", dy="12" if number % 2 == 0 and number else "0")
-    return draw("picture", plot.svg(), "Filled: no other is faster in less memory.")
-
-
 def curve(curves: tuple[MemoryCurve, ...], capacity_bytes: int) -> Markup:
     """Memory over the step of the fullest stage, the first and the last, and the capacity as a line."""
     fullest = curves[0]
@@ -384,10 +351,10 @@ class Plot:
         """Words at a point of the axes."""
         self.inside.append(tag("text", words, x=f"{self.across(x):.1f}", y=f"{self.down(y) - 3:.1f}", **style))
 
-    def dot(self, x: float, y: float, colour: str, hint: str, fill: str = "") -> None:
-        """A point, filled with its colour or another, and the text that appears where the pointer rests on it."""
+    def dot(self, x: float, y: float, colour: str, hint: str) -> None:
+        """A point, and the text that appears where the pointer rests on it."""
         place = {"cx": f"{self.across(x):.1f}", "cy": f"{self.down(y):.1f}"}
-        self.inside.append(tag("circle", tag("title", hint), **place, r="3.5", stroke=colour, fill=fill or colour))
+        self.inside.append(tag("circle", tag("title", hint), **place, r="3.5", fill=colour))
 
     def stack(self, parts: Iterable[tuple[str, str, Sequence[float]]]) -> Markup:
         """Bars one above the other, of each part that is anything, by its name and colour; returns the legend."""
