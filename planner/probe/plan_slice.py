@@ -17,7 +17,7 @@ DEFAULT_TOLERANCE = 0.1
 """Fraction of a prediction by which a measurement may differ."""
 
 FEWEST_STEPS = 3
-BUDGET_S = 20.0
+BUDGET_S = 5.0
 
 
 class ProbeOptions(NamedTuple):
@@ -34,10 +34,9 @@ class ProbeOptions(NamedTuple):
     most_layers: int = 2
     """The most layers of a virtual stage on the CPU."""
     num_steps: int | None = None
-    """Number of steps to measure. None measures a GPU for at least a second and until medians are sure, a CPU for
-    FEWEST_STEPS."""
+    """Number of steps to measure. None measures a GPU for `budget_s`, a CPU for FEWEST_STEPS."""
     budget_s: float = BUDGET_S
-    """The most seconds that the measured steps of a GPU take, unless there are fewer than FEWEST_STEPS."""
+    """Seconds that the measured steps of a GPU take, unless there are fewer than FEWEST_STEPS."""
     tolerance_fraction: float = DEFAULT_TOLERANCE
     timeout_s: float = 120.0
     """Seconds without progress after which a rank counts as hanging."""

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from itertools import count
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from planner.probe.run import Repeats, spread_fraction
+from planner.probe.run import spread_fraction
 
 torch = pytest.importorskip("torch", reason="needs the probe extra (torch)")
 
@@ -41,21 +40,9 @@ def test_a_drift_is_no_noise_that_more_repeats_lessen() -> None:
     assert (spread_fraction([1.0]), spread_fraction([]), spread_fraction([0.0, 0.0])) == (None, None, None)
 
 
-def test_repeats_end_when_they_are_sure_or_at_the_budget() -> None:
-    repeats = Repeats(fewest=3, steady_s=1.0, most_s=4.0)
-    assert not repeats.suffice(2, 9.0, lambda: 0.0)
-    assert not repeats.suffice(9, 0.9, lambda: 0.0)
-    assert repeats.suffice(9, 1.0, lambda: 0.009)
-    assert not repeats.suffice(9, 3.9, lambda: 0.011)
-    assert not repeats.suffice(9, 3.9, lambda: None)
-    assert repeats.suffice(9, 4.0, lambda: 0.5)
-    assert Repeats(3).suffice(3, 0.1, lambda: None)
-    assert Repeats(3, steady_s=1.0, most_s=0.5).suffice(3, 0.5, lambda: 0.1), "the budget counts most"
-
-
-def steps_of(run: Any, seconds: Any, agree: Any = bool) -> StepLoop:
+def steps_of(run: Any, seconds: Any, slowest: Any = float) -> StepLoop:
     """The loop of a run whose steps take so long, in turn."""
-    loop = StepLoop(run, agree)
+    loop = StepLoop(run, slowest)
     for number, _ in loop:
         step_s = seconds(number)
         timed = ActionTimes(Action("F", 0, 0), 0.0, 0.0, step_s)
@@ -63,23 +50,16 @@ def steps_of(run: Any, seconds: Any, agree: Any = bool) -> StepLoop:
     return loop
 
 
-def test_steps_warm_up_and_go_on_until_they_are_sure(make_run: Any) -> None:
+def test_steps_warm_up_and_are_measured_for_so_long(make_run: Any) -> None:
     run = make_run(("none", 1, 1, 1), warm_up_steps=2, num_steps=3)
-    pinned = steps_of(run, lambda number: 0.1 * number, agree=None)
+    pinned = steps_of(run, lambda number: 0.1 * number)
     assert (len(pinned.warm_up), len(pinned.steps)) == (2, 3)
-    adaptive = run.model_copy(update={"steady_s": 1.0, "most_s": 5.0})
-    steady = steps_of(adaptive, lambda number: 0.3)
-    assert (len(steady.warm_up), len(steady.steps), len(steady.actions)) == (4, 4, 4)
-    assert (len(steps_of(adaptive, lambda _: 3.0).warm_up), len(steps_of(adaptive, lambda _: 3.0).steps)) == (2, 3)
-    varying = steps_of(adaptive, lambda number: 0.4 if number % 2 else 0.2)
-    assert sum(step.step_s for step in varying.steps) == pytest.approx(5.0, abs=0.4)
-
-
-def test_no_rank_ends_before_all_have_enough(make_run: Any) -> None:
-    run = make_run(("none", 1, 1, 1), warm_up_steps=1, num_steps=2).model_copy(update={"steady_s": 0.5, "most_s": 5.0})
-    asked = count()
-    loop = steps_of(run, lambda number: 0.5, agree=lambda enough: enough and next(asked) >= 4)
-    assert len(loop.warm_up) + len(loop.steps) > 3
+    timed = run.model_copy(update={"steady_s": 1.0, "most_s": 5.0})
+    steady = steps_of(timed, lambda number: 0.25)
+    assert (len(steady.warm_up), len(steady.steps), len(steady.actions)) == (6, 20, 20)
+    assert (len(steps_of(timed, lambda _: 3.0).warm_up), len(steps_of(timed, lambda _: 3.0).steps)) == (3, 3)
+    beside_slow = steps_of(timed, lambda number: 0.25, slowest=lambda seconds: 2 * seconds)
+    assert (len(beside_slow.warm_up), len(beside_slow.steps)) == (4, 10)
 
 
 def test_a_round_of_an_exchange_is_many_calls_between_two_marks() -> None:
@@ -93,7 +73,7 @@ def test_a_round_of_an_exchange_is_many_calls_between_two_marks() -> None:
 
     clock: Any = SimpleNamespace(start=lambda: setattr(clock, "zero", now.s), mark=lambda: now.s)
     clock.seconds = lambda mark: mark - clock.zero
-    timed = timed_together(clock, call, Repeats(5, 1.0, 2.0), meet, lambda seconds: 2 * seconds, round_s=0.02)
+    timed = timed_together(clock, call, 5, 1.0, meet, lambda seconds: 2 * seconds, round_s=0.02)
     assert timed[0] == pytest.approx(2e-3)
     assert timed[1] == pytest.approx(0, abs=1e-9)
     assert now.waited == 2 + 50, "twice alone, then ten calls a round for a second"
@@ -127,7 +107,7 @@ def test_figures_share_the_budget_and_leave_what_they_do_not_need(monkeypatch: p
     assert 0 < bench.budget_s < 3
 
 
-def test_ranks_go_on_together_until_all_are_sure_or_the_budget_is_used_up(make_run: Any) -> None:
+def test_ranks_measure_as_many_steps_as_take_so_long(make_run: Any) -> None:
     run = make_run(("none", 1, 1, 2), dp=2, check=False, num_steps=2, warm_up_steps=1)
     measured = launch(run.model_copy(update={"steady_s": 0.1, "most_s": 0.2}))
     (num_steps,) = {len(rank.steps) for rank in measured.ranks}

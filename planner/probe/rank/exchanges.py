@@ -16,7 +16,7 @@ from planner.probe.rank.gradients import RankExchange
 from planner.probe.rank.pipeline import RankClock
 from planner.probe.rank.training import RankTrainer, unheard
 from planner.probe.result import ProbedExchange
-from planner.probe.run import Repeats, spread_fraction
+from planner.probe.run import repeats, spread_fraction
 from planner.specs.units import GB
 
 FEWEST_ROUNDS = 5
@@ -84,35 +84,34 @@ def _keys(trainer: RankTrainer) -> Iterator[Tensor]:
 
 
 def _seconds(trainer: RankTrainer, group: Any, call: Callable[[], object]) -> tuple[float, float | None]:
-    run = trainer.run
     device = trainer.device
-    repeats = Repeats(FEWEST_ROUNDS, run.steady_s, min(2 * run.steady_s, run.most_s))
     # not of all ranks: some have fewer exchanges than others
     together = partial(barrier, device, group), partial(slowest_s, device=device, group=group)
-    return timed_together(trainer.clock, call, repeats, *together, round_s=ROUND_S if trainer.clock.is_cuda else 0.0)
+    round_s = ROUND_S if trainer.clock.is_cuda else 0.0
+    return timed_together(trainer.clock, call, FEWEST_ROUNDS, trainer.run.steady_s, *together, round_s=round_s)
 
 
 def timed_together(
     clock: RankClock,
     call: Callable[[], object],
-    repeats: Repeats,
+    fewest: int,
+    steady_s: float,
     meet: Callable[[], None],
     slowest: Callable[[float], float],
     round_s: float,
 ) -> tuple[float, float | None]:
-    """Seconds of an exchange that ranks make together, round after round until they suffice, and the standard error of
-    this median as a share of it.
+    """Seconds of an exchange that ranks make together for `steady_s`, in so many rounds at least, and the standard
+    error of this median as a share of it.
 
     A round begins when all ranks `meet` and is as many calls, one behind the other, as take `round_s`: the host and the
-    first launch have little part in it. It counts as on the `slowest` rank, which all ranks know, so that all go on or
-    end together.
+    first launch have little part in it. It counts as on the `slowest` rank, which all ranks know, so that all make as
+    many.
     """
-    seconds: list[float] = []
     _round_s(clock, call, 1, meet, slowest)  # connects
-    guess_s = _round_s(clock, call, 1, meet, slowest)
-    num_calls = max(1, min(MOST_IN_ROUND, int(round_s / max(guess_s, 1e-9))))
-    while not repeats.suffice(len(seconds), num_calls * sum(seconds), partial(spread_fraction, seconds)):
-        seconds.append(_round_s(clock, call, num_calls, meet, slowest))
+    guess_s = max(_round_s(clock, call, 1, meet, slowest), 1e-9)
+    num_calls = max(1, min(MOST_IN_ROUND, int(round_s / guess_s)))
+    num_rounds = repeats(num_calls * guess_s, steady_s, fewest)
+    seconds = [_round_s(clock, call, num_calls, meet, slowest) for _ in range(num_rounds)]
     return median(seconds), spread_fraction(seconds)
 
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from planner.probe.model.attention import AttentionTables, KernelsSeen
 from planner.probe.model.chunk import Chunk, initialise, shard_of
 from planner.probe.model.peers import Surroundings
-from planner.probe.rank.exchanges import barrier, measure_exchanges
+from planner.probe.rank.exchanges import barrier, measure_exchanges, slowest_s
 from planner.probe.rank.gradients import ADAM, clip_scale
 from planner.probe.rank.groups import (
     MEET_S,
@@ -39,7 +39,7 @@ from planner.probe.rank.groups import (
 from planner.probe.rank.pipeline import ActionTimes, GroupWires, RankClock, StepRecord
 from planner.probe.rank.training import RankTrainer, batch_seed, dtypes, empty_message, synthetic_batch
 from planner.probe.result import ChunkSeconds, ProbeCheck, ProbedMemory, RankResult, StepSeconds, TimedAction, shown
-from planner.probe.run import ChunkSpec, ProbeRun, Repeats, spread_fraction
+from planner.probe.run import ChunkSpec, ProbeRun, repeats, spread_fraction
 from planner.probe.torch_build import Monitor, watched
 from planner.specs.base import Texts, grouped
 
@@ -142,36 +142,36 @@ def chunk_seconds(actions: Iterable[ActionTimes]) -> tuple[ChunkSeconds, ...]:
     return tuple(report)
 
 
-GROWTH = 1.1
-
-
 class StepLoop:
     """Counts steps and collects their seconds.
 
-    Warm-up ends after `run.warm_up_steps` and `run.steady_s`, measuring after `run.num_steps` and `run.steady_s`, once
-    the medians are sure or the steps took `run.most_s`. `agree` makes one decision of those of all ranks.
+    After `run.warm_up_steps` steps warm up for `run.steady_s` more, and are measured for `run.most_s`, by the seconds
+    of the slowest rank, so that all ranks run as many.
     """
 
-    def __init__(self, run: ProbeRun, agree: Callable[[bool], bool] = bool) -> None:
-        self.run = run
-        self.agree = agree
+    def __init__(self, run: ProbeRun, slowest: Callable[[float], float] = float) -> None:
+        self.run, self.slowest = run, slowest
         self.warm_up, self.steps = list[StepSeconds](), list[StepSeconds]()
         self.actions: list[ActionTimes] = []
         """The actions of all measured steps."""
         self.record = StepRecord()
         """The record of the last step."""
-        self.next_look = 0.0
 
     def __iter__(self) -> Iterator[tuple[int, str]]:
         """The number of each step, and the name of its phase. The caller runs it and calls `add`."""
         run = self.run
-        for steps, name, repeats in (
-            (self.warm_up, "warm-up", Repeats(run.warm_up_steps, run.steady_s, min(run.steady_s, run.most_s))),
-            (self.steps, "step {}", Repeats(run.num_steps, run.steady_s, run.most_s)),
-        ):
-            self.into = steps
-            while not self._suffice(repeats):
-                yield len(self.warm_up) + len(self.steps), name.format(len(steps))
+        yield from self._phase(self.warm_up, "warm-up", run.warm_up_steps)
+        yield from self._phase(self.warm_up, "warm-up", self._as_many(run.steady_s, fewest=0))
+        yield from self._phase(self.steps, "step {}", self._as_many(run.most_s, run.num_steps))
+
+    def _phase(self, into: list[StepSeconds], name: str, count: int) -> Iterator[tuple[int, str]]:
+        self.into = into
+        for _ in range(count):
+            yield len(self.warm_up) + len(self.steps), name.format(len(into))
+
+    def _as_many(self, seconds: float, fewest: int) -> int:
+        """Number of steps that take so long, as the last one that has warmed up."""
+        return repeats(self.slowest(self.warm_up[-1].step_s), seconds, fewest) if seconds else fewest
 
     def add(self, record: StepRecord, seconds: StepSeconds) -> None:
         """Keep a step's measurements."""
@@ -187,20 +187,6 @@ class StepLoop:
     @property
     def all_steps(self) -> list[StepSeconds]:
         return [*self.warm_up, *self.steps]
-
-    def _suffice(self, repeats: Repeats) -> bool:
-        steps_s = [step.step_s for step in self.into]
-        enough = repeats.suffice(len(steps_s), sum(steps_s), partial(self._spread, steps_s))
-        return self.agree(enough) if self.run.most_s and len(steps_s) >= repeats.fewest else enough
-
-    def _spread(self, steps_s: list[float]) -> float | None:
-        """The largest spread of the step and of its chunks; None where the steps are hardly more than at the last
-        look, because many short ones take long to sort."""
-        if len(steps_s) < self.next_look:
-            return None
-        self.next_look = GROWTH * len(steps_s)
-        spreads = [spread_fraction(steps_s), *(chunk.spread_fraction for chunk in chunk_seconds(self.actions))]
-        return max((spread for spread in spreads if spread is not None), default=None)
 
 
 def unwatched(addresses: list[str]) -> None:
@@ -242,7 +228,7 @@ class Worker:
             trainer.rehearse(self.status.at)
         reference = self.reference(run.warm_up_steps + run.num_steps) if run.check else None
         checks = []
-        loop = StepLoop(run, self.agree)
+        loop = StepLoop(run, partial(slowest_s, device=self.device))
 
         def one_step(step: int) -> tuple[StepRecord, StepSeconds]:
             def on_gradients() -> None:
@@ -324,13 +310,6 @@ class Worker:
             torch.cuda.synchronize()
         self.status.at(WAITING)
         barrier(self.device)
-
-    def agree(self, enough: bool) -> bool:
-        """True if all ranks have enough."""
-        self.status.at(WAITING)
-        all_enough = torch.tensor(float(enough), device=self.device)
-        dist.all_reduce(all_enough, dist.ReduceOp.MIN)
-        return float(all_enough) > 0
 
     def start(self, clock: RankClock) -> None:
         """Start the clocks of all ranks together, which a barrier leaves some ten microseconds apart."""
