@@ -46,7 +46,6 @@ from planner.probe.plan_runs import (
     stand_in_stages,
 )
 from planner.probe.plan_slice import ProbeOptions, planned_seconds, sampled_stages
-from planner.probe.rank.gradients import require_fully_shard
 from planner.probe.result import ComparedQuantity, MeasuredRun, ProbeResult, RankFailure, RankResult
 from planner.probe.run import Place, ProbeRun
 from planner.probe.run_price import in_eager_torch, made_to_fit, repriced, without_waits
@@ -269,9 +268,7 @@ def planned_run(plan: Plan, options: ProbeOptions, num_gpus: int) -> PlannedRun:
         of = partial(stages_run, options=options)
     elif options.device == "cuda":
         of = partial(ranks_run, options=options, num_gpus=num_gpus)
-    planned = made_to_fit(plan, of, capacity_bytes(plan), alone) if options.device == "cuda" else of(plan)
-    require_fully_shard(planned.run)
-    return planned
+    return made_to_fit(plan, of, capacity_bytes(plan), alone) if options.device == "cuda" else of(plan)
 
 
 def judged(plan: Plan, options: ProbeOptions, planned: PlannedRun, measured: MeasuredRun) -> ProbeResult:
@@ -285,7 +282,7 @@ def require_startable(plan: Plan, options: ProbeOptions) -> None:
     require_runnable(plan, options)
     require_gpu(options.device)
     flash_hint = "prove the order and the gradients with --device cpu"
-    require_flash(plan.model.spec, plan.parallelism.cp, options.device, flash_hint)
+    require_flash(plan.parallelism.cp, options.device, flash_hint)
 
 
 def capacity_bytes(plan: Plan) -> float:

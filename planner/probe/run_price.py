@@ -7,13 +7,10 @@ sharded.
 
 from __future__ import annotations
 
-import re
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Collection
-from contextlib import suppress
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 
 from planner.answer import Plan, StagePlan
 from planner.errors import ProbeError
@@ -40,8 +37,6 @@ from planner.trainers.spec import RuntimeSpec
 
 EAGER = load_runtime("torch-eager").model_copy(update={"clips_gradients": True})
 """The trainer that a probe's ranks are: eager torch that clips gradients."""
-FUSED_NORMS_SINCE = (2, 9)
-"""The first version of torch whose GPUs run RMSNorm as one kernel (pytorch/pytorch#153666)."""
 MASTERS_ARE_WEIGHTS: Fields = {"weight_bytes": 4, "optimizer_bytes": 8}
 """Under ZeRO-3 the ranks' sharded weights are the fp32 masters (fully_shard)."""
 FAST_GB_PER_S = 1e9
@@ -127,19 +122,11 @@ def eager_runtime(zero_stage: int, kernels: Collection[str], alone: bool) -> Run
     """Eager torch as installed here, whose ranks ran these kernels of attention, among others or `alone`."""
     update = {
         "attention_kernel": torch_took(kernels),
-        "fused_norm": fuses_norms(),
+        "fused_norm": True,
         "copies_exchanged": alone,
         **(MASTERS_ARE_WEIGHTS if zero_stage == 3 else {}),
     }
     return EAGER.model_copy(update=update)
-
-
-def fuses_norms(torch_version: str = "") -> bool:
-    """True if GPUs run RMSNorm as one kernel under a version of torch; where none is installed, under the newest."""
-    with suppress(PackageNotFoundError):
-        torch_version = torch_version or version("torch")
-    numbers = [int(number) for number in re.findall(r"\d+", torch_version)[:2]]
-    return not numbers or tuple(numbers) >= FUSED_NORMS_SINCE
 
 
 def training_of(seq_length: int, num_sequences: int) -> TrainingSpec:

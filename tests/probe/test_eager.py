@@ -16,7 +16,6 @@ from planner.specs.cluster import ClusterSpec
 
 torch = pytest.importorskip("torch", reason="needs the probe extra (torch)")
 
-from tiny import skip_where_torch_is_too_old  # noqa: E402
 
 from planner.cli import main  # noqa: E402
 from planner.cli.measurements import read_probe  # noqa: E402
@@ -143,7 +142,6 @@ def test_gpus_as_fast_as_eager_torch_is_priced_agree_and_slower_ones_do_not(
 
 @pytest.mark.parametrize("options", [(), ("--stage", "all")], ids=["ranks", "stages"])
 def test_seconds_with_gathered_weights_in_them_are_shown(options: tuple[str, ...], probe_it: Any) -> None:
-    skip_where_torch_is_too_old(fully_sharded=True)
     plan = make_plan(runtime="torchtitan", tp=1, pp=2, dp=4, zero_stage=3)
     code, result = probe_it(plan, 1.2, *options)
     assert result.run.fully_sharded

@@ -16,13 +16,11 @@ from planner.probe.rank.groups import results_in  # noqa: E402
 from planner.probe.rank.worker import Worker  # noqa: E402
 from planner.probe.result import RankResult  # noqa: E402
 from planner.probe.run import ProbeRun  # noqa: E402
-from planner.probe.torch_build import torch_release  # noqa: E402
 from planner.schedule.orders import SCHEDULES  # noqa: E402
 
 pytestmark = [
     # torch 2.13 has new names for exchanges
     pytest.mark.filterwarnings("ignore:.torch.distributed.*is deprecated:FutureWarning"),
-    pytest.mark.skipif(torch_release() < (2, 9), reason="fake tensors of this torch go through no process group"),
 ]
 EXPERTS = MOE | {"num_experts": 8}
 KINDS: dict[str, dict[str, Any]] = {

@@ -31,7 +31,6 @@ from planner.specs.model import ModelSpec  # noqa: E402
 # torch 2.13 has new names for exchanges
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.torch.distributed.*is deprecated:FutureWarning"),
-    pytest.mark.skipif(torch_build.torch_release() < (2, 9), reason="this torch has no fake exchanges and products"),
 ]
 MOE = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
 MLA = {"kv_lora_rank": 64, "q_lora_rank": 96, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
@@ -127,25 +126,11 @@ def test_queues_are_as_many_as_channels_before_a_gpu_is_asked_for(monkeypatch: p
             assert int(os.environ[variable]) >= 16
 
 
-@pytest.mark.parametrize(
-    ("model", "layout", "release", "message"),
-    [
-        ({}, {"cp": 2, "dp": 1}, (2, 13), r"takes no sequences split over cp 2"),
-        (MODELS["windows"], {}, (2, 8), r"takes no windows and sinks"),
-        (MODELS["sinks"], {}, (2, 8), r"takes no windows and sinks"),
-    ],
-)
-def test_attention_that_would_be_another_is_refused(
-    model: Any, layout: Any, release: Any, message: str, on_mi300x: Any, make_run: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("planner.probe.model.attention.torch_release", lambda: release)
-    sizes = {"tp": 1, "pp": 1, "dp": 2, **layout}
-    plan = plan_of(ModelSpec(**{**SMALL, **model}), 2, 32, 8, **sizes)
-    with pytest.raises(ProbeError, match=message):
-        probe(plan, ProbeOptions(device="cuda"))
-    run = make_run(("none", 1, 1, 2), cp=sizes.get("cp", 1), model=model).model_copy(update={"device": "cuda"})
-    with pytest.raises(ProbeError, match=message):
-        require_flash(run.model, run.cp, run.device, "another trainer")
+def test_sequences_that_would_attend_otherwise_are_refused(on_mi300x: Any) -> None:
+    with pytest.raises(ProbeError, match="takes no sequences split over cp 2"):
+        probe(plan_of(ModelSpec(**SMALL), 2, 32, 8, tp=1, pp=1, cp=2, dp=1), ProbeOptions(device="cuda"))
+    with pytest.raises(ProbeError, match="takes no sequences split over cp 2"):
+        require_flash(2, "cuda", "another trainer")
 
 
 @pytest.mark.parametrize(("version", "takes"), [("2.9.1+rocm6.4", False), ("2.10.0a0+git1c57644", True)])

@@ -21,7 +21,6 @@ from planner.probe.rank.worker import Worker  # noqa: E402
 from planner.probe.result import MeasuredRun  # noqa: E402
 from planner.probe.run import ProbeRun  # noqa: E402
 from planner.probe.run_price import in_eager_torch  # noqa: E402
-from planner.probe.torch_build import torch_release  # noqa: E402
 from planner.profile.measure import machine_of  # noqa: E402
 from planner.specs.registry import load_hardware  # noqa: E402
 from planner.trainers.calibration import Calibration, Factor  # noqa: E402
@@ -34,7 +33,6 @@ from tools.gpu_check.report import REHEARSAL, CheckedQuantity, GpuCheck, Part, p
 
 # torch 2.13 has new names for exchanges
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.distributed.*is deprecated:FutureWarning")
-needs_fakes = pytest.mark.skipif(torch_release() < (2, 9), reason="this torch has no fake exchanges and products")
 QUICK = [
     StageCase("llama3-8b", 1, 8192, stage=1, microbatches=4),
     StageCase("deepseek-v3", 1, 4096, ep=32, pp=8, dp=32, stage=4, microbatches=4),
@@ -83,7 +81,6 @@ def checked(cases: Sequence[StageCase] = QUICK, **options: Any) -> tuple[GpuChec
     return check.run(), saved
 
 
-@needs_fakes
 def test_every_part_runs_on_fake_gpus(on_h200: None) -> None:
     report, saved = checked()
     assert {part.name: part.detail for part in report.parts if part.status != "ran"} == {}

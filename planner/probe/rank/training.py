@@ -310,8 +310,7 @@ def groups_of_one(*sizes: int) -> list[Any]:
 
 def emulate_exchanges(module: nn.Module) -> None:
     """Replace exchanges by copies on the device: a gather of weights repeats this rank's rows, a scatter of gradients
-    keeps this rank's part. `require_fully_shard` says whether torch's fully_shard can be given exchanges of one's own.
-    """
+    keeps this rank's part."""
     from torch.distributed.fsdp import FSDPModule
 
     for unit in module.modules():
