@@ -20,7 +20,6 @@ from planner.probe.result import (
     ProbedExchange,
     ProbedMemory,
     RankResult,
-    StageActivity,
     shown,
     slowest_exchanges,
     stride_of,
@@ -49,18 +48,6 @@ def waited_s(rank: RankResult) -> float:
 def bubble_fraction(ranks: Sequence[RankResult]) -> float:
     """1 − mean busy seconds / span, as `Timeline.bubble_fraction`."""
     return 1 - sum(rank.busy_s for rank in ranks) / len(ranks) / span_s(ranks)
-
-
-def activity(run: ProbeRun, ranks: Sequence[RankResult]) -> tuple[StageActivity, ...]:
-    """Utilisation and waits of each stage's busiest rank, for which its peers wait."""
-    total_s = span_s(ranks)
-    busiest = (max((r for r in ranks if r.stage == stage), key=lambda r: r.busy_s) for stage in range(run.pp))
-    return tuple(
-        StageActivity(
-            stage=rank.stage, rank=rank.rank, utilisation_fraction=rank.busy_s / total_s, wait_s=waited_s(rank)
-        )
-        for rank in busiest
-    )
 
 
 def in_flight(run: ProbeRun) -> list[int]:

@@ -15,7 +15,6 @@ import torch
 from planner.answer import Plan, StagePlan
 from planner.errors import ProbeError
 from planner.probe.compare import (
-    activity,
     by_stage,
     check_finite,
     compare_exchanges,
@@ -91,7 +90,6 @@ def probe_result(
         tolerance_fraction=options.tolerance_fraction,
         comparisons=tuple(comparisons),
         checks=tuple(run_checks(run, ranks) if complete else [check_finite(ranks)] if ranks else []),
-        activity=activity(run, ranks) if complete else (),
         step_s=median(steps) if steps else step_s,
         step_spread_s=max((max(seconds) - min(seconds) for seconds in steps_by_rank), default=0.0),
         loss=ranks[0].steps[-1].loss if complete else None,

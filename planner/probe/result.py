@@ -204,17 +204,6 @@ class ComparedQuantity(Spec):
         return self.measured / self.predicted - 1 if self.predicted else None
 
 
-class StageActivity(Spec, extra="ignore"):
-    """The last step of a stage's busiest rank: how long it computed and waited."""
-
-    stage: int
-    rank: int | None = None
-    utilisation_fraction: float
-    """Share of the time from the first rank's start to the last rank's end in which the rank computed."""
-    wait_s: float
-    """Seconds in which the rank waited for messages of other ranks."""
-
-
 def stride_of(exchange: ProbedExchange, run: ProbeRun) -> int | None:
     """The distance in global ranks between neighbours of an exchange; None for ranks that are not evenly spaced: those
     of experts' gradients, and replicas with pipelines between them."""
@@ -259,7 +248,6 @@ class ProbeResult(Spec, extra="ignore"):
     tolerance_fraction: float
     comparisons: tuple[ComparedQuantity, ...]
     checks: tuple[ProbeCheck, ...]
-    activity: tuple[StageActivity, ...] = ()
     step_s: float | None = None
     """Median of the measured steps. Where stages ran one by one, the replay of the whole pipeline with measured
     durations."""

@@ -83,10 +83,6 @@ def _sections(result: ProbeResult) -> Parts:
         yield section("Proved", listed("probe_checks", result.checks))
     if result.comparisons:
         yield section("Predicted and measured", listed("probe_comparisons", result.comparisons, shown=_SHOWN))
-    if result.activity:
-        has_peers = result.run.world_size > result.run.pp
-        activity = listed("probe_activity", result.activity, has_peers=has_peers)
-        yield section("What the stages did", activity)
     if exchanges := list(_exchanges(result)):
         yield section("Exchanges by themselves", bullets(exchanges))
     if conditions := [*_gpus(result), *(condition.text for condition in result.conditions)]:

@@ -47,7 +47,6 @@ def test_a_slice_of_a_large_plan_runs_and_agrees() -> None:
     assert result.run.model.moe is not None
     assert result.run.model.mla is not None
     assert {kind.mlp for kind in result.run.model.layers} == {"dense", "moe"}
-    assert [stage.stage for stage in result.activity] == [0, 1, 2]
 
 
 def test_a_traced_model_runs_by_its_operators() -> None:

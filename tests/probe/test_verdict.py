@@ -10,7 +10,7 @@ import pytest
 from probes import probe_result, probe_run
 
 from planner.answer import Plan
-from planner.probe.compare import activity, bubble_fraction, run_checks
+from planner.probe.compare import bubble_fraction, run_checks
 from planner.probe.result import RankResult, StepSeconds, TimedAction
 from planner.specs.registry import load_model
 
@@ -158,13 +158,8 @@ def rank_of(stage: int, timed: Any, dp: int = 0, slower: float = 1.0) -> RankRes
     )  # fmt: skip
 
 
-def test_a_slow_replica_is_shown_for_its_stage_and_counts_in_the_bubble(make_run: Any) -> None:
-    run = make_run(("1f1b", 2, 1, 2), dp=2, num_steps=1)
+def test_a_slow_replica_counts_in_the_bubble() -> None:
     usual, slow = ([rank_of(0, FIRST, dp, slower), rank_of(1, LAST, dp, slower)] for dp, slower in ((0, 1.0), (1, 1.5)))
-    assert [(stage.rank, stage.wait_s) for stage in activity(run, [*usual, *slow])] == [
-        (1, pytest.approx(1.5 * 7.4)),
-        (3, pytest.approx(1.5 * 3.2)),
-    ]
     assert bubble_fraction([*usual, *slow]) > bubble_fraction(slow)
 
 
