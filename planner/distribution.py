@@ -4,7 +4,7 @@ from __future__ import annotations
 
 DISTRIBUTION = "trainplan"
 __version__ = "0.2.0"
-EXTRA_OF_MODULE = {"torch": "probe", "starlette": "serve", "uvicorn": "serve", "matplotlib": "plot"}
+EXTRA_OF_MODULE = {"torch": "probe", "starlette": "serve", "uvicorn": "serve"}
 """The extras that bring modules which the planner itself does without."""
 
 

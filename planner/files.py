@@ -291,15 +291,15 @@ def _sweep(folder: Path, name: str) -> None:
         for entry in list(os.scandir(folder)):
             if left.fullmatch(entry.name):
                 with suppress(OSError):
-                    sweep_one(Path(entry.path))
+                    _sweep_one(Path(entry.path))
 
 
-def sweep_one(path: Path, whole: Path | None = None) -> None:
-    """Remove this user's file or folder whose lock nobody holds, or the `whole` that it stands for. Raises OSError."""
+def _sweep_one(path: Path) -> None:
+    """Remove this user's file or folder whose lock nobody holds. Raises OSError."""
     lock = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     try:
         if _lock(lock) and os.fstat(lock).st_uid == os.geteuid():
-            _remove(whole or path)
+            _remove(path)
     finally:
         os.close(lock)
 

@@ -70,15 +70,15 @@ class Command:
         """The fault happens now."""
         self.broken_s = time.time()
 
-    def in_phase(self, word: str, rank: int = 0) -> None:
-        """Wait until a rank's status holds a word."""
+    def computing(self) -> list[int]:
+        """The processes of both ranks, once they compute."""
         deadline = time.time() + LONGEST_S
         while time.time() < deadline and self.process.poll() is None:
-            if any(
-                word in path.read_text(errors="replace") for path in self.temporary.glob(f"plan-*/rank{rank}.status")
-            ):
-                return
+            pids = [path.read_text() for path in self.temporary.glob("pid*")]
+            if len(pids) == 2 and all(pids):
+                break
             time.sleep(0.02)
+        return list(map(int, pids))
 
     def end(self) -> Ended:
         started_s = self.broken_s or time.time()
@@ -100,13 +100,16 @@ def of_ranks(child: str, *options: str) -> Callable[[Path], Ended]:
     return lambda folder: Command(folder, *options, first=first).end()
 
 
-def from_outside(word: str, act: Callable[[Command], None], *options: str) -> Callable[[Path], Ended]:
-    """A healthy command to which something happens once rank 0 is in a phase; an empty word: at once."""
+def leaves_pids(hangs: bool = True) -> str:
+    return f"probe.launch = partial(probe.launch, child=partial(faulty.leaving_its_pid, hangs={hangs}))"
+
+
+def from_outside(act: Callable[[Command], None], *options: str, hangs: bool = True) -> Callable[[Path], Ended]:
+    """A command to which something happens once its ranks compute, one of which hangs then or not."""
 
     def run(folder: Path) -> Ended:
-        command = Command(folder, *options)
-        if word:
-            command.in_phase(word)
+        command = Command(folder, *options, first=leaves_pids(hangs))
+        command.computing()
         command.broken()
         act(command)
         return command.end()
@@ -175,20 +178,16 @@ def mounted(folder: Path, options: str) -> Iterator[None]:
 
 
 def killed_launcher(folder: Path) -> Ended:
-    """Told are the ranks that are left after kill -9 of their launcher, and the folders after the next run."""
-    command = Command(folder, first="probe.launch = partial(probe.launch, child=faulty.leaving_its_pid)")
-    command.in_phase("step 0")
+    """Told is when the ranks have ended after kill -9 of their launcher."""
+    command = Command(folder, first=leaves_pids())
+    pids = command.computing()
     command.broken()
     command.process.kill()
     killed = command.end()
-    pids = [int(path.read_text()) for path in command.temporary.glob("pid*")]
     while any(Path(f"/proc/{pid}").exists() for pid in pids):
         time.sleep(0.02)
     seconds = time.time() - (command.broken_s or 0.0)
-    left = len([*command.temporary.glob("plan-probe-*")])
-    Command(folder).end()
-    swept = left - len([*command.temporary.glob("plan-probe-*")])
-    return killed._replace(seconds=seconds, told=f"(all ranks end; the next run removes {swept} of {left} folders)")
+    return killed._replace(seconds=seconds, told="(all ranks end)")
 
 
 def torchrun_ends(folder: Path) -> Ended:
@@ -208,19 +207,11 @@ def torchrun_ends(folder: Path) -> Ended:
         text=True,
         check=False,
     )
-    seconds = time.time() - float(mark.read_text())
-    left = len([*folder.glob("plan-probe-*")])
-    return Ended(
-        seconds, done.returncode, f"{error_line(done.stderr)} ({left} folders are left, which the next run removes)"
-    )
+    return Ended(time.time() - float(mark.read_text()), done.returncode, error_line(done.stderr))
 
 
 def remove(path: Callable[[Command], Path]) -> Callable[[Command], None]:
     return lambda command: shutil.rmtree(path(command), ignore_errors=True)
-
-
-def run_folder(command: Command) -> Path:
-    return next(command.temporary.glob("plan-probe-*"))
 
 
 def send(number: signal.Signals) -> Callable[[Command], None]:

@@ -27,7 +27,7 @@ from planner.probe.plan_slice import ProbeOptions, RankGrid, real_chunks, sharin
 from planner.probe.rank.training import RankTrainer, trainer_alone
 from planner.probe.result import ComparedQuantity
 from planner.probe.run import Place, ProbeRun
-from planner.probe.run_price import fuses_norms, in_eager_torch, knows_peak, repriced, static_bytes
+from planner.probe.run_price import in_eager_torch, knows_peak, repriced, static_bytes
 from planner.schedule.actions import Schedule
 from planner.schedule.orders import SCHEDULES, build_schedule, in_flight_chunks, violation
 from planner.specs.model import LayerKind
@@ -237,7 +237,7 @@ MOMENTS: dict[Any, MomentBytes] = {
 
 @contextmanager
 def gpu_kernels(fuses_norms: bool) -> Iterator[None]:
-    """Norms and attention allocate what a GPU's kernels do. Norms do so where this torch fuses them."""
+    """Attention, and norms where they are one kernel, allocate what a GPU's kernels do."""
 
     def rms_norm(x: Tensor, shape: list[int], weight: Tensor | None = None, eps: float | None = None) -> Tensor:
         assert weight is not None
@@ -295,7 +295,7 @@ def count_stage(run: ProbeRun, stage: int, architecture: str) -> CountedStage:
     was_initialised = dist.is_initialized()
     with ExitStack() as stack:
         stack.enter_context(rehearsed_build(architecture))
-        stack.enter_context(gpu_kernels(fuses_norms()))
+        stack.enter_context(gpu_kernels(fuses_norms=True))
         stack.enter_context(account.resized())
         stack.enter_context(FakeTensorMode())
         stack.enter_context(account)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from planner.probe.result import ProbeResult
     from planner.probe.run import Device
     from planner.profile.doctor import Findings
-    from planner.profile.measurements import MeasurementRecord, Profiled
+    from planner.profile.measurements import Measurements, Profiled
     from planner.schedule.actions import Schedule
 
 _log = logging.getLogger(__name__)
@@ -37,7 +37,6 @@ def probe_command(
     order: Word = None,
     scale: int = 64,
     processes: int = 8,
-    sleep: bool = False,
     dry_run: bool = False,
     tolerance: Number = None,
     trace: Word = None,
@@ -52,7 +51,6 @@ def probe_command(
     \b
     Example:
       plan probe plan.json
-      plan probe plan.json --sleep
       plan probe plan.json --dry-run
       plan probe plan.json --device cuda --stage all
     """
@@ -66,10 +64,10 @@ def probe_command(
     if dry_run:
         said = {"--steps": steps, "--budget": budget, "--order": order, "--tolerance": tolerance,
                 "--timeout": None if timeout == 120.0 else timeout}  # fmt: skip
-        return _dry_run(read, plan, made, said, sleep or device == "cpu" or {stage, trace, output} != {None}, json)
+        return _dry_run(read, plan, made, said, device == "cpu" or {stage, trace, output} != {None}, json)
     result = _probe(
         read, device, steps, budget, tolerance, stages=_stages(stage), hidden_size=scale, num_processes=processes,
-        sleep=sleep, timeout_s=timeout, order=made,
+        timeout_s=timeout, order=made,
     )  # fmt: skip
     if result is None:  # another rank reports
         return None
@@ -86,7 +84,7 @@ def _dry_run(
 ) -> None:
     """Print what a probe of all ranks would start; SpecError where options `beside` it ask for another one."""
     if beside:
-        hint = "leave out --device cpu, --sleep, --stage, -o, --trace"
+        hint = "leave out --device cpu, --stage, -o, --trace"
         raise SpecError("--dry-run: tells of all ranks on GPUs", hint)
     from planner.probe.plan_slice import ProbeOptions
     from planner.probe.run_price import what_starts
@@ -137,8 +135,6 @@ def _probe(
     options = ProbeOptions(device=kind, **asked)
     if budget_s is not None and options.device == "cpu":
         raise SpecError("--budget: seconds are measured on GPUs", "on a CPU, say --steps")
-    if options.sleep and (options.device != "cpu" or options.stages is not None):
-        raise SpecError("--sleep: ranks sleep on the CPU only", "leave out --device cuda and --stage")
     if options.order is not None and options.stages is not None:
         raise SpecError("--order: a stage alone follows the plan's own schedule", "leave out --stage")
     return probe(plan, options)
@@ -235,7 +231,7 @@ def profile_command(
     """Measure this machine into a hardware profile that plan --hardware reads; eight minutes on a GPU.
 
     Matrix products, attention, memory-bound kernels, whole stages, and exchanges where there are several GPUs (here, or
-    on all the nodes that torchrun starts it on). What was interrupted goes on where it stopped.
+    on all the nodes that torchrun starts it on).
 
     \b
     Example:
@@ -254,11 +250,10 @@ def profile_command(
         exchange_rows(kind, ranks, shapes.exchanged_bytes, shapes.steady_s, wait_s=wait_s)
         return
     refuse_to_overwrite(output, force)
-    record = _measured(kind, quick, budget, output, ranks)
+    record = _measured(kind, quick, budget, ranks)
     profiled = profile_of(record)
     sure = record.how_sure()
     write_text(output, _yaml(profiled, sure), force)
-    record.discard()
     if output == STDOUT:
         return
     if json:
@@ -277,40 +272,36 @@ def _device(name: str | None) -> Device:
     return name or default_device()  # type: ignore[return-value]
 
 
-def _measured(kind: Device, quick: bool, budget_s: float | None, output: str, ranks: object) -> MeasurementRecord:
+def _measured(kind: Device, quick: bool, budget_s: float | None, ranks: object) -> Measurements:
     from planner.profile.measure import machine_of, measure, monitor_of, tasks
-    from planner.profile.measurements import MeasurementRecord, shapes_to_measure, sidecar
+    from planner.profile.measurements import Measurements, shapes_to_measure
 
     monitor = monitor_of(kind)  # before anything of this process is on the GPU
-    path = None if output == STDOUT else sidecar(output, quick)
-    record = MeasurementRecord(machine_of(kind), quick, datetime.date.today().isoformat(), path)
-    if record.num_kept:
-        _log.info("%s: %d measurements of an earlier run are kept", path, record.num_kept)
+    record = Measurements(machine_of(kind), quick, datetime.date.today().isoformat())
     todo = tasks(kind, shapes_to_measure(kind, quick), budget_s)
     with progress("measuring", len(todo)) as done:
         for line in measure(record, todo, done, monitor):
             _log.info("left out: %s", line)
     _exchange(record, kind, quick, ranks)
-    for condition in record.measured.conditions:
+    for condition in record.conditions:
         _log.warning("%s: the profile is of such a GPU", condition)
     return record
 
 
-def _exchange(record: MeasurementRecord, kind: Device, quick: bool, ranks: object) -> None:
-    """Exchanges: among the ranks that torchrun started, else among processes started here, once."""
+def _exchange(record: Measurements, kind: Device, quick: bool, ranks: object) -> None:
+    """Exchanges: among the ranks that torchrun started, else among processes started here."""
     from planner.profile.measure import Ranks, exchange_rows, num_processes, spawned_rows
     from planner.profile.measurements import shapes_to_measure
 
-    shapes, tables = shapes_to_measure(kind, quick), record.measured.tables
-    sizes, size = shapes.exchanged_bytes, num_processes(kind, record.measured.machine.num_devices)
+    shapes, tables = shapes_to_measure(kind, quick), record.tables
+    sizes, size = shapes.exchanged_bytes, num_processes(kind, record.machine.num_devices)
     try:
         if isinstance(ranks, Ranks):
             tables["exchange"] = exchange_rows(kind, ranks, sizes, shapes.steady_s)
-        elif not tables.get("exchange"):
+        else:
             tables["exchange"] = spawned_rows(kind, size, sizes, steady_s=shapes.steady_s)
     except ProbeError as error:
         _log.warning("links are not measured: %s", error.message)
-    record.save()
 
 
 def _yaml(profiled: Profiled, sure: str) -> str:

@@ -75,9 +75,9 @@ def sweep_command(
     goal = _goal(asked, deadline, usd)
     answer = _swept(asked, goal)
     if plot is not None:
-        from planner.report.plots import drawn_sweep, write_picture
+        from planner.report.plots import drawn_sweep
 
-        write_picture(drawn_sweep(answer), plot, force)
+        write_text(plot, drawn_sweep(answer), force)
     if csv is not None:
         write_text(csv, as_csv(answer), force)
     if csv == STDOUT:

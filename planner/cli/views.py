@@ -240,9 +240,9 @@ def memory_command(
     _note_fewer(candidate, chosen.best.parallelism.num_microbatches)
     fullest = max(answer.stages, key=lambda one: one.memory.total_bytes)
     if plot is not None:
-        from planner.report.plots import drawn_memory, write_picture
+        from planner.report.plots import drawn_memory
 
-        write_picture(drawn_memory(fullest), plot, force)
+        write_text(plot, drawn_memory(fullest), force)
     if snapshot is not None:
         _write_snapshot(answer, fullest, candidate, snapshot, force)
     data = answer.model_dump(mode="json") if json or output is not None else None

@@ -159,7 +159,7 @@ def _terms(plan: Plan) -> dict[str, float]:
 def of_probe(result: ProbeResult, name: str) -> Compared:
     """The measurements of a probe. Raises SpecError where that is no step of the plan's own stages."""
     run = result.run
-    if result.step_s is None or result.sleeps or run.dtype != "bfloat16":
+    if result.step_s is None or run.dtype != "bfloat16":
         why = (
             "has no whole step"
             if result.step_s is None

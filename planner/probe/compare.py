@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 from statistics import median
@@ -15,20 +15,17 @@ from planner.physics.communication import Kind, collective_s, p2p_s
 from planner.physics.operators import BF16
 from planner.probe.plan_slice import chunk_numbers, planned_seconds, replay_durations
 from planner.probe.result import (
-    ChunkSeconds,
     ComparedQuantity,
     ProbeCheck,
     ProbedExchange,
     ProbedMemory,
     RankResult,
-    StageActivity,
     shown,
     slowest_exchanges,
     stride_of,
 )
-from planner.probe.run import Message, Place, ProbeRun, SleepSeconds, message_of, needed_by
+from planner.probe.run import Place, ProbeRun, message_of
 from planner.probe.run_price import knows_peak, repriced, static_bytes, without_exchanges
-from planner.schedule.actions import Action, Schedule
 from planner.schedule.replay import Durations, makespan_s, replay
 from planner.specs.cluster import ClusterSpec
 
@@ -53,58 +50,10 @@ def bubble_fraction(ranks: Sequence[RankResult]) -> float:
     return 1 - sum(rank.busy_s for rank in ranks) / len(ranks) / span_s(ranks)
 
 
-def activity(run: ProbeRun, ranks: Sequence[RankResult]) -> tuple[StageActivity, ...]:
-    """Utilisation, waits, idle time by cause and queue of each stage's busiest rank, for which its peers wait."""
-    total_s = span_s(ranks)
-    activities = []
-    for stage in range(run.pp):
-        rank = max((rank for rank in ranks if rank.stage == stage), key=lambda rank: rank.busy_s)
-        sent = sent_to(run.order, [other for other in ranks if other.replica == rank.replica])
-        activities.append(
-            StageActivity(
-                stage=stage,
-                rank=rank.rank,
-                utilisation_fraction=rank.busy_s / total_s,
-                wait_s=waited_s(rank),
-                idle_s=idle_of(run.order, sent, rank, total_s),
-            )
-        )
-    return tuple(activities)
-
-
-def sent_to(order: Schedule, pipeline: Sequence[RankResult]) -> dict[Message, float]:
-    """The time at which each message of one pipeline's ranks was ready to be sent."""
-    actions = [actions for rank in pipeline for actions in rank.actions]
-    messages = [message_of(order, Action.parse(action.action)) for action in actions]
-    return {message: action.end_s for message, action in zip(messages, actions, strict=True) if message is not None}
-
-
-def idle_of(order: Schedule, sent: Mapping[Message, float], rank: RankResult, total_s: float) -> dict[str, float]:
-    """A rank's idle seconds by cause, with the replay's names for causes. With its busy seconds they add up to
-    `total_s`.
-
-    A wait counts as one for an activation or a gradient until the sender has computed it, and then as transfer. Time
-    between two actions without a wait belongs to the host. Waits that unequal stages cause are among the waits.
-    """
-    idle = dict.fromkeys(("fill", "activation", "gradient", "transfer", "host", "drain"), 0.0)
-    idle["fill"], free_s = rank.actions[0].start_s, rank.actions[0].end_s
-    for timed in rank.actions[1:]:
-        needed = needed_by(order, Action.parse(timed.action))
-        ready_s = timed.start_s if needed is None else timed.ready_s
-        idle["host"] += ready_s - free_s
-        if needed is not None:
-            sent_s = min(max(sent[needed], ready_s), timed.start_s)
-            idle["activation" if needed.kind == "F" else "gradient"] += sent_s - ready_s
-            idle["transfer"] += timed.start_s - sent_s
-        free_s = timed.end_s
-    idle["drain"] = total_s - free_s
-    return idle
-
-
 def in_flight(run: ProbeRun) -> list[int]:
     """The largest number of activations that each pipeline rank holds at once, according to its order."""
-    equal_seconds = [SleepSeconds(1.0, 1.0, 1.0)] * len(run.chunks)
-    return [int(count) for count in replay(run.order, replay_durations(equal_seconds)).peak_in_flight_chunks]
+    equal_s = [1.0] * len(run.chunks)
+    return [int(count) for count in replay(run.order, Durations(equal_s, equal_s, equal_s)).peak_in_flight_chunks]
 
 
 def run_checks(run: ProbeRun, ranks: Sequence[RankResult]) -> list[ProbeCheck]:
@@ -123,7 +72,7 @@ def run_checks(run: ProbeRun, ranks: Sequence[RankResult]) -> list[ProbeCheck]:
         for name, passed, detail in rows
         if num_messages or name != "exchanges"
     ]
-    if run.sleep is None and not run.check:
+    if not run.check:
         checks.append(check_finite(ranks))
     for name in dict.fromkeys(check.name for rank in ranks for check in rank.checks):
         same = [check for rank in ranks for check in rank.checks if check.name == name]
@@ -156,35 +105,11 @@ def durations_alone(priced: Candidate, stages: Sequence[RankResult]) -> Duration
         weight_grad_s = min(chunk.weight_grad_s or 0.0, chunk.backward_s)
         forward_s = chunk.forward_s + planned.forward_s[stage] - float(cost.forward_s)
         beside_s = planned.input_grad_s[stage] - float(cost.input_grad_s)
-        seconds.append(SleepSeconds(forward_s, chunk.backward_s - weight_grad_s + beside_s, weight_grad_s))
+        seconds.append((forward_s, chunk.backward_s - weight_grad_s + beside_s, weight_grad_s))
     return replace(replay_durations(seconds), p2p_s=planned.p2p_s, blocking_p2p=planned.blocking_p2p)
 
 
-def beside_messages_s(run: ProbeRun, ranks: Sequence[RankResult]) -> float:
-    """Seconds by which the pipeline is longer because messages take a part of the GPUs that compute beside them: its
-    replay with the chunks' seconds within the step, less that with their own seconds."""
-    among = []
-    alone = []
-    for stage in range(run.order.num_model_stages):
-        chunks = [c for rank in ranks for c in rank.chunks if c.stage % run.order.num_model_stages == stage]
-        if not any(chunk.quiet_forward_s is not None for chunk in chunks):
-            return 0.0
-        among.append(_typical(run, chunks, [chunk.among_s for chunk in chunks]))
-        alone.append(_typical(run, chunks, [chunk.own_s for chunk in chunks]))
-    return makespan_s(run.order, replay_durations(among)) - makespan_s(run.order, replay_durations(alone))
-
-
-def _typical(run: ProbeRun, chunks: Sequence[ChunkSeconds], seconds: Sequence[tuple[float, float]]) -> SleepSeconds:
-    """Medians over the replicas of a chunk, of which `seconds` has forward and backward."""
-    weight_share = median((chunk.weight_grad_s or 0.0) / (chunk.backward_s or 1.0) for chunk in chunks)
-    forward_s, backward_s = (median(values) for values in zip(*seconds, strict=True))
-    weight_grad_s = weight_share * backward_s if run.order.splits_backward else 0.0
-    return SleepSeconds(forward_s, backward_s - weight_grad_s, weight_grad_s)
-
-
 KINDS: dict[str, Kind] = {"all-gather": "all_gather", "all-reduce": "all_reduce", "reduce-scatter": "reduce_scatter"}
-BUBBLE_TOLERANCE = 0.03
-"""Largest difference between the bubble fractions of sleeping ranks and of the replay."""
 OPTIMIZER_KERNELS = 9
 """Kernels of an optimizer step on parameters of one kind: norm, scale, update, cast, zeros, and four of one number."""
 Unit = Literal["s", "bytes", "fraction", "count"]
@@ -234,24 +159,6 @@ def planned_s(cluster: ClusterSpec, run: ProbeRun, exchange: ProbedExchange) -> 
     return float(collective_s(KINDS[exchange.name.split()[-1]], exchange.num_bytes, exchange.size, stride, cluster))
 
 
-def compare_bubble(run: ProbeRun, ranks: Sequence[RankResult]) -> list[ComparedQuantity]:
-    """The bubble and the length of a step of sleeping ranks, beside the replay of the same seconds."""
-    assert run.sleep is not None
-    timeline = replay(run.order, replay_durations(run.sleep))
-    stages = by_stage(run, ranks)
-    measured = bubble_fraction(stages)
-    return [
-        ComparedQuantity(
-            name="bubble",
-            unit="fraction",
-            predicted=timeline.bubble_fraction,
-            measured=measured,
-            agrees=abs(measured - timeline.bubble_fraction) <= BUBBLE_TOLERANCE,
-        ),
-        compared("pipeline", "s", timeline.makespan_s, span_s(stages), None),
-    ]
-
-
 def compare_pipeline(
     plan: Plan,
     least: Plan,
@@ -261,9 +168,9 @@ def compare_pipeline(
     tolerance_fraction: float | None,
 ) -> list[ComparedQuantity]:
     """The pipeline as a whole, beside the replay of its planned seconds; `least` is the plan without waits. Waits and
-    the bubble are shown and not judged, nor is what messages cost the work beside them."""
+    the bubble are shown and not judged."""
     planned, quick = (
-        replace(replay_durations(planned_seconds(each.best, run.order, plan_stages)), p2p_s=hops_s(plan.cluster, run))
+        replace(planned_seconds(each.best, run.order, plan_stages), p2p_s=hops_s(plan.cluster, run))
         for each in (plan, least)
     )
     timeline = replay(run.order, planned)
@@ -274,18 +181,14 @@ def compare_pipeline(
         planned_s = sum(starts_s) - sum(ends_s[:-1])
         measured_s = median(waited_s(rank) for rank in ranks if rank.stage == number)
         waits.append(compared("wait for messages", "s", planned_s, measured_s, None, stage))
-    beside_s = beside_messages_s(run, ranks)
-    rows = [
+    return [
         *waits,
         compared("bubble", "fraction", timeline.bubble_fraction, bubble_fraction(ranks), None),
         compared(
-            "pipeline", "s", timeline.makespan_s, span_s(ranks) - beside_s, tolerance_fraction,
+            "pipeline", "s", timeline.makespan_s, span_s(ranks), tolerance_fraction,
             least=makespan_s(run.order, quick),
         ),
     ]  # fmt: skip
-    if beside_s:
-        rows.append(compared("pipeline among messages", "s", timeline.makespan_s, span_s(ranks), None))
-    return rows
 
 
 def hops_s(cluster: ClusterSpec, run: ProbeRun) -> list[float]:
@@ -315,22 +218,16 @@ def compare_stage(
     """
     stage, quick = plan.best.stages[plan_stage], least.best.stages[plan_stage]
     chunks = [chunk for rank in ranks for chunk in rank.chunks]
-    seconds_of_ranks = [[(chunk.own_s, chunk.among_s) for chunk in rank.chunks] for rank in ranks]
-    comparisons, among_messages = list[ComparedQuantity](), list[ComparedQuantity]()
+    comparisons = list[ComparedQuantity]()
     for way, name in enumerate(("forward", "backward")):
         planned_s, least_s = (
             (each.forward_s, each.backward_s)[way] + (each.forward_comm_s, each.backward_comm_s)[way] * (not alone)
             for each in (stage, quick)
         )
-        own_s, among_s = (
-            median(sum(of_chunk[kind][way] for of_chunk in of_rank) for of_rank in seconds_of_ranks) for kind in (0, 1)
-        )
+        took_s = median(sum(chunk.passes_s[way] for chunk in rank.chunks) for rank in ranks)
         comparisons.append(
-            compared(name, "s", planned_s, own_s, tolerance_fraction if passes else None, plan_stage, least_s)
+            compared(name, "s", planned_s, took_s, tolerance_fraction if passes else None, plan_stage, least_s)
         )
-        among_messages.append(compared(f"{name} among messages", "s", planned_s, among_s, None, plan_stage))
-    if any(chunk.quiet_forward_s is not None for chunk in chunks):
-        comparisons += among_messages
     weight_grads = [chunk.weight_grad_s for chunk in chunks if chunk.weight_grad_s is not None]
     if weight_grads:
         seconds = sum(weight_grads) / len(ranks)

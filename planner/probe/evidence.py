@@ -283,8 +283,6 @@ def _no_speed(result: ProbeResult, hardware: HardwareSpec) -> Iterator[tuple[str
     for_cpu = hardware.architecture == "cpu"
     if result.out_of_memory is not None or not result.ranks:
         yield "ran out of memory and measured no seconds", "probe a plan that fits"
-    if result.sleeps:
-        yield "slept instead of computing, and says nothing about speed", _REAL
     if result.run.device == "cpu" and not for_cpu:
         yield f"ran on a CPU, which proves nothing about the speed of {hardware.name}", _REAL
     if result.run.device == "cuda" and for_cpu:
@@ -359,7 +357,7 @@ def _factor(layout: PricedLayout, stage: int, ranks: Sequence[RankResult], alone
     """Measured over planned seconds of a micro-batch, times the factor that the layout already has for this rank."""
     planned = layout.stages[stage]
     exchanged_s = planned.forward_comm_s + planned.backward_comm_s
-    measured_s = max(sum(sum(chunk.own_s) for chunk in rank.chunks) for rank in ranks)
+    measured_s = max(sum(sum(chunk.passes_s) for chunk in rank.chunks) for rank in ranks)
     layout_factor = layout.rank_factors[stage] if layout.rank_factors else 1.0
     total_s = planned.forward_s + planned.backward_s + exchanged_s
     return layout_factor * (measured_s + (exchanged_s if alone else 0.0)) / total_s

@@ -16,20 +16,16 @@ from planner.probe.plan_slice import (
     fit_gpus,
     fit_processes,
     fully_shards,
-    planned_seconds,
     real_chunks,
     recompute_modules,
-    replay_durations,
     sampled_stages,
     scaled_chunks,
-    scaled_seconds,
     sharing_dp,
     slice_schedule,
 )
 from planner.probe.result import PlanSlice
-from planner.probe.run import ChunkSpec, ProbeRun, SleepSeconds
+from planner.probe.run import ChunkSpec, ProbeRun
 from planner.schedule.actions import Schedule
-from planner.schedule.replay import replay
 from planner.shape import Shape
 from planner.specs.base import Fields, Texts
 from planner.specs.model import ModelSpec
@@ -143,7 +139,7 @@ def describe_slice(
         (more_ranks > 0, f"{more_ranks:,} more ranks"),
         (is_sharded and own_stages, "seconds of passes that gather weights (shown, not judged)"),
         (layout.zero_stage > 1 and not is_sharded, f"ZeRO-{layout.zero_stage} (this run shards optimizer states only)"),
-        (grid.cp > 1 and not (options.sleep or gathers),
+        (grid.cp > 1 and not gathers,
          f"context parallelism by {exchange} (this run gathers keys and values)"),
         (left_out, f"recomputation of {', '.join(left_out)}"),
         (plan.model.spec.traced is not None, "your module's own code (this run computes the operators of its trace)"),
@@ -175,9 +171,9 @@ def _claims(options: ProbeOptions, grid: RankGrid) -> tuple[list[str], list[str]
         return ["compute seconds and memory of each stage that ran"], not_verified
     if options.device == "cuda":
         return ["seconds and memory of each stage that ran", "exchanges among the ranks that ran"], []
-    results = ["bubble"] if options.sleep else ["loss", "gradients", "gradient norm"]
     exchanges = ["exchanges"] if grid.pp > 1 else []
-    return ["order", *exchanges, "in flight", *results], ["GPU seconds", "GPU memory", "network"]
+    verified = ["order", *exchanges, "in flight", "loss", "gradients", "gradient norm"]
+    return verified, ["GPU seconds", "GPU memory", "network"]
 
 
 MICROBATCHES_PER_STAGE = 3
@@ -342,9 +338,6 @@ def _scaled_trace(traced: TracedSpec, factor: float) -> Fields:
     return traced.model_dump() | {"layers": layers, "other_parameters": 0}
 
 
-MEAN_SLEEP_S = 0.012
-"""Mean seconds of a sleeping forward: long enough that a message between processes is short in comparison."""
-MAX_STEP_S = 20.0
 SEQ_LENGTH = 16
 
 
@@ -353,14 +346,12 @@ def laptop_run(plan: Plan, options: ProbeOptions) -> PlannedRun:
     layout = plan.best
     model = plan.model.spec
     # shares of what flows through traced operators are no part of what one process computes
-    most_tp = 2 if model.traced is None or options.sleep else 1
-    grid = fit_processes(layout, options.num_processes, 1 if options.sleep else 2, most_tp)
+    grid = fit_processes(layout, options.num_processes, most_tp=2 if model.traced is None else 1)
     if options.order is not None:
         grid = grid._replace(pp=options.order.pp)
     order = options.order or slice_schedule(layout, grid.pp)
     stages = sampled_stages(layout.parallelism.pp, grid.pp)
     chunks = scaled_chunks(real_chunks(layout, order, stages), options.most_layers)
-    planned = planned_seconds(layout, order, stages)
     run = ProbeRun.of(
         order,
         model=scaled_model(model, options.hidden_size, chunks[-1].last_layer, SEQ_LENGTH, grid),
@@ -368,17 +359,9 @@ def laptop_run(plan: Plan, options: ProbeOptions) -> PlannedRun:
         micro_batch_size=min(2, layout.parallelism.micro_batch_size),
         seq_length=SEQ_LENGTH // grid.cp,
         chunks=chunks,
-        sleep=scaled_seconds(planned, mean_sleep_s(order, planned)) if options.sleep else None,
-        check=not options.sleep,
-        warm_up_steps=1 if options.sleep else 0,
+        check=True,
+        warm_up_steps=0,
         num_steps=options.num_steps or FEWEST_STEPS,
         timeout_s=options.timeout_s,
     )
     return PlannedRun(plan, run, grid, stages)
-
-
-def mean_sleep_s(order: Schedule, planned: Sequence[SleepSeconds]) -> float:
-    """Seconds of a mean forward, such that a step ends within MAX_STEP_S."""
-    forward_s = sum(seconds.forward_s for seconds in planned) / len(planned)
-    step_in_forwards = float(replay(order, replay_durations(planned)).makespan_s) / forward_s
-    return min(MEAN_SLEEP_S, MAX_STEP_S / step_in_forwards)

@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple
 
 from planner.answer import PricedLayout, StagePlan
 from planner.errors import ProbeError
-from planner.probe.run import STEADY_S, ChunkSpec, Device, SleepSeconds
+from planner.probe.run import STEADY_S, ChunkSpec, Device
 from planner.schedule.actions import Schedule
 from planner.schedule.orders import build_schedule, violation
 from planner.schedule.replay import Durations
@@ -17,7 +17,7 @@ DEFAULT_TOLERANCE = 0.1
 """Fraction of a prediction by which a measurement may differ."""
 
 FEWEST_STEPS = 3
-BUDGET_S = 20.0
+BUDGET_S = 5.0
 
 
 class ProbeOptions(NamedTuple):
@@ -33,13 +33,10 @@ class ProbeOptions(NamedTuple):
     """The most processes to start on the CPU."""
     most_layers: int = 2
     """The most layers of a virtual stage on the CPU."""
-    sleep: bool = False
-    """On the CPU, sleep for the plan's seconds, scaled, instead of computing."""
     num_steps: int | None = None
-    """Number of steps to measure. None measures a GPU for at least a second and until medians are sure, a CPU for
-    FEWEST_STEPS."""
+    """Number of steps to measure. None measures a GPU for `budget_s`, a CPU for FEWEST_STEPS."""
     budget_s: float = BUDGET_S
-    """The most seconds that the measured steps of a GPU take, unless there are fewer than FEWEST_STEPS."""
+    """Seconds that the measured steps of a GPU take, unless there are fewer than FEWEST_STEPS."""
     tolerance_fraction: float = DEFAULT_TOLERANCE
     timeout_s: float = 120.0
     """Seconds without progress after which a rank counts as hanging."""
@@ -68,13 +65,13 @@ class RankGrid(NamedTuple):
         return self.pp * self.dp * self.cp * self.tp
 
 
-def fit_processes(layout: PricedLayout, num_processes: int, most_dp: int, most_tp: int = 2) -> RankGrid:
+def fit_processes(layout: PricedLayout, num_processes: int, most_tp: int = 2) -> RankGrid:
     """The largest slice of the plan's ranks in `num_processes`: data parallelism is given up first, then tensor and
     context parallelism down to 1 (on the CPU only their presence matters), then pipeline stages."""
     parallelism = layout.parallelism
     tp = min(parallelism.tp, most_tp)
     cp = min(parallelism.cp, 2)
-    dp = min(parallelism.dp, most_dp)
+    dp = min(parallelism.dp, 2)
     dp = max(1, min(dp, num_processes // (parallelism.pp * cp * tp)))
     tp = tp if parallelism.pp * dp * cp * tp <= num_processes else 1
     cp = cp if parallelism.pp * dp * cp * tp <= num_processes else 1
@@ -196,7 +193,7 @@ def scaled_chunks(chunks: Sequence[ChunkSpec], most_layers: int) -> tuple[ChunkS
     return tuple(scaled)
 
 
-def planned_seconds(layout: PricedLayout, order: Schedule, stages: Sequence[int]) -> tuple[SleepSeconds, ...]:
+def planned_seconds(layout: PricedLayout, order: Schedule, stages: Sequence[int]) -> Durations:
     """Planned seconds of every virtual stage, exchanges included. A stage's seconds are divided among its chunks by
     layers."""
     seconds = []
@@ -206,24 +203,12 @@ def planned_seconds(layout: PricedLayout, order: Schedule, stages: Sequence[int]
         has_other_chunks = order.vpp != len(layers)
         share = 1 / order.vpp if has_other_chunks or not sum(layers) else layers[index] / sum(layers)
         input_grad_s = stage.backward_s - stage.weight_grad_s + stage.backward_comm_s
-        seconds.append(
-            SleepSeconds(
-                share * (stage.forward_s + stage.forward_comm_s), share * input_grad_s, share * stage.weight_grad_s
-            )
-        )
-    return tuple(seconds)
+        forward_s = stage.forward_s + stage.forward_comm_s
+        seconds.append((share * forward_s, share * input_grad_s, share * stage.weight_grad_s))
+    return replay_durations(seconds)
 
 
-def scaled_seconds(planned: Sequence[SleepSeconds], mean_forward_s: float) -> tuple[SleepSeconds, ...]:
-    """The seconds in the same proportions, scaled to a mean forward of `mean_forward_s`."""
-    factor = mean_forward_s * len(planned) / sum(seconds.forward_s for seconds in planned)
-    return tuple(SleepSeconds(*(factor * s for s in seconds)) for seconds in planned)
-
-
-def replay_durations(seconds: Sequence[SleepSeconds]) -> Durations:
-    """Seconds per virtual stage as the replay takes them."""
-    return Durations(
-        forward_s=[s.forward_s for s in seconds],
-        input_grad_s=[s.input_grad_s for s in seconds],
-        weight_grad_s=[s.weight_grad_s for s in seconds],
-    )
+def replay_durations(seconds: Sequence[tuple[float, float, float]]) -> Durations:
+    """Forward, input gradient and weight gradient of every virtual stage as the replay takes them."""
+    forward_s, input_grad_s, weight_grad_s = zip(*seconds, strict=True)
+    return Durations(forward_s, input_grad_s, weight_grad_s)

@@ -15,10 +15,8 @@ import torch
 from planner.answer import Plan, StagePlan
 from planner.errors import ProbeError
 from planner.probe.compare import (
-    activity,
     by_stage,
     check_finite,
-    compare_bubble,
     compare_exchanges,
     compare_pipeline,
     compare_stage,
@@ -46,8 +44,7 @@ from planner.probe.plan_runs import (
     stages_run,
     stand_in_stages,
 )
-from planner.probe.plan_slice import ProbeOptions, planned_seconds, replay_durations, sampled_stages
-from planner.probe.rank.gradients import require_fully_shard
+from planner.probe.plan_slice import ProbeOptions, planned_seconds, sampled_stages
 from planner.probe.result import ComparedQuantity, MeasuredRun, ProbeResult, RankFailure, RankResult
 from planner.probe.run import Place, ProbeRun
 from planner.probe.run_price import in_eager_torch, made_to_fit, repriced, without_waits
@@ -90,14 +87,12 @@ def probe_result(
         inputs_sha256=asked.inputs_sha256,
         slice=part if ranks else part.model_copy(update={"verified": ()}),
         made_to_fit=planned.changes,
-        sleeps=run.sleep is not None,
         tolerance_fraction=options.tolerance_fraction,
         comparisons=tuple(comparisons),
         checks=tuple(run_checks(run, ranks) if complete else [check_finite(ranks)] if ranks else []),
-        activity=activity(run, ranks) if complete else (),
         step_s=median(steps) if steps else step_s,
         step_spread_s=max((max(seconds) - min(seconds) for seconds in steps_by_rank), default=0.0),
-        loss=ranks[0].steps[-1].loss if complete and run.sleep is None else None,
+        loss=ranks[0].steps[-1].loss if complete else None,
         conditions=conditions_of(ranks),
         run=run,
         ranks=ranks,
@@ -164,13 +159,12 @@ def judges_seconds(plan: Plan, options: ProbeOptions) -> bool:
 
 
 def judge_laptop(asked: Plan, options: ProbeOptions, planned: PlannedRun, measured: MeasuredRun) -> ProbeResult:
-    """The result of processes on a CPU: what they proved, and the bubble where they slept."""
+    """The result of processes on a CPU: what they proved."""
     run, model = measured.run, planned.plan.model.spec
-    comparisons = compare_bubble(run, measured.ranks) if options.sleep and measured.ranks else []
     reduced = [
         f"{name} {getattr(model, name)} → {getattr(run.model, name)}" for name in ("hidden_size", "num_hidden_layers")
     ]
-    return probe_result(asked, options, planned, measured, comparisons, reduced)
+    return probe_result(asked, options, planned, measured, (), reduced)
 
 
 MEASURED, PREDICTED = 0, 1
@@ -202,9 +196,7 @@ def trace_events(plan: Plan, result: ProbeResult) -> Fields:
 
 
 def _measured(result: ProbeResult) -> Iterator[TraceEvent]:
-    error_s = result.clock_error_s
-    clocks = "" if error_s is None else f", clocks within {_MICROSECONDS * error_s:.0f} µs"
-    yield _process(MEASURED, f"measured on {result.device}{clocks}")
+    yield _process(MEASURED, f"measured on {result.device}")
     for rank in by_stage(result.run, result.ranks):
         for timed in rank.actions:
             if timed.start_s > timed.ready_s:
@@ -214,12 +206,9 @@ def _measured(result: ProbeResult) -> Iterator[TraceEvent]:
 
 def _predicted(plan: Plan, result: ProbeResult) -> Iterator[TraceEvent]:
     run = result.run
-    seconds = result.run.sleep
-    if seconds is None:
-        stages = sampled_stages(plan.parallelism.pp, run.pp)
-        seconds = planned_seconds(in_eager_torch(plan, seen_kernels(result.ranks)).best, run.order, stages)
-    predicted = replay_durations(seconds)
-    if run.dtype == "bfloat16" or run.sleep is not None:
+    stages = sampled_stages(plan.parallelism.pp, run.pp)
+    predicted = planned_seconds(in_eager_torch(plan, seen_kernels(result.ranks)).best, run.order, stages)
+    if run.dtype == "bfloat16":
         yield from _replayed(PREDICTED, "predicted", result, predicted)
         return
     times = span_s(result.ranks) / replay(run.order, predicted).makespan_s
@@ -277,9 +266,7 @@ def planned_run(plan: Plan, options: ProbeOptions, num_gpus: int) -> PlannedRun:
         of = partial(stages_run, options=options)
     elif options.device == "cuda":
         of = partial(ranks_run, options=options, num_gpus=num_gpus)
-    planned = made_to_fit(plan, of, capacity_bytes(plan), alone) if options.device == "cuda" else of(plan)
-    require_fully_shard(planned.run)
-    return planned
+    return made_to_fit(plan, of, capacity_bytes(plan), alone) if options.device == "cuda" else of(plan)
 
 
 def judged(plan: Plan, options: ProbeOptions, planned: PlannedRun, measured: MeasuredRun) -> ProbeResult:
@@ -293,7 +280,7 @@ def require_startable(plan: Plan, options: ProbeOptions) -> None:
     require_runnable(plan, options)
     require_gpu(options.device)
     flash_hint = "prove the order and the gradients with --device cpu"
-    require_flash(plan.model.spec, plan.parallelism.cp, options.device, flash_hint)
+    require_flash(plan.parallelism.cp, options.device, flash_hint)
 
 
 def capacity_bytes(plan: Plan) -> float:

@@ -56,7 +56,7 @@ class TimedAction(Spec):
     end_s: float
 
 
-class ChunkSeconds(Spec):
+class ChunkSeconds(Spec, extra="ignore"):
     """Median seconds of one micro-batch on one virtual stage."""
 
     stage: int
@@ -66,26 +66,14 @@ class ChunkSeconds(Spec):
     """Seconds of a whole backward, or of input and weight gradient together where the schedule splits them."""
     input_grad_s: float | None = None
     weight_grad_s: float | None = None
-    """Input and weight gradient are measured apart in the schedule itself where it splits backwards, else after the
-    steps; both are null where they were not."""
-    quiet_forward_s: float | None = None
-    quiet_backward_s: float | None = None
-    """The same seconds while no message between stages was under way, which takes a part of the GPU from what it
-    computes; null where the chunk ran among no others, or only so."""
+    """Input and weight gradient are measured apart where the schedule splits backwards; else both are null."""
     spread_fraction: float | None = None
     """Standard error of the medians, as a share of them: the largest."""
 
     @property
-    def among_s(self) -> tuple[float, float]:
-        """Seconds of forward and backward within the steps, among the messages of other stages."""
+    def passes_s(self) -> tuple[float, float]:
+        """Seconds of forward and backward."""
         return self.forward_s, self.backward_s
-
-    @property
-    def own_s(self) -> tuple[float, float]:
-        """Seconds of forward and backward by themselves: without messages beside them, where that was measured."""
-        if self.quiet_forward_s is None or self.quiet_backward_s is None:
-            return self.among_s
-        return self.quiet_forward_s, self.quiet_backward_s
 
 
 class ProbedExchange(Spec):
@@ -145,7 +133,7 @@ class ProbeCheck(Spec):
     detail: str
 
 
-class RankResult(Spec):
+class RankResult(Spec, extra="ignore"):
     """The measurements of one rank."""
 
     rank: int
@@ -170,13 +158,6 @@ class RankResult(Spec):
     """True where this torch has no grouped product for this GPU: each expert's is a launch of its own, for which the
     host waits."""
     device_states: tuple[DeviceState, ...] = ()
-    clock_error_s: float | None = None
-    """The most by which this rank's clock may differ from rank 0's; null where both are the same clock."""
-
-    @property
-    def replica(self) -> tuple[int, int, int]:
-        """The pipeline that the rank belongs to, as its dp, cp and tp coordinates."""
-        return self.dp, self.cp, self.tp
 
     @property
     def busy_s(self) -> float:
@@ -223,19 +204,6 @@ class ComparedQuantity(Spec):
         return self.measured / self.predicted - 1 if self.predicted else None
 
 
-class StageActivity(Spec, extra="ignore"):
-    """The last step of a stage's busiest rank: how long it computed, waited and was idle."""
-
-    stage: int
-    rank: int | None = None
-    utilisation_fraction: float
-    """Share of the time from the first rank's start to the last rank's end in which the rank computed."""
-    wait_s: float
-    """Seconds in which the rank waited for messages of other ranks."""
-    idle_s: dict[str, float]
-    """Idle time by cause, as the replay names them, and the host's between actions."""
-
-
 def stride_of(exchange: ProbedExchange, run: ProbeRun) -> int | None:
     """The distance in global ranks between neighbours of an exchange; None for ranks that are not evenly spaced: those
     of experts' gradients, and replicas with pipelines between them."""
@@ -266,7 +234,7 @@ class PlanSlice(Spec):
     extrapolated: Texts = ()
 
 
-class ProbeResult(Spec):
+class ProbeResult(Spec, extra="ignore"):
     """The outcome of running a plan, or a slice of it: predictions beside measurements."""
 
     schema_version: Literal[1] = 1
@@ -277,12 +245,9 @@ class ProbeResult(Spec):
     inputs_sha256: str
     """Hash of the plan's inputs."""
     slice: PlanSlice
-    sleeps: bool = False
-    """True where ranks slept instead of computing: then times say something about the schedule only."""
     tolerance_fraction: float
     comparisons: tuple[ComparedQuantity, ...]
     checks: tuple[ProbeCheck, ...]
-    activity: tuple[StageActivity, ...] = ()
     step_s: float | None = None
     """Median of the measured steps. Where stages ran one by one, the replay of the whole pipeline with measured
     durations."""
@@ -316,15 +281,9 @@ class ProbeResult(Spec):
         )
 
     @property
-    def clock_error_s(self) -> float | None:
-        """The most by which the clock of any rank may differ from rank 0's; null where all have the same clock."""
-        return max((rank.clock_error_s for rank in self.ranks if rank.clock_error_s is not None), default=None)
-
-    @property
     def uses_tolerance(self) -> bool:
-        """True if any quantity is judged by the tolerance; equality of results and the bubble of sleeping ranks are
-        not."""
-        return not self.sleeps and any(comparison.agrees is not None for comparison in self.comparisons)
+        """True if any quantity is judged by the tolerance; equality of results is not."""
+        return any(comparison.agrees is not None for comparison in self.comparisons)
 
 
 FailureKind = Literal[

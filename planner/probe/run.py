@@ -5,10 +5,10 @@ Every rank reads it from a file. Sender and receiver both derive the order of me
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from itertools import product
-from math import sqrt
+from math import ceil, sqrt
 from statistics import median
 from typing import Any, Literal, NamedTuple
 
@@ -20,8 +20,8 @@ from planner.specs.base import Ints, NonNegativeFloat, NonNegativeInt, PositiveF
 from planner.specs.model import ModelSpec
 
 Device = Literal["cpu", "cuda"]
-GONE = ("ranks_per_gpu", "backend")
-"""Fields of a run in files that 0.2 wrote."""
+GONE = ("ranks_per_gpu", "backend", "sleep")
+"""Fields of a run in files of earlier versions."""
 
 
 class ChunkSpec(Spec):
@@ -38,14 +38,6 @@ class ChunkSpec(Spec):
     @property
     def num_layers(self) -> int:
         return self.last_layer - self.first_layer
-
-
-class SleepSeconds(NamedTuple):
-    """Seconds that a rank sleeps in place of computing a virtual stage for one micro-batch."""
-
-    forward_s: float
-    input_grad_s: float
-    weight_grad_s: float
 
 
 class Place(NamedTuple):
@@ -95,17 +87,15 @@ class ProbeRun(Spec):
     recompute_modules: Texts = ()
     """Modules of every layer that are recomputed (selective)."""
     balanced_routing: bool = False
-    sleep: tuple[SleepSeconds, ...] | None = None
-    """Seconds to sleep in each virtual stage instead of computing; null where the ranks compute."""
     check: bool = False
     """Compare loss, gradients and gradient norm with one process."""
     warm_up_steps: NonNegativeInt = 1
     num_steps: PositiveInt = 3
     """Number of steps to measure, or the least one where `most_s` says that they go on."""
     steady_s: NonNegativeFloat = 0.0
-    """Seconds that steps take at least to warm up, and again to be measured."""
+    """Seconds that steps go on to warm up after the first ones, and that an exchange is timed."""
     most_s: NonNegativeFloat = 0.0
-    """Seconds that measured steps may take until their medians are sure; 0 measures `num_steps` and no more."""
+    """Seconds for which steps are measured; 0 measures `num_steps` and no more."""
     learning_rate: PositiveFloat = 1e-3
     max_norm: NonNegativeFloat = 1.0
     """Gradients are clipped to this global norm."""
@@ -116,7 +106,7 @@ class ProbeRun(Spec):
     @model_validator(mode="before")
     @classmethod
     def _of_earlier(cls, data: Any) -> Any:
-        """The fields that probes saved by 0.2 have and nothing reads any more are left out."""
+        """The fields that earlier probes have saved and nothing reads any more are left out."""
         return {k: v for k, v in data.items() if k not in GONE} if isinstance(data, dict) else data
 
     @classmethod
@@ -285,23 +275,9 @@ STEADY_S = 1.0
 """Seconds of one kind of work after which a GPU's clocks are those of its power limit, and that a figure rests on."""
 
 
-class Repeats(NamedTuple):
-    """The rule that ends repetitions: at least `fewest` of them and `steady_s` in all, then as soon as the median is
-    sure, and after `most_s` in any case."""
-
-    fewest: int = 3
-    steady_s: float = 0.0
-    most_s: float = 0.0
-
-    def suffice(self, num_repeats: int, total_s: float, spread: Callable[[], float | None]) -> bool:
-        """True if so many repetitions, of `total_s` in all, are enough. `spread` works out their median's spread."""
-        if num_repeats < self.fewest or total_s < min(self.steady_s, self.most_s):
-            return False
-        return total_s >= self.most_s or is_sure(spread())
-
-
-def is_sure(spread: float | None) -> bool:
-    return spread is not None and spread <= SURE_FRACTION
+def repeats(one_s: float, steady_s: float, fewest: int) -> int:
+    """Number of repetitions of `one_s` each that take about `steady_s`; at least `fewest`."""
+    return max(fewest, ceil(steady_s / max(one_s, 1e-9)))
 
 
 def spread_fraction(values: Sequence[float]) -> float | None:

@@ -2,18 +2,15 @@
 
 Measurements are compared with this price, whatever trainer and dtype the plan is for. A run is priced before anything
 starts. One that needs more memory than a GPU has is made to fit: more layers are recomputed, optimizer states are
-sharded, and, where that is not enough, stages hold fewer layers.
+sharded.
 """
 
 from __future__ import annotations
 
-import re
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Collection
-from contextlib import suppress
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 
 from planner.answer import Plan, StagePlan
 from planner.errors import ProbeError
@@ -32,7 +29,6 @@ from planner.schedule.orders import SCHEDULES
 from planner.shape import Shape
 from planner.specs.base import Fields
 from planner.specs.cluster import ClusterSpec
-from planner.specs.model import ModelSpec
 from planner.specs.training import Recompute, TrainingSpec
 from planner.specs.units import gib
 from planner.trainers.documents import torch_took
@@ -41,8 +37,6 @@ from planner.trainers.spec import RuntimeSpec
 
 EAGER = load_runtime("torch-eager").model_copy(update={"clips_gradients": True})
 """The trainer that a probe's ranks are: eager torch that clips gradients."""
-FUSED_NORMS_SINCE = (2, 9)
-"""The first version of torch whose GPUs run RMSNorm as one kernel (pytorch/pytorch#153666)."""
 MASTERS_ARE_WEIGHTS: Fields = {"weight_bytes": 4, "optimizer_bytes": 8}
 """Under ZeRO-3 the ranks' sharded weights are the fp32 masters (fully_shard)."""
 FAST_GB_PER_S = 1e9
@@ -128,19 +122,11 @@ def eager_runtime(zero_stage: int, kernels: Collection[str], alone: bool) -> Run
     """Eager torch as installed here, whose ranks ran these kernels of attention, among others or `alone`."""
     update = {
         "attention_kernel": torch_took(kernels),
-        "fused_norm": fuses_norms(),
+        "fused_norm": True,
         "copies_exchanged": alone,
         **(MASTERS_ARE_WEIGHTS if zero_stage == 3 else {}),
     }
     return EAGER.model_copy(update=update)
-
-
-def fuses_norms(torch_version: str = "") -> bool:
-    """True if GPUs run RMSNorm as one kernel under a version of torch; where none is installed, under the newest."""
-    with suppress(PackageNotFoundError):
-        torch_version = torch_version or version("torch")
-    numbers = [int(number) for number in re.findall(r"\d+", torch_version)[:2]]
-    return not numbers or tuple(numbers) >= FUSED_NORMS_SINCE
 
 
 def training_of(seq_length: int, num_sequences: int) -> TrainingSpec:
@@ -221,7 +207,7 @@ def made_to_fit(
 ) -> PlannedRun:
     """The run of a plan, or of one as little changed as fits into `capacity_bytes` of each GPU.
 
-    Raises ProbeError where one recomputed layer a stage does not fit.
+    Raises ProbeError where it does not fit with all layers recomputed.
     """
 
     most_bytes = (1 - ROOM_FRACTION) * capacity_bytes
@@ -241,17 +227,12 @@ def made_to_fit(
     largest = max(last - first for stage in plan.stages for first, last in stage.chunks)
     fewest = _first(range(largest + 1), lambda count: fits(recomputing(plan, count)))
     if fewest is None:
-        most = _first(range(largest - 1, 0, -1), lambda count: fits(recomputing(with_layers(plan, count), count)))
-        if most is None:
-            least = needed(recomputing(with_layers(plan, 1), 1))
-            raise ProbeError(
-                f"eager torch, which the probe runs, needs {gib(before):.1f} GiB of {gib(capacity_bytes):.1f} here, "
-                f"{gib(least):.1f} with one recomputed layer a stage",
-                "plan with --runtime torch-eager, or prove the order and the gradients with --device cpu",
-            )
-        plan = with_layers(plan, most)
-        fewest = most
-        changes.append(f"layers of a chunk {largest} → {most}")
+        least = needed(recomputing(plan, largest))
+        raise ProbeError(
+            f"eager torch, which the probe runs, needs {gib(before):.1f} GiB of {gib(capacity_bytes):.1f} here, "
+            f"{gib(least):.1f} with all layers recomputed",
+            "plan with --runtime torch-eager, or prove the order and the gradients with --device cpu",
+        )
     if fewest:
         changes.append(f"{fewest} layers of each chunk are recomputed whole, or more as planned")
     changes[-1] += f" (without, {gib(before):.1f} GiB of {gib(capacity_bytes):.1f} in eager torch)"
@@ -300,37 +281,6 @@ def recomputing(plan: Plan, count: int) -> Plan:
         return planned.model_copy(update={"recompute": modes, "num_recomputed": ()})
 
     return _with_stages(plan, [stage(planned) for planned in plan.stages]) if count else plan
-
-
-def with_layers(plan: Plan, most: int) -> Plan:
-    """The plan with the first `most` layers of each chunk, and a model that has no others."""
-    kept = list[int]()
-    moved = dict[tuple[int, int], tuple[int, int]]()
-    for first, last in sorted(chunk for stage in plan.stages for chunk in stage.chunks):
-        begin = len(kept)
-        kept += range(first, min(last, first + most))
-        moved[first, last] = begin, len(kept)
-    stages = []
-    for stage in plan.stages:
-        own = tuple(moved[first, last] for first, last in stage.chunks)
-        layers_left = sum(last - first for first, last in own)
-        modes = {"full": layers_left} if "full" in stage.recompute else dict.fromkeys(stage.recompute, layers_left)
-        update = {"chunks": own, "num_layers": layers_left, "recompute": modes, "num_recomputed": ()}
-        stages.append(stage.model_copy(update=update))
-    model = plan.model.model_copy(update={"spec": _of_layers(plan.model.spec, kept)})
-    return _with_stages(plan.model_copy(update={"model": model}), stages)
-
-
-def _of_layers(model: ModelSpec, kept: list[int]) -> ModelSpec:
-    """The model with some of its layers."""
-    kinds = [model.layers[number] for number in kept]
-    update: dict[str, object] = {"num_hidden_layers": len(kept)}
-    if len(model.kinds) > 1:
-        update |= {"layer_types": [kind.attention for kind in kinds], "mlp_layer_types": [kind.mlp for kind in kinds]}
-        update["sliding_window_pattern"] = None
-        if model.moe is not None:
-            update["moe"] = {**model.moe.model_dump(), "first_k_dense_replace": 0, "moe_layer_freq": 1}
-    return ModelSpec.model_validate({**model.model_dump(), **update})
 
 
 def _with_stages(plan: Plan, stages: list[StagePlan]) -> Plan:

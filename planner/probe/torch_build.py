@@ -234,8 +234,6 @@ class TorchBuild:
     run there."""
     aligns_to_last_key: bool
     """Flash attention's causal mask lets the last query see the last key where keys outnumber queries."""
-    windows_since: tuple[int, int]
-    """The first version of torch whose flash attention honours windows and returns a natural log-sum-exp."""
     takes_groups: Callable[[torch.device], bool]
     """True if torch._grouped_mm runs in bf16 on a device."""
     architecture_of: Callable[[Any], str]
@@ -294,9 +292,9 @@ CUDA_ARCHITECTURES = {7: "volta", 8: "ampere", 9: "hopper", 10: "blackwell", 12:
 """Architecture by major compute capability."""
 MINOR_ARCHITECTURES = {(7, 5): "turing", (8, 9): "ada"}
 """Those that share it with another."""
-GROUPED_SINCE = {9: (2, 8), 10: (2, 9)}
-"""The first torch whose grouped products run in bf16 as one kernel, by major compute capability. On all other GPUs
-`torch._grouped_mm` goes expert by expert, and waits for the host to read where each begins (GroupedBlas.cpp)."""
+GROUPED = (9, 10)
+"""Major compute capabilities whose grouped products run in bf16 as one kernel. On all other GPUs `torch._grouped_mm`
+goes expert by expert, and waits for the host to read where each begins (GroupedBlas.cpp)."""
 ROCM_ARCHITECTURES = {"gfx90a": "cdna2", "gfx942": "cdna3", "gfx950": "cdna4", "gfx1250": "cdna5"}
 """Architecture by compiler target. Compute capability says 9.4 of MI300X, which has nothing to do with Hopper's 9.0."""
 
@@ -304,8 +302,7 @@ ROCM_ARCHITECTURES = {"gfx90a": "cdna2", "gfx942": "cdna3", "gfx950": "cdna4", "
 @cache
 def _cuda(cuda: str | None) -> TorchBuild:
     def takes_groups(device: torch.device) -> bool:
-        since = GROUPED_SINCE.get(torch.cuda.get_device_capability(device)[0])
-        return since is not None and torch_release() >= since
+        return torch.cuda.get_device_capability(device)[0] in GROUPED
 
     def architecture_of(properties: Any) -> str:
         sm = properties.major, properties.minor
@@ -317,7 +314,6 @@ def _cuda(cuda: str | None) -> TorchBuild:
         attention={"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION},
         pads_values=False,
         aligns_to_last_key=True,
-        windows_since=(0, 0),
         takes_groups=takes_groups,
         architecture_of=architecture_of,
         driver=nvidia_driver,
@@ -330,8 +326,7 @@ def _rocm(hip: str) -> TorchBuild:
     """The facts of ROCm builds.
 
     Flash attention is AOTriton's: its mask is aligned to the first key and values are as wide as keys (torch's
-    mha_all_aot.hip, sdp_utils.cpp). It ignores windows before AOTriton 0.10, its log-sum-exp is to base 2 before 0.11
-    (ROCm/aotriton#108), which torch has since 2.9. There is no cuDNN. Grouped products run expert by expert, or by
+    mha_all_aot.hip, sdp_utils.cpp). There is no cuDNN. Grouped products run expert by expert, or by
     Composable Kernel, since torch 2.10 (pytorch/pytorch#162419).
     """
 
@@ -347,7 +342,6 @@ def _rocm(hip: str) -> TorchBuild:
         attention={"flash": SDPBackend.FLASH_ATTENTION},
         pads_values=True,
         aligns_to_last_key=False,
-        windows_since=(2, 9),
         takes_groups=takes_groups,
         architecture_of=architecture_of,
         driver=amd_driver,
@@ -377,11 +371,18 @@ def default_device() -> Device:
     return "cuda" if sees_gpu() else "cpu"
 
 
+OLDEST = (2, 9)
+"""The oldest torch that ranks run on: its fully_shard sums gradients, its norms are one kernel, and ROCm's flash
+attention honours windows (AOTriton 0.11)."""
+
+
 def require_gpu(device: Device) -> None:
-    """Raise ProbeError if the requested device is missing, or waits for each kernel.
+    """Raise ProbeError if torch is too old, or the requested device is missing, or waits for each kernel.
 
     With CUDA_LAUNCH_BLOCKING a receive that is posted early waits for its sender, which waits for this rank.
     """
+    if torch_release() < OLDEST:
+        raise ProbeError(f"torch {torch.__version__} is too old", "install torch 2.9 or newer")
     if device == "cpu":
         return
     if not sees_gpu():

@@ -43,7 +43,7 @@ def main(arguments: list[str] | None = None) -> int:
             update={"num_steps": arguments_given.steps, "timeout_s": arguments_given.timeout}
         )
         require_gpu(run.device)
-        require_flash(run.model, run.cp, run.device, _OTHER_TRAINER)
+        require_flash(run.cp, run.device, _OTHER_TRAINER)
         results = _joined(run)
     except PlannerError as error:
         if arguments_given.debug:

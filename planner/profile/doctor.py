@@ -39,7 +39,7 @@ TOOL_S = 20.0
 Kind = Literal["wheel", "editable", "source tree"]
 """Ways in which the planner may have come here."""
 Trouble = Literal["", "missing", "too old", "too new"]
-EXTRAS = {"plot": "--plot", "probe": "plan probe and plan profile", "serve": "plan serve"}
+EXTRAS = {"probe": "plan probe and plan profile", "serve": "plan serve"}
 """The extras that commands need; all other commands run without any."""
 SOLVERS: dict[SolverName, bool] = {"HiGHS": True, "CBC": False}
 """Solvers, and if plans need them: CBC only checks what HiGHS proves."""

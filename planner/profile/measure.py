@@ -1,7 +1,7 @@
 """The timings that make a profile: products, attention, memory-bound operators and stages on the device at hand, and
 exchanges between the devices of this machine, or across machines where torchrun has started ranks there.
 
-They are taken one after another; an interrupted run goes on where it stopped.
+They are taken one after another.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ from planner.errors import PlannerError, ProbeError
 from planner.files import write_text
 from planner.probe.launch.launcher import launch, process_context
 from planner.probe.launch.process import stage_process
-from planner.probe.rank.after_steps import barrier, slowest_s, timed_together
+from planner.probe.rank.exchanges import barrier, slowest_s, timed_together
 from planner.probe.rank.pipeline import RankClock
-from planner.probe.run import STEADY_S, Device, ProbeRun, Repeats, spread_fraction
+from planner.probe.run import STEADY_S, Device, ProbeRun, spread_fraction
 from planner.probe.torch_build import Monitor, gather_whole, require_gpu, scatter_sum, this_build, watched
-from planner.profile.measurements import AttentionShape, Machine, MeasuredRow, MeasurementRecord, ShapesToMeasure
+from planner.profile.measurements import AttentionShape, Machine, MeasuredRow, Measurements, ShapesToMeasure
 from planner.specs.base import Ints, Texts
 from planner.specs.units import MICRO
 
 FEWEST = 3
 """The smallest number of calls of a timing, and of those before it."""
-WARM_UP_FRACTION, STEADY_FRACTION = 0.05, 0.85
-"""Shares of a figure's part of the budget: calls before the timing, and the timing. The rest is for those that vary."""
+WARM_UP_FRACTION, STEADY_FRACTION = 0.05, 0.95
+"""Shares of a figure's part of the budget: calls before the timing, and the timing."""
 FIRST_WARM_UP_S = 3.0
 """Seconds of products before the first figure: a GPU that was idle is cold, and its clocks are high."""
 ROUND_S, MOST_IN_ROUND = 0.05, 500
@@ -71,11 +71,8 @@ class Stopwatch:
             self._warm_up()
             self.is_cold = False
         began_s, share_s = time.perf_counter(), max(self.budget_s, 0.0) / max(self.num_left, 1)
-        warm_up = Repeats(FEWEST, most_s=WARM_UP_FRACTION * share_s)
-        seconds = self._repeated(call, warm_up, guess_s=ROUND_S)
-        most_s = (1 - WARM_UP_FRACTION) * share_s
-        timing = Repeats(FEWEST, min(STEADY_S, STEADY_FRACTION * share_s), most_s)
-        seconds = self._repeated(call, timing, guess_s=median(seconds))
+        warm = self._repeated(call, WARM_UP_FRACTION * share_s, guess_s=ROUND_S)
+        seconds = self._repeated(call, min(STEADY_S, STEADY_FRACTION * share_s), guess_s=median(warm))
         self.spread = max(self.spread, spread_fraction(seconds) or 0.0)
         self.num_left -= 1
         self.budget_s -= time.perf_counter() - began_s
@@ -84,18 +81,17 @@ class Stopwatch:
     def _warm_up(self) -> None:
         """Keep the GPU busy with products, so that the first figure is measured like the last."""
         x = self.normal(4096, 4096)
-        self._repeated(lambda: x @ x, Repeats(FEWEST, most_s=min(FIRST_WARM_UP_S, self.budget_s / 10)), ROUND_S)
+        self._repeated(lambda: x @ x, min(FIRST_WARM_UP_S, self.budget_s / 10), ROUND_S)
 
-    def _repeated(self, call: Callable[[], object], repeats: Repeats, guess_s: float) -> list[float]:
-        """Seconds of calls, round after round, until they suffice."""
-        seconds = []
-        began_s, round_s = time.perf_counter(), min(ROUND_S, repeats.most_s)
-        while True:
+    def _repeated(self, call: Callable[[], object], steady_s: float, guess_s: float) -> list[float]:
+        """Seconds of calls, round after round for `steady_s`."""
+        seconds = list[float]()
+        began_s, round_s = time.perf_counter(), min(ROUND_S, steady_s)
+        # short kernels wait for the host
+        while len(seconds) < FEWEST or max(sum(seconds), time.perf_counter() - began_s) < steady_s:
             seconds += self._round(call, max(FEWEST, min(MOST_IN_ROUND, int(round_s / max(guess_s, 1e-9)))))
-            total_s = max(sum(seconds), time.perf_counter() - began_s)  # short kernels wait for the host
-            if repeats.suffice(len(seconds), total_s, partial(spread_fraction, seconds)):
-                return seconds
             guess_s = median(seconds)
+        return seconds
 
     def _round(self, call: Callable[[], object], num_calls: int) -> list[float]:
         if self.device == "cpu":
@@ -312,34 +308,29 @@ def stage_row(run: ProbeRun) -> MeasuredRow:
 
 
 def measure(
-    record: MeasurementRecord, todo: Sequence[MeasurementTask], done: Callable[[], None], monitor: Monitor | None = None
+    record: Measurements, todo: Sequence[MeasurementTask], done: Callable[[], None], monitor: Monitor | None = None
 ) -> list[str]:
-    """Measure the rows that `record` does not have yet, calling `done` after each. Returns lines about rows that the
-    device cannot measure. `monitor` looks at the GPU under the load of products.
-
-    A row that raises RuntimeError (no such kernel, no memory) is kept without numbers. If something ends this early,
-    the record's file has all rows so far.
-    """
+    """Measure the rows and keep them, calling `done` after each. Returns lines about rows that the device cannot
+    measure. `monitor` looks at the GPU under the load of products."""
     threads, left_out = torch.get_num_threads(), list[str]()
-    torch.set_num_threads(1 if record.measured.machine.device == "cpu" else threads)  # one process is one device
+    torch.set_num_threads(1 if record.machine.device == "cpu" else threads)  # one process is one device
     try:
         for task in todo:
-            if not record.has(task.table, task.key):
-                if monitor is not None and task.table == "gemm":
-                    monitor.begin_load()
-                try:
-                    record.add(task.table, {**task.key, **task.measure()})
-                except RuntimeError as error:
-                    row_name = " ".join(f"{name} {value}" for name, value in task.key.items())
-                    left_out.append(f"{task.table} of {row_name}: {str(error).partition(chr(10))[0][:120]}")
-                    record.add(task.table, dict(task.key))
+            if monitor is not None and task.table == "gemm":
+                monitor.begin_load()
+            try:
+                row = task.measure()
+            except RuntimeError as error:  # no such kernel, no memory
+                row_name = " ".join(f"{name} {value}" for name, value in task.key.items())
+                left_out.append(f"{task.table} of {row_name}: {str(error).partition(chr(10))[0][:120]}")
+            else:
+                record.tables.setdefault(task.table, []).append({**task.key, **row})
             done()
         if monitor is not None:
             monitor.after()
             record.note(monitor.states)
     finally:
         torch.set_num_threads(threads)
-        record.save()
     return left_out
 
 
@@ -447,7 +438,7 @@ def exchange_rows(
         world_size=ranks.size,
         timeout=timedelta(seconds=wait_s),
     )
-    on, repeats, limit = _on(device), Repeats(FEWEST_ROUNDS, steady_s, 2 * steady_s), timedelta(seconds=wait_s)
+    on, limit = _on(device), timedelta(seconds=wait_s)
     together, rows = (partial(barrier, on), partial(slowest_s, device=on)), list[MeasuredRow]()
     try:
         for tier, members in enumerate(_groups(ranks)):
@@ -458,7 +449,9 @@ def exchange_rows(
             own_group = next((group for group, own in zip(groups, members, strict=False) if ranks.rank in own), None)
             for num_bytes, kind in product(sizes if groups else (), KINDS[device]):
                 call = _call(device, kind, num_bytes, size, own_group)
-                median_s, spread = timed_together(RankClock(device), call, repeats, *together, round_s=EXCHANGE_ROUND_S)
+                median_s, spread = timed_together(
+                    RankClock(device), call, FEWEST_ROUNDS, steady_s, *together, round_s=EXCHANGE_ROUND_S
+                )
                 rows.append({
                     "tier": tier, "kind": kind, "size": size, "num_bytes": num_bytes,
                     "microseconds": median_s / MICRO, "spread_fraction": spread,

@@ -1,27 +1,19 @@
-"""The measurements of `plan profile`: the shapes, the rows that are kept in a file, and the profile built from them.
+"""The measurements of `plan profile`: the shapes, their rows, and the profile built from them.
 
-There are a few hundred shapes for a GPU and for a CPU, and tiny ones that take seconds (`shapes.yaml`). An interrupted
-run goes on with the rows of its file. The profile is fitted to the same cost model as those that ship.
+There are a few hundred shapes for a GPU and for a CPU, and tiny ones that take seconds (`shapes.yaml`). The profile is
+fitted to the same cost model as those that ship.
 """
 
 from __future__ import annotations
 
-import json
 import logging
-import os
 import re
-import time
 from collections.abc import Sequence
-from contextlib import suppress
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
-from pydantic import Field
 
-from planner.errors import SpecError
-from planner.files import write_text
 from planner.probe.evidence import conditions_of_states, load_in_words, named_profiles
 from planner.probe.result import DeviceState
 from planner.probe.run import STEADY_S, SURE_FRACTION, ChunkSpec, Device, ProbeRun
@@ -41,15 +33,13 @@ from planner.profile.fitting import (
     stream_problem,
 )
 from planner.profile.probed import step_width
-from planner.saved import as_saved, with_digest
 from planner.schedule.orders import build_schedule
 from planner.shape import FloatArray
 from planner.specs.base import Fields, Ints, Spec, Texts
 from planner.specs.cluster import ClusterSpec
 from planner.specs.hardware import AttentionEfficiency, Efficiency, HardwareSpec, LinkTier, ReservedMemory
 from planner.specs.model import ModelSpec
-from planner.specs.problems import checked
-from planner.specs.reading import parse_mapping, read_text, shipped_table
+from planner.specs.reading import shipped_table
 from planner.specs.registry import hardware_names, load_hardware
 from planner.specs.units import GB, GIB, TERA
 
@@ -153,8 +143,6 @@ def shapes_to_measure(device: Device, quick: bool) -> ShapesToMeasure:
 _log = logging.getLogger(__name__)
 MeasuredRow = dict[str, float | int | str | None]
 """Columns of one measurement; null where the device could not do it."""
-SAVE_EVERY_S = 2.0
-MAX_BYTES = 2**24
 
 
 class Machine(Spec):
@@ -173,54 +161,29 @@ class Machine(Spec):
     """Device memory in use before anything was allocated."""
 
 
-class Measurements(Spec):
-    """Tables of rows by name."""
+@dataclass
+class Measurements:
+    """Rows of tables by name, as far as they are measured, and the conditions under which they were."""
 
     machine: Machine
     quick: bool
     date: str
-    tables: dict[str, list[MeasuredRow]] = Field(default_factory=dict)
+    tables: dict[str, list[MeasuredRow]] = field(default_factory=dict)
     conditions: Texts = ()
     """Unusual conditions while rows were measured."""
     under_load: str = ""
     """Clocks, power and temperature under the load of products, in words; empty where the driver does not say."""
 
-
-class MeasurementRecord:
-    """Measurements so far, and the file that keeps them until the profile is written."""
-
-    def __init__(self, machine: Machine, quick: bool, date: str, path: Path | None) -> None:
-        """Continue with the measurements in the file `path` if they are of the same machine. Without a path nothing is
-        kept."""
-        self.path, self.saved_s = path, time.monotonic()
-        self.measured = Measurements(machine=machine, quick=quick, date=date)
-        kept = _read(path)
-        if kept is not None and kept.quick == quick and _same(kept.machine, machine):
-            self.measured = kept
-        self.num_kept = sum(map(len, self.measured.tables.values()))
-
-    def has(self, table: str, key: MeasuredRow) -> bool:
-        """True if the record has the measurement that `key` names."""
-        return any(key.items() <= row.items() for row in self.measured.tables.get(table, ()))
-
-    def add(self, table: str, row: MeasuredRow) -> None:
-        """Add a row. The file is written every few seconds."""
-        self.measured.tables.setdefault(table, []).append(row)
-        if time.monotonic() - self.saved_s > SAVE_EVERY_S:
-            self.save()
-
     def note(self, states: Sequence[DeviceState]) -> None:
         """Keep the conditions under which rows were measured, each once."""
-        conditions = dict.fromkeys((*self.measured.conditions, *(c.text for c in conditions_of_states(states))))
-        under_load = next((load_in_words(state) for state in states if state.when == "within"), "")
-        changes = {"conditions": tuple(conditions), "under_load": under_load or self.measured.under_load}
-        self.measured = self.measured.model_copy(update=changes)
+        self.conditions = tuple(dict.fromkeys(condition.text for condition in conditions_of_states(states)))
+        self.under_load = next((load_in_words(state) for state in states if state.when == "within"), "")
 
     def how_sure(self) -> str:
         """How sure the medians of the rows are, in words; empty where the rows do not say."""
         spreads = {
             f"{table} {' '.join(str(value) for value in list(row.values())[:3])}": spread
-            for table, rows in self.measured.tables.items()
+            for table, rows in self.tables.items()
             for row in rows
             if isinstance(spread := row.get("spread_fraction"), float)
         }
@@ -231,46 +194,10 @@ class MeasurementRecord:
         also = f"; the worst to {spreads[worst]:.0%} ({worst})" if unsure else ""
         return f"{len(spreads) - unsure} of {len(spreads)} rows are sure to {SURE_FRACTION:.0%}{also}"
 
-    def save(self) -> None:
-        """Write the whole file."""
-        if self.path is not None and self.measured.tables:
-            write_text(self.path, json.dumps(with_digest(self.measured.model_dump(mode="json"))), force=True)
-        self.saved_s = time.monotonic()
-
-    def discard(self) -> None:
-        """Remove the file, once the profile is written."""
-        if self.path is not None:
-            with suppress(FileNotFoundError):
-                os.unlink(self.path)
-
     def table(self, name: str, *needed: str) -> MeasuredTable:
         """The rows of a table that have all of `needed`."""
-        rows = [
-            row for row in self.measured.tables.get(name, ()) if all(row.get(column) is not None for column in needed)
-        ]
+        rows = [row for row in self.tables.get(name, ()) if all(row.get(column) is not None for column in needed)]
         return MeasuredTable([{key: "" if value is None else str(value) for key, value in row.items()} for row in rows])
-
-
-def _same(first: Machine, second: Machine) -> bool:
-    """True if two machines are equal but for the memory that a process holds at its start, which always differs."""
-    return first.model_copy(update={"context_bytes": second.context_bytes}) == second
-
-
-def sidecar(output: str, quick: bool) -> Path:
-    """The file that keeps measurements until the profile `output` is written. A quick run has a file of its own."""
-    return Path(f"{output}{'.quick' if quick else ''}.partial.json")
-
-
-def _read(path: Path | None) -> Measurements | None:
-    """The measurements that an interrupted run left; None where there are none, or somebody edited them."""
-    if path is None or not path.is_file():
-        return None
-    try:
-        data = parse_mapping(read_text(path, MAX_BYTES), f"{path}")
-        return checked(Measurements, as_saved(data, f"{path}", ""), f"{path}")
-    except SpecError as error:
-        _log.warning("%s; all is measured again", error.message)
-        return None
 
 
 UNKNOWN_NETWORK = LinkTier(
@@ -280,11 +207,11 @@ UNKNOWN_NETWORK = LinkTier(
 
 
 def measured_tiers(
-    record: MeasurementRecord, known: HardwareSpec | None
+    record: Measurements, known: HardwareSpec | None
 ) -> tuple[tuple[LinkTier, ...], list[tuple[str, Residuals]]]:
     """Link tiers fitted to timed exchanges, with their residuals. Tiers without exchanges are those of the known
     device, or assumed."""
-    machine, table = record.measured.machine, record.table("exchange", "microseconds")
+    machine, table = record.machine, record.table("exchange", "microseconds")
     if machine.device == "cpu":
         names: Texts = ("gloo",)
         tiers = [LinkTier(name="gloo", gb_per_s=1.0, latency_us=50.0, source="Not measured: one process")]
@@ -328,9 +255,9 @@ class Profiled(NamedTuple):
     """The shipped profile of the device."""
 
 
-def profile_of(record: MeasurementRecord) -> Profiled:
+def profile_of(record: Measurements) -> Profiled:
     """Fit every table that was measured, later ones on the numbers of earlier ones."""
-    machine, known = record.measured.machine, known_profile(record.measured.machine)
+    machine, known = record.machine, known_profile(record.machine)
     hardware, residuals = _bare(record, known), list[tuple[str, Residuals]]()
     hardware = hardware.model_copy(update={"efficiency": _start(record, known)})
     changes: Fields = {"evidence": "measured", "source": _source(record, known), "step_width": None}
@@ -375,9 +302,9 @@ def _words(name: str) -> list[str]:
     return [word for word in re.split(r"[^a-z0-9]+", name.lower()) if word]
 
 
-def _bare(record: MeasurementRecord, known: HardwareSpec | None) -> HardwareSpec:
+def _bare(record: Measurements, known: HardwareSpec | None) -> HardwareSpec:
     """The device without efficiencies: from the data sheet if it is known, else from the best measured rates."""
-    machine = record.measured.machine
+    machine = record.machine
     memory_gib = machine.memory_bytes / GIB
     if known is not None:
         return known.model_copy(update={"name": f"{known.name}-measured", "aliases": (), "memory_gib": memory_gib})
@@ -396,14 +323,14 @@ def _bare(record: MeasurementRecord, known: HardwareSpec | None) -> HardwareSpec
     )
 
 
-def _best_product(record: MeasurementRecord) -> float:
+def _best_product(record: Measurements) -> float:
     """FLOP/s of the fastest product."""
     table = record.table("gemm", "forward_us")
     flops = 2 * table.number("m") * table.number("n") * table.number("k")
     return float(max((flops / table.seconds(f"{way}_us")).max() for way in ("forward", "dgrad", "wgrad")))
 
 
-def _best_stream(record: MeasurementRecord) -> float:
+def _best_stream(record: Measurements) -> float:
     """Bytes per second of the fastest copy."""
     table = record.table("stream", "forward_us")
     table = table.where(table.text("operator") == "copy")
@@ -411,37 +338,37 @@ def _best_stream(record: MeasurementRecord) -> float:
     return float((moved / table.seconds("forward_us")).max())
 
 
-def _start(record: MeasurementRecord, known: HardwareSpec | None) -> Efficiency:
+def _start(record: Measurements, known: HardwareSpec | None) -> Efficiency:
     """The efficiencies with which the fits begin; those that nothing was measured for stay."""
     before = Efficiency() if known is None else known.efficiency
     changes: Fields = {"sustained_fraction": 1.0, "backward_sustained_fraction": 1.0}
     if known is None:
-        changes["host_us"] = 0.0 if record.measured.machine.device == "cpu" else 20.0
+        changes["host_us"] = 0.0 if record.machine.device == "cpu" else 20.0
     changes["cudnn"] = (before.cudnn or AttentionEfficiency()) if "cudnn" in _backends(record) else None
     return before.model_copy(update=changes)
 
 
-def _backends(record: MeasurementRecord) -> Texts:
+def _backends(record: Measurements) -> Texts:
     """Attention kernels that this device runs. Both are kept: trainers take the faster, eager torch its own choice."""
     timed = record.table("attention", "forward_us", "backward_us")
     return tuple(sorted(set(timed.text("backend").tolist()))) if timed.num_rows else ()
 
 
-def _problems(record: MeasurementRecord) -> list[FitProblem]:
+def _problems(record: Measurements) -> list[FitProblem]:
     tables = {name: record.table(name, "forward_us") for name in ("stream", "gemm", "attention", "stage")}
     problems = [stream_problem(tables), gemm_problem(tables)]
     # ROCm builds pad values that are narrower than keys (`probe.torch_build`)
-    pads = record.measured.machine.architecture.startswith("cdna")
+    pads = record.machine.architecture.startswith("cdna")
     problems += [attention_problem(tables, backend, pads) for backend in _backends(record)]
     if tables["stage"].num_rows:
         problems.append(stage_problem(record, tables["stage"]))
     return problems
 
 
-def stage_problem(record: MeasurementRecord, table: MeasuredTable) -> FitProblem:
+def stage_problem(record: Measurements, table: MeasuredTable) -> FitProblem:
     """Whole stages: forward, backward and optimizer, as the probe ran them."""
-    device = record.measured.machine.device
-    shapes: tuple[StageShape, ...] = shapes_to_measure(device, record.measured.quick).stages
+    device = record.machine.device
+    shapes: tuple[StageShape, ...] = shapes_to_measure(device, record.quick).stages
     runs = [shapes[int(number)].run(device) for number in table.number("stage")]
     kernels = [text.split(",") for text in table.text("attention")] if "attention" in table else [[]] * len(runs)
 
@@ -475,13 +402,12 @@ def _reserved(machine: Machine, usual: ReservedMemory) -> ReservedMemory:
     return usual.model_copy(update={"context_gib": context_gib, "source": source})
 
 
-def _source(record: MeasurementRecord, known: HardwareSpec | None) -> str:
-    measured = record.measured
-    counts = ", ".join(f"{len(rows)} {name} rows" for name, rows in measured.tables.items())
+def _source(record: Measurements, known: HardwareSpec | None) -> str:
+    counts = ", ".join(f"{len(rows)} {name} rows" for name, rows in record.tables.items())
     rest = "" if known is None else f" Where nothing was measured (fp8, grouped products), as {known.name}."
-    unusual = f" Unusual: {'; '.join(measured.conditions)}." if measured.conditions else ""
-    where = f"plan profile on {measured.machine.name}, {measured.machine.software}, {measured.date}"
-    where += f", at {measured.under_load}" if measured.under_load else ""
+    unusual = f" Unusual: {'; '.join(record.conditions)}." if record.conditions else ""
+    where = f"plan profile on {record.machine.name}, {record.machine.software}, {record.date}"
+    where += f", at {record.under_load}" if record.under_load else ""
     return f"{where}: {counts}.{rest}{unusual}"
 
 

@@ -266,6 +266,6 @@ def passes(result: ProbeResult, cluster: ClusterSpec) -> FitProblem:
 
 def _measured(result: ProbeResult) -> dict[int, tuple[float, float]]:
     """Forward and backward seconds of each virtual stage that ran, as medians over its ranks."""
-    chunks = [chunk for rank in result.ranks for chunk in rank.chunks if min(chunk.own_s) > 0]
-    by_stage = grouped((chunk.stage % len(result.run.chunks), chunk.own_s) for chunk in chunks)
+    chunks = [chunk for rank in result.ranks for chunk in rank.chunks if min(chunk.passes_s) > 0]
+    by_stage = grouped((chunk.stage % len(result.run.chunks), chunk.passes_s) for chunk in chunks)
     return {stage: (median(f for f, _ in pairs), median(b for _, b in pairs)) for stage, pairs in by_stage.items()}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 from rich.console import Group
@@ -83,12 +83,6 @@ def _sections(result: ProbeResult) -> Parts:
         yield section("Proved", listed("probe_checks", result.checks))
     if result.comparisons:
         yield section("Predicted and measured", listed("probe_comparisons", result.comparisons, shown=_SHOWN))
-    if result.activity:
-        has_peers = result.run.world_size > result.run.pp
-        activity = listed("probe_activity", result.activity, has_peers=has_peers, by_most=_by_most)
-        yield section("What the stages did", activity)
-        if result.clock_error_s is not None:
-            yield Text(f"the clocks of these ranks differ by up to {seconds(result.clock_error_s)}")
     if exchanges := list(_exchanges(result)):
         yield section("Exchanges by themselves", bullets(exchanges))
     if conditions := [*_gpus(result), *(condition.text for condition in result.conditions)]:
@@ -100,10 +94,6 @@ def _repeated(result: ProbeResult) -> str:
     num_steps = {len(rank.steps) for rank in result.ranks} or {result.run.num_steps}
     spread = f", {seconds(result.step_spread_s)} apart" if max(num_steps) > 1 else ""
     return f"median of {' or '.join(map(str, sorted(num_steps)))}{spread}"
-
-
-def _by_most(idle_s: Mapping[str, float]) -> list[tuple[str, float]]:
-    return sorted(idle_s.items(), key=lambda item: -item[1])
 
 
 def _exchanges(result: ProbeResult) -> Iterator[str]:

@@ -19,7 +19,7 @@ from planner.answer import Plan
 from planner.files import write_text
 from planner.report.format import large
 from planner.report.html import draw
-from planner.report.pictures import pareto, pictures, stage_seconds, steps
+from planner.report.pictures import pictures, stage_seconds, steps
 from planner.report.view import SECTIONS, view_of
 
 
@@ -35,7 +35,6 @@ def render_html(plan: Plan, drawn_of: Mapping[str, Markup]) -> str:
     charts = {
         "seconds": stage_seconds(plan.best),
         "steps": steps(entries),
-        "pareto": pareto(entries, view.capacity_bytes),
     }
     model = {
         "parameters": large(plan.model.num_parameters),

@@ -37,7 +37,7 @@ MEMORY_COLOURS = {
 """Colour of each item of a stage's memory, in every chart."""
 ACTION_COLOURS = {"F": "#0072B2", "B": "#009E73", "I": "#009E73", "W": "#E69F00"}
 """Colour of a forward, a backward, an input gradient and a weight gradient."""
-_BAR = 0.42
+BAR = 0.42
 """Half the width of a stage's bar, where stages are one apart."""
 _LEAST_SLOTS = 6
 """Number of bars for which a chart has space at least."""
@@ -82,7 +82,7 @@ def stacks(plan: Plan, capacity_bytes: int) -> Markup:
         (label, MEMORY_COLOURS[label], [getattr(stage.memory, name) / GIB for stage in plan.stages])
         for name, label in items.items()
     )
-    _capacity(plot, capacity_bytes)
+    draw_capacity(plot, capacity_bytes)
     for each in plan.stages:
         if (ends := each.memory.total_bytes_interval) is not None:
             plot.line([each.stage] * 2, [end / GIB for end in ends], class_="whisker")
@@ -139,39 +139,6 @@ def steps(entries: Sequence[Entry]) -> Markup:
     return draw("picture", plot.svg(), says if has_bars else "")
 
 
-def front(entries: Sequence[Entry]) -> list[Entry]:
-    """Those that no other one beats in both step and memory, the fastest first."""
-    kept: list[Entry] = []
-    for entry in sorted(entries, key=lambda entry: (entry.step_s, entry.peak_bytes)):
-        if not kept or entry.peak_bytes < kept[-1].peak_bytes:
-            kept.append(entry)
-    return kept
-
-
-def pareto(entries: Sequence[Entry], capacity_bytes: int) -> Markup:
-    """Step against memory of the fullest GPU, with its interval; a line joins those that none beats in both."""
-    factor, unit = unit_for(entries[0].step_s)
-    best, capacity = front(entries), capacity_bytes / GIB
-    peaks = [e.peak_bytes_interval or (e.peak_bytes, e.peak_bytes) for e in entries]
-    places, sizes = [e.step_s * factor for e in entries], [capacity, *(each / GIB for ends in peaks for each in ends)]
-    (left, right), (low, high) = ((min(each), max(each)) for each in (places, sizes))
-    aside, above = 0.08 * (right - left or left), 0.12 * (high - low or high)
-    label = "Step against memory of the fullest GPU, for the best layout and its alternatives"
-    x, y = (left - aside, right + aside), (max(low - above, 0.0), high + above)
-    plot = Plot(label, x, y, f"step, {unit}", "GiB of the fullest GPU")
-    along, down = np.repeat([(e.step_s * factor, e.peak_bytes / GIB) for e in best], 2, axis=0).T
-    plot.line(along[1:], down[:-1], class_="front")
-    _capacity(plot, capacity_bytes)
-    for number, (entry, ends, at) in enumerate(zip(entries, peaks, places, strict=True)):
-        colour, peak = PALETTE[not number], entry.peak_bytes / GIB
-        plot.line([at, at], [end / GIB for end in ends], stroke=colour, class_="interval")
-        says = f"{entry.name} {entry.sizes}: {entry.step}, {gibibytes(entry.peak_bytes)} GiB"
-        plot.dot(at, peak, colour, says, "" if entry in best else "var(--page)")
-        # neighbours may lie on each other: one is named above and the other below
-        plot.text(entry.name.rstrip("."), at, peak, dx="5", dy="12" if number % 2 == 0 and number else "0")
-    return draw("picture", plot.svg(), "Filled: no other is faster in less memory.")
-
-
 def curve(curves: tuple[MemoryCurve, ...], capacity_bytes: int) -> Markup:
     """Memory over the step of the fullest stage, the first and the last, and the capacity as a line."""
     fullest = curves[0]
@@ -187,11 +154,12 @@ def curve(curves: tuple[MemoryCurve, ...], capacity_bytes: int) -> Markup:
         plot.boxes(edges_s[:-1] * factor, edges_s[1:] * factor, low, top, fill=colour, class_="shade")
         plot.line(np.repeat(edges_s * factor, 2)[1:-1], np.repeat(top, 2), stroke=colour)
         colours.append((f"stage {each.rank}" + (", the fullest" if each is fullest else ""), colour))
-    _capacity(plot, capacity_bytes)
+    draw_capacity(plot, capacity_bytes)
     return draw("picture", plot.svg(), draw("keys", colours))
 
 
-def _capacity(plot: Plot, capacity_bytes: int) -> None:
+def draw_capacity(plot: Plot, capacity_bytes: int) -> None:
+    """The line of the GPU's memory."""
     plot.line(plot.x, [capacity_bytes / GIB] * 2, class_="capacity")
     plot.text(f"GPU {gibibytes(capacity_bytes)}", plot.x[1], capacity_bytes / GIB, text_anchor="end", class_="alarm")
 
@@ -201,26 +169,32 @@ def pipeline(timeline: Timeline, idle_fraction: float | None = None, num_microba
     step = DrawnStep(timeline)
     windows = step.windows()
     says = caption(step, windows, idle_fraction, num_microbatches)
-    drawn = [_window(step, window, _WIDE if number == 0 else _NARROW) for number, window in enumerate(windows)]
+    drawn = [_window(step, window, _NARROW if number else _WIDE).svg() for number, window in enumerate(windows)]
     shapes = [_shape(step, width) for width in (_WIDE, _NARROW)]
     marks = [*_kinds(step), *([("forwards and backwards in turn", "var(--both)")] if drawn[1:] else [])]
     return draw("timeline", drawn[0], drawn[1:], shapes, marks, says)
 
 
 def timeline_file(timeline: Timeline) -> str:
-    """The step as an SVG file, on white: the legend, and what `pipeline` shows, one below the other."""
+    """The step as an SVG file: what `pipeline` shows, one below the other."""
     step = DrawnStep(timeline)
-    windows = step.windows()
-    high = 50 + min(_ROW * timeline.schedule.pp, _HIGHEST)
+    first, *ends = step.windows()
+    rows = [[_window(step, first, _WIDE)], [_window(step, window, _NARROW) for window in ends]]
+    return svg_file([row for row in rows if row], list(_kinds(step)))
+
+
+def svg_file(rows: Sequence[Sequence[Plot]], legend: Sequence[tuple[str, str]]) -> str:
+    """Rows of plots as an SVG file, on white, below a legend of names and colours."""
     drawn, y = [], 20.0
-    for number, window in enumerate(windows):
-        is_end = number > 0
-        place = {"x": f"{_NARROW * (number - 1) if is_end else 0:g}", "y": f"{y:g}"}
-        drawn.append(_window(step, window, _NARROW if is_end else _WIDE, **place))
-        y += high if number in (0, len(windows) - 1) else 0
+    for row in rows:
+        x = 0.0
+        for plot in row:
+            drawn.append(plot.svg(x=f"{x:g}", y=f"{y:g}"))
+            x += plot.width
+        y += max(plot.height for plot in row)
     style = draw("plot_style").replace("width: 100%; height: auto; display: block; ", "")  # the size that drawings say
     on_white = Markup(re.sub(r"var\(--(\w+)\)", lambda found: _LIGHT[found[1]], style))
-    return draw("timeline_file", _WIDE, y, list(_kinds(step)), drawn, on_white)
+    return draw("svg_file", max(sum(plot.width for plot in row) for row in rows), y, legend, drawn, on_white)
 
 
 _LIGHT = {
@@ -259,7 +233,7 @@ def _kinds(step: DrawnStep) -> Iterator[tuple[str, str]]:
         yield "transfer to the rank", "#59636e"
 
 
-def _window(step: DrawnStep, window: Window, width: float, **place: str) -> Markup:
+def _window(step: DrawnStep, window: Window, width: float) -> Plot:
     graph, (factor, _) = step.timeline.graph, unit_for(step.timeline.makespan_s)
     plot = _of_ranks(step, window, f"Timeline of the pipeline, {window.title}", width)
     left, right = plot.x
@@ -275,7 +249,7 @@ def _window(step: DrawnStep, window: Window, width: float, **place: str) -> Mark
     row = step.rows[moves]
     plot.boxes(np.maximum(sent, left)[moves], np.minimum(arrived, right)[moves], row + 0.5, row + 0.44, class_="hop")
     plot.inside.extend(_numbers(plot, step, np.flatnonzero(seen).tolist(), starts, ends))
-    return plot.svg(**place)
+    return plot
 
 
 def _numbers(plot: Plot, step: DrawnStep, seen: list[int], starts: FloatArray, ends: FloatArray) -> Iterator[Markup]:
@@ -348,7 +322,7 @@ class Plot:
     whole: bool = False
     """True where only whole numbers are marked on the left."""
     marked: tuple[float, float] | None = None
-    """The whole numbers below that are marked; null where any are."""
+    """The whole numbers below that are marked, none where the first is above the last; null where any are."""
     inside: list[Markup] = field(default_factory=list)
 
     def across(self, value: Any) -> Any:
@@ -377,10 +351,10 @@ class Plot:
         """Words at a point of the axes."""
         self.inside.append(tag("text", words, x=f"{self.across(x):.1f}", y=f"{self.down(y) - 3:.1f}", **style))
 
-    def dot(self, x: float, y: float, colour: str, hint: str, fill: str = "") -> None:
-        """A point, filled with its colour or another, and the text that appears where the pointer rests on it."""
+    def dot(self, x: float, y: float, colour: str, hint: str) -> None:
+        """A point, and the text that appears where the pointer rests on it."""
         place = {"cx": f"{self.across(x):.1f}", "cy": f"{self.down(y):.1f}"}
-        self.inside.append(tag("circle", tag("title", hint), **place, r="3.5", stroke=colour, fill=fill or colour))
+        self.inside.append(tag("circle", tag("title", hint), **place, r="3.5", fill=colour))
 
     def stack(self, parts: Iterable[tuple[str, str, Sequence[float]]]) -> Markup:
         """Bars one above the other, of each part that is anything, by its name and colour; returns the legend."""
@@ -388,7 +362,7 @@ class Plot:
         for name, colour, values in parts:
             sizes, at = np.array(values), np.arange(len(values), dtype=np.float64)
             if sizes.any():
-                self.boxes(at - _BAR, at + _BAR, below, below + sizes, fill=colour)
+                self.boxes(at - BAR, at + BAR, below, below + sizes, fill=colour)
                 below = below + sizes
                 used.append((name, colour))
         return draw("keys", used)
@@ -412,7 +386,7 @@ class Plot:
 def _ticks(low: float, high: float, most: int, whole: bool = False) -> list[float]:
     """The values marked on an axis, 1, 2 or 5 times a power of ten apart."""
     if not high > low:
-        return [low]
+        return [low] if high == low else []
     rough = max((high - low) / most, 1.0 if whole else 0.0)
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough * (1 - 1e-9))

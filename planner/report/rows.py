@@ -163,7 +163,6 @@ class Entry:
     step_s_interval: Interval | None
     peak_bytes: int
     """Bytes on its fullest rank."""
-    peak_bytes_interval: Interval | None
     fits: bool
     fit: str
     """The probability that it fits; empty where it is not known."""
@@ -213,7 +212,6 @@ def entry_of(name: str, layout: PricedLayout, beside: PricedLayout | None = None
         more_fraction=layout.step.step_s / beside.step.step_s - 1 if beside else None,
         step_s_interval=layout.step.step_s_interval,
         peak_bytes=memory.total_bytes,
-        peak_bytes_interval=memory.total_bytes_interval,
         fits=layout.fits,
         fit=fits_with(layout.oom_probability),
         mfu=layout.step.mfu,

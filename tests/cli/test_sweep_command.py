@@ -66,7 +66,6 @@ def test_the_screen_is_80_columns_and_says_the_answers(capsys: pytest.CaptureFix
 
 
 def test_csv_and_a_picture_beside_the_answer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("matplotlib")
     picture, lines = tmp_path / "a.svg", tmp_path / "a.csv"
     assert main([*QUICK, "--gpus", "8,16", "--plot", str(picture), "--csv", str(lines)]) == 0
     assert "fewest GPUs" in capsys.readouterr().out

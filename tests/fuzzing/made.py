@@ -19,17 +19,12 @@ from planner.layout.evaluate import evaluate
 from planner.observe.history import KeptPrice, kept_run, name_of, price_of, text_of
 from planner.observe.observation import Observed
 from planner.probe.run_price import in_eager_torch
-from planner.profile.measurements import Machine
 from planner.specs.cluster import ClusterSpec
 from planner.specs.registry import load_hardware, load_model
 from planner.specs.training import Parallelism, TrainingSpec
 
 TESTS = Path(__file__).parents[1]
 CORPUS = Path(__file__).parent / "corpus"
-MACHINE = Machine(
-    device="cuda", name="NVIDIA H100", software="torch", architecture="hopper", memory_bytes=80 * 2**30, num_sms=132,
-    num_devices=8, context_bytes=2**29,
-)  # fmt: skip
 Seeds = dict[str, bytes]
 """Contents by the names of their files."""
 
@@ -91,16 +86,6 @@ def kept_runs() -> Seeds:
 @cache
 def kept_price() -> KeptPrice:
     return price_of(kept_run(_run_to_keep(), "observed.json")[0], "observed.json")
-
-
-def measurements() -> Seeds:
-    rows = [{"m": 4096, "n": 4096, "k": size, "dtype": "bf16", "seconds": size * 1e-8, "spread_fraction": 0.01}
-            for size in (512, 1024)]  # fmt: skip
-    record = {
-        "machine": MACHINE.model_dump(), "quick": False, "date": "2026-01-01", "tables": {"gemm": rows},
-        "conditions": [],
-    }  # fmt: skip
-    return {"h100.yaml.partial.json": json.dumps(record).encode()}
 
 
 def traces() -> Seeds:

@@ -77,7 +77,6 @@ _SAVED = {
     "calibration": Reader(reads.calibrated, lambda: made.observations() | made.probes(), cases=20),
     "compare": Reader(reads.compared, lambda: made.plans() | made.observations() | made.probes(), cases=300),
     "history": Reader(reads.history, made.kept_runs, folder=True),
-    "measurements": Reader(reads.measured, made.measurements),
 }
 _RUNS = {
     "log": Reader(reads.observed, _corpus("log"), "lines"),

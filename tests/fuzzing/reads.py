@@ -10,7 +10,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from fuzzing.made import MACHINE, kept_price, plan_of
+from fuzzing.made import kept_price, plan_of
 from planner.cli.app import run as run_command
 from planner.cli.measurements import read_calibration
 from planner.cli.options import DEFAULT_HARDWARE
@@ -24,7 +24,6 @@ from planner.observe.judge import judged_alone
 from planner.observe.log_reader import observe
 from planner.observe.traces.recorded import kinds_of, observation_of, read_recorded
 from planner.plan_file import read_plan
-from planner.profile.measurements import MeasurementRecord
 from planner.report.trace import plan_trace
 from planner.serve.app import _asked_for
 from planner.serve.controls import Catalogue, asked, options_of
@@ -113,11 +112,6 @@ def _kept(path: Path) -> KeptPrice:
     """A price that was made once; what a mutant may break is the reading of its run."""
     read_kept(path)
     return kept_price().model_copy(update={"file": path.name})
-
-
-def measured(path: Path) -> object:
-    """The measurements that an interrupted profile left."""
-    return MeasurementRecord(MACHINE, False, "2026-01-01", path).how_sure()
 
 
 def lengths(path: Path) -> object:

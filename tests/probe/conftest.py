@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from tiny import TINY, skip_where_torch_is_too_old
+from tiny import TINY
 
 from planner.probe.run import ChunkSpec, ProbeRun
 from planner.schedule.orders import Schedule, build_schedule
@@ -35,9 +35,7 @@ def tiny_run(order: Schedule | tuple[str, int, int, int], layers: int | None = N
     options.pop("num_recomputed", None)
     defaults: dict[str, Any] = {"seq_length": 8, "check": True, "warm_up_steps": 0, "num_steps": 2, "timeout_s": 60.0}
     spec = ModelSpec(num_hidden_layers=layers, **{**TINY, **model})
-    run = ProbeRun.of(order, model=spec, chunks=chunks, **{**defaults, **options})
-    skip_where_torch_is_too_old(run.fully_sharded)
-    return run
+    return ProbeRun.of(order, model=spec, chunks=chunks, **{**defaults, **options})
 
 
 @pytest.fixture(scope="session")

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import errno
 import math
 import os
-import shutil
 import signal
 import time
 from collections.abc import Callable
@@ -15,12 +13,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from planner import files
-from planner.probe.launch.process import rank_process, stage_process
+from planner.probe.launch.process import Start, rank_process, stage_process
 from planner.probe.model.chunk import Chunk
 from planner.probe.rank import worker
 from planner.probe.rank.gradients import FlatParameters
-from planner.probe.rank.pipeline import GroupWires, RankClock, RankPipeline
+from planner.probe.rank.pipeline import GroupWires, RankPipeline
 from planner.probe.rank.training import RankTrainer
 from planner.probe.rank.worker import Worker
 
@@ -57,93 +54,71 @@ def raise_error() -> None:
     raise RuntimeError("boom\nand more")
 
 
-def killed(folder: Path, rank: int, local_rank: int) -> None:
+def killed(start: Start, rank: int, local_rank: int) -> None:
     if rank == SICK_RANK:
         at("1F1", lambda: os.kill(os.getpid(), signal.SIGKILL))
-    rank_process(folder, rank, local_rank)
+    rank_process(start, rank, local_rank)
 
 
-def raising(folder: Path, rank: int, local_rank: int) -> None:
+def raising(start: Start, rank: int, local_rank: int) -> None:
     if rank == SICK_RANK:
         at("1B1", raise_error)
-    rank_process(folder, rank, local_rank)
+    rank_process(start, rank, local_rank)
 
 
-def out_of_memory(folder: Path, rank: int, local_rank: int) -> None:
+def out_of_memory(start: Start, rank: int, local_rank: int) -> None:
     if rank == SICK_RANK:
         at("1F1", out_of_memory_error)
-    rank_process(folder, rank, local_rank)
+    rank_process(start, rank, local_rank)
 
 
-def stage_out_of_memory(folder: Path, rank: int, local_rank: int) -> None:
+def stage_out_of_memory(start: Start, rank: int, local_rank: int) -> None:
     at("1F0", out_of_memory_error)
-    stage_process(folder, rank, local_rank)
+    stage_process(start, rank, local_rank)
 
 
-def aborted(folder: Path, rank: int, local_rank: int) -> None:
+def aborted(start: Start, rank: int, local_rank: int) -> None:
     """One rank raises; the other is aborted, as NCCL's watchdog does where a peer is gone."""
     at("1B1", raise_error) if rank == SICK_RANK else at("0B1", os.abort)
-    rank_process(folder, rank, local_rank)
+    rank_process(start, rank, local_rank)
 
 
-def hanging(folder: Path, rank: int, local_rank: int) -> None:
+def hanging(start: Start, rank: int, local_rank: int) -> None:
     if rank == SICK_RANK:
         at("1F1", lambda: time.sleep(1000))
-    rank_process(folder, rank, local_rank)
+    rank_process(start, rank, local_rank)
 
 
-def hanging_in_reduction(folder: Path, rank: int, local_rank: int) -> None:
+def hanging_in_reduction(start: Start, rank: int, local_rank: int) -> None:
     if rank == SICK_RANK:
         RankTrainer.reduce = lambda *_: time.sleep(1000)  # type: ignore[method-assign,assignment,return-value]
-    rank_process(folder, rank, local_rank)
+    rank_process(start, rank, local_rank)
 
 
-def hanging_in_optimizer(folder: Path, rank: int, local_rank: int) -> None:
+def hanging_in_optimizer(start: Start, rank: int, local_rank: int) -> None:
     if rank == SICK_RANK:
         FlatParameters.step = lambda *_: time.sleep(1000)  # type: ignore[method-assign,assignment]
-    rank_process(folder, rank, local_rank)
+    rank_process(start, rank, local_rank)
 
 
-def hanging_at_its_end(folder: Path, rank: int, local_rank: int) -> None:
+def hanging_at_its_end(start: Start, rank: int, local_rank: int) -> None:
     """One rank leaves a file beside the folder of its run, should it ever come to its end."""
 
     def late() -> None:
         time.sleep(60)
-        (folder.parent / ENDED).touch()
+        (start.folder.parent / ENDED).touch()
 
     if rank == SICK_RANK:
         dist.destroy_process_group = late
-    rank_process(folder, rank, local_rank)
+    rank_process(start, rank, local_rank)
 
 
-def diverged(folder: Path, rank: int, local_rank: int) -> None:
+def diverged(start: Start, rank: int, local_rank: int) -> None:
     RankTrainer._over_all_ranks = lambda self, value: math.nan  # type: ignore[method-assign,assignment]
-    rank_process(folder, rank, local_rank)
+    rank_process(start, rank, local_rank)
 
 
-def late(folder: Path, rank: int, local_rank: int) -> None:
-    """One rank starts its clock half a second after the others."""
-    healthy = RankClock.start
-
-    def start(self: RankClock) -> None:
-        time.sleep(0.5)
-        healthy(self)
-
-    if rank == SICK_RANK:
-        RankClock.start = start  # type: ignore[method-assign]
-    rank_process(folder, rank, local_rank)
-
-
-def on_another_host(folder: Path, rank: int, local_rank: int) -> None:
-    """One rank's clock began to count a quarter of an hour earlier than the others'."""
-    healthy, together = RankClock.mark, worker.start_together
-    if rank == SICK_RANK:
-        RankClock.mark = lambda self: healthy(self) + 900.0  # type: ignore[method-assign]
-    worker.start_together = lambda clock, rank, device, is_shared: together(clock, rank, device, is_shared=False)
-    rank_process(folder, rank, local_rank)
-
-
-def refusing_the_unrehearsed(folder: Path, rank: int, local_rank: int) -> None:
+def refusing_the_unrehearsed(start: Start, rank: int, local_rank: int) -> None:
     """No receive may be under way when a chunk runs for the first time."""
     done = {"forward": 0, "backward": 0}
     forward, backward, begin = Chunk.forward, torch.autograd.backward, GroupWires.begin
@@ -163,28 +138,25 @@ def refusing_the_unrehearsed(folder: Path, rank: int, local_rank: int) -> None:
     Chunk.forward = counted("forward", forward)  # type: ignore[method-assign]
     torch.autograd.backward = counted("backward", backward)
     GroupWires.begin = begun  # type: ignore[method-assign]
-    rank_process(folder, rank, local_rank)
+    rank_process(start, rank, local_rank)
 
 
-def other_torch(folder: Path, rank: int, local_rank: int) -> None:
+def other_torch(start: Start, rank: int, local_rank: int) -> None:
     if rank == SICK_RANK:
         torch.__version__ = "2.6.0"  # type: ignore[assignment]
-    rank_process(folder, rank, local_rank)
+    rank_process(start, rank, local_rank)
 
 
-def full_disk(folder: Path, rank: int, local_rank: int) -> None:
-    def replace(path: Path, data: bytes, force: bool) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+def leaving_its_pid(start: Start, rank: int, local_rank: int, hangs: bool = True) -> None:
+    """Each rank leaves its number beside the folder of its run once it computes; rank 1 hangs then."""
 
-    if rank == SICK_RANK:
-        files._replace = replace
-    rank_process(folder, rank, local_rank)
+    def leave() -> None:
+        (start.folder.parent / f"pid{rank}").write_text(str(os.getpid()))
 
-
-def leaving_its_pid(folder: Path, rank: int, local_rank: int) -> None:
-    (folder.parent / f"pid{rank}").write_text(str(os.getpid()))
-    at("1F1", lambda: time.sleep(1000))
-    rank_process(folder, rank, local_rank)
+    at(f"{rank}F0", leave)
+    if hangs:
+        at("1F1", lambda: time.sleep(1000))
+    rank_process(start, rank, local_rank)
 
 
 def stop() -> None:
@@ -215,13 +187,13 @@ STOPS = {
 """Faults that stop a rank's process (SIGSTOP), by the phase in which they do."""
 
 
-def stopped(folder: Path, rank: int, local_rank: int, phase: str = "", sick_rank: int = SICK_RANK) -> None:
+def stopped(start: Start, rank: int, local_rank: int, phase: str = "", sick_rank: int = SICK_RANK) -> None:
     if rank == sick_rank:
         STOPS[phase]()
-    rank_process(folder, rank, local_rank)
+    rank_process(start, rank, local_rank)
 
 
-def slow_reference(folder: Path, rank: int, local_rank: int, batch_s: float = 0.0) -> None:
+def slow_reference(start: Start, rank: int, local_rank: int, batch_s: float = 0.0) -> None:
     """Rank 0 takes longer over the results of one process than ranks wait for each other elsewhere."""
     healthy = worker.synthetic_batch
 
@@ -231,14 +203,14 @@ def slow_reference(folder: Path, rank: int, local_rank: int, batch_s: float = 0.
 
     worker.synthetic_batch = late
     worker.START_TIMEOUT_S = 2.5
-    rank_process(folder, rank, local_rank)
+    rank_process(start, rank, local_rank)
 
 
-def without_memory(folder: Path, rank: int, local_rank: int) -> None:
+def without_memory(start: Start, rank: int, local_rank: int) -> None:
     """The host's allocator refuses a rank's weights."""
     if rank == SICK_RANK:
         Worker.build = lambda *_: torch.empty(2**60)  # type: ignore[method-assign,assignment,return-value]
-    rank_process(folder, rank, local_rank)
+    rank_process(start, rank, local_rank)
 
 
 def nccl_says(last_error: str, kind: str = "unhandled system error") -> None:
@@ -250,13 +222,7 @@ def nccl_says(last_error: str, kind: str = "unhandled system error") -> None:
     )
 
 
-def nccl_fails(folder: Path, rank: int, local_rank: int, last_error: str = "") -> None:
+def nccl_fails(start: Start, rank: int, local_rank: int, last_error: str = "") -> None:
     if rank == SICK_RANK:
         at("1F1", lambda: nccl_says(last_error))
-    rank_process(folder, rank, local_rank)
-
-
-def removing_its_folder(folder: Path, rank: int, local_rank: int) -> None:
-    if rank == SICK_RANK:
-        at("1F1", lambda: shutil.rmtree(folder))
-    rank_process(folder, rank, local_rank)
+    rank_process(start, rank, local_rank)

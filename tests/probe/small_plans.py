@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 from priced_plans import priced_plan
-from tiny import skip_where_torch_is_too_old
 
 from planner.answer import Plan
 from planner.specs.model import ModelSpec
@@ -60,7 +59,6 @@ def plan_of(
 
 
 def small_plan(**layout: Any) -> Plan:
-    skip_where_torch_is_too_old(layout.get("zero_stage") == 3)
     sizes = {"tp": 1, "cp": 1, "pp": 2, "dp": 1, **layout}
     num_gpus = prod(sizes[name] for name in ("tp", "cp", "pp", "dp"))
     return plan_of(ModelSpec(**SMALL), num_gpus, 32, 8, **sizes)

@@ -20,7 +20,6 @@ from planner.probe.model.attention import (  # noqa: E402
     flash_forward,
 )
 from planner.probe.model.peers import EmulatedPeers, Surroundings, TensorPeers, gather, scatter, shard  # noqa: E402
-from planner.probe.torch_build import torch_release  # noqa: E402
 from planner.specs.model import ModelSpec  # noqa: E402
 
 
@@ -67,7 +66,6 @@ def kept_bytes(seq_length: int, cp: TensorPeers) -> int:
     return sum(size for address, size in kept.items() if address not in weights)
 
 
-@pytest.mark.skipif(torch_release() < (2, 9), reason="this torch repeats keys on the CPU where the sequence is whole")
 def test_keys_and_values_of_others_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("planner.probe.model.attention.takes_flash", lambda x: True)
     monkeypatch.setattr("planner.probe.model.attention._kernel", kernel)

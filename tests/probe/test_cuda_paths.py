@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from contextlib import nullcontext
 from datetime import timedelta
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,18 +12,19 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="needs the probe extra (torch)")
 
+from fake_gpus import Neighbours  # noqa: E402
+
 from planner.errors import ProbeError  # noqa: E402
 from planner.probe import worker as exported  # noqa: E402
 from planner.probe.launch.process import StageWorker  # noqa: E402
 from planner.probe.model.layers import takes_groups  # noqa: E402
 from planner.probe.model.peers import GroupPeers  # noqa: E402
-from planner.probe.rank import after_steps  # noqa: E402
+from planner.probe.rank import exchanges  # noqa: E402
 from planner.probe.rank.gradients import FlatParameters, Sharding  # noqa: E402
-from planner.probe.rank.groups import RESULT_FILE, RUN_FILE, RankGroups  # noqa: E402
+from planner.probe.rank.groups import RankGroups, results_in  # noqa: E402
 from planner.probe.rank.pipeline import RankClock, StepRecord  # noqa: E402
 from planner.probe.rank.training import trainer_alone  # noqa: E402
 from planner.probe.rank.worker import Worker  # noqa: E402
-from planner.probe.result import RankResult  # noqa: E402
 from planner.probe.torch_build import GATHER, SCATTER, default_device, require_gpu, this_build  # noqa: E402
 from planner.profile import measure  # noqa: E402
 from planner.profile.measure import Ranks, Stopwatch, machine_of, tasks  # noqa: E402
@@ -82,14 +82,9 @@ def called(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return calls
 
 
-def write_run(folder: Path, run: Any) -> Path:
-    (folder / RUN_FILE).write_text(run.model_copy(update={"device": "cuda"}).model_dump_json())
-    return folder
-
-
-def test_a_stage_alone_on_a_gpu(make_run: Any, tmp_path: Path, called: list[str], monkeypatch: Any) -> None:
+def test_a_stage_alone_on_a_gpu(make_run: Any, called: list[str], monkeypatch: Any) -> None:
     run = make_run(("1f1b", 2, 1, 3), check=False, warm_up_steps=2, num_steps=1, dtype="bfloat16")
-    worker = StageWorker(write_run(tmp_path, run), 1, 0)
+    worker = StageWorker(run.model_copy(update={"device": "cuda"}), 1, 0, Neighbours)
 
     def use_device() -> None:
         Worker.use_device(worker)
@@ -98,7 +93,7 @@ def test_a_stage_alone_on_a_gpu(make_run: Any, tmp_path: Path, called: list[str]
     monkeypatch.setattr(worker, "use_device", use_device)
     monkeypatch.setattr("planner.probe.rank.training.RankClock", lambda device: RankClock("cuda:0"))
     worker.main()
-    rank = RankResult.model_validate_json((tmp_path / RESULT_FILE.format(1)).read_text())
+    (rank,) = results_in(worker.store, [1])
     assert rank.device_name == "NVIDIA H200"
     assert (rank.memory.static_bytes, rank.memory.peak_allocated_bytes) == (10 * GIB, 20 * GIB)
     assert (rank.memory.peak_reserved_bytes, rank.memory.device_used_bytes) == (21 * GIB, 23 * GIB)
@@ -213,10 +208,11 @@ def test_connections_are_set_before_links_are_measured(monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize(("visible", "device"), [(4, "cuda:3"), (1, "cuda:0"), (2, None)])
 def test_a_rank_takes_the_gpu_of_its_number_or_the_only_one_it_is_shown(
-    visible: int, device: str | None, make_run: Any, tmp_path: Path, called: list[str], monkeypatch: pytest.MonkeyPatch
+    visible: int, device: str | None, make_run: Any, called: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: visible)
-    worker = Worker(write_run(tmp_path, make_run(("1f1b", 2, 1, 3))), 1, 3)
+    run = make_run(("1f1b", 2, 1, 3)).model_copy(update={"device": "cuda"})
+    worker = Worker(run, 1, 3, Neighbours)
     if device is None:
         with pytest.raises(RuntimeError, match="no GPU for rank 1, number 3 of its machine: torch sees 2"):
             worker.use_device()
@@ -234,7 +230,7 @@ def test_ranks_wait_for_each_other_on_their_own_gpus(called: list[str], monkeypa
     monkeypatch.setattr(
         torch.distributed, "barrier", lambda group, device_ids: called.append(f"barrier {group} {device_ids}")
     )
-    after_steps.barrier("cuda:1", "tp")
+    exchanges.barrier("cuda:1", "tp")
     assert called == ["synchronize", "current_device", "barrier tp [1]"]
 
 

@@ -13,13 +13,13 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="needs the probe extra (torch)")
 
-from fake_gpus import H200, fake_gpu  # noqa: E402
+from fake_gpus import H200, Neighbours, fake_gpu  # noqa: E402
 
 from planner.probe import torch_build as device_state  # noqa: E402
 from planner.probe.evidence import conditions_of  # noqa: E402
 from planner.probe.launch.process import StageWorker  # noqa: E402
-from planner.probe.rank.groups import RESULT_FILE, RUN_FILE  # noqa: E402
-from planner.probe.result import DeviceState, RankResult  # noqa: E402
+from planner.probe.rank.groups import results_in  # noqa: E402
+from planner.probe.result import DeviceState  # noqa: E402
 from planner.probe.torch_build import Monitor, nvidia_state, state_of  # noqa: E402
 
 SMI = """#!/bin/sh
@@ -150,17 +150,17 @@ def test_a_gpu_that_has_just_been_freed_is_looked_at_again(monkeypatch: pytest.M
 
 
 def test_a_stage_on_a_gpu_is_measured_by_seconds_and_looked_at_three_times(
-    smi: Any, make_run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    smi: Any, make_run: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = make_run(("1f1b", 2, 1, 2), check=False, num_steps=3, warm_up_steps=2, dtype="bfloat16")
     run = run.model_copy(update={"device": "cuda", "steady_s": 4.0, "most_s": 8.0})
-    (tmp_path / RUN_FILE).write_text(run.model_dump_json())
     for name in ("UNDER_LOAD_AFTER_S", "SETTLED_S"):
         monkeypatch.setattr(device_state, name, 0.0)
     with fake_gpu(replace(H200, uuid="7"), monkeypatch):
         smi()
-        StageWorker(tmp_path, 1, 0).main()
-    rank = RankResult.model_validate_json((tmp_path / RESULT_FILE.format(1)).read_text())
+        worker = StageWorker(run, 1, 0, Neighbours)
+        worker.main()
+    (rank,) = results_in(worker.store, [1])
     assert [(state.when, state.power_w) for state in rank.device_states] == [
         ("before", 697.5), ("within", 697.5), ("after", 697.5)
     ]  # fmt: skip

@@ -16,7 +16,6 @@ from planner.specs.cluster import ClusterSpec
 
 torch = pytest.importorskip("torch", reason="needs the probe extra (torch)")
 
-from tiny import skip_where_torch_is_too_old  # noqa: E402
 
 from planner.cli import main  # noqa: E402
 from planner.cli.measurements import read_probe  # noqa: E402
@@ -37,7 +36,7 @@ from planner.probe.result import (  # noqa: E402
 from planner.probe.run import ProbeRun  # noqa: E402
 from planner.probe.run_price import EAGER, in_eager_torch  # noqa: E402
 from planner.profile.probe_calibration import from_probe  # noqa: E402
-from planner.schedule.replay import Durations, replay  # noqa: E402
+from planner.schedule.replay import replay  # noqa: E402
 
 PLANS: dict[str, dict[str, Any]] = {
     "megatron": {},
@@ -57,8 +56,8 @@ def rank_as_priced(
 ) -> RankResult:
     """A rank as slow as `factor` times the price of eager torch with `kernels` of attention, which needs its bytes."""
     eager, place = in_eager_torch(plan, kernels, alone), run.place(rank)
-    stage, seconds = eager.stages[place.pp], planned_seconds(eager.best, run.order, range(run.pp))
-    timeline = replay(run.order, Durations(*zip(*seconds, strict=True)))
+    stage, took = eager.stages[place.pp], planned_seconds(eager.best, run.order, range(run.pp))
+    timeline = replay(run.order, took)
     spans = zip(run.ranks[place.pp], timeline.start_s[place.pp], timeline.end_s[place.pp], strict=True)
     beside = (stage.forward_comm_s, stage.backward_comm_s) if alone else (0.0, 0.0)
     memory = stage.memory
@@ -71,10 +70,10 @@ def rank_as_priced(
     )
     chunks = tuple(
         ChunkSeconds(
-            stage=virtual, forward_s=factor * (took.forward_s - beside[0]),
-            backward_s=factor * (took.input_grad_s + took.weight_grad_s - beside[1]),
+            stage=virtual, forward_s=factor * (took.forward_s[virtual] - beside[0]),
+            backward_s=factor * (took.input_grad_s[virtual] + took.weight_grad_s[virtual] - beside[1]),
         )
-        for virtual, took in ((virtual, seconds[virtual]) for virtual in run.stages_of(place.pp))
+        for virtual in run.stages_of(place.pp)
     )  # fmt: skip
     held = ProbedMemory(
         static_bytes=memory.weights_bytes + memory.gradients_bytes + memory.optimizer_bytes,
@@ -143,7 +142,6 @@ def test_gpus_as_fast_as_eager_torch_is_priced_agree_and_slower_ones_do_not(
 
 @pytest.mark.parametrize("options", [(), ("--stage", "all")], ids=["ranks", "stages"])
 def test_seconds_with_gathered_weights_in_them_are_shown(options: tuple[str, ...], probe_it: Any) -> None:
-    skip_where_torch_is_too_old(fully_sharded=True)
     plan = make_plan(runtime="torchtitan", tp=1, pp=2, dp=4, zero_stage=3)
     code, result = probe_it(plan, 1.2, *options)
     assert result.run.fully_sharded

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,17 +12,15 @@ torch = pytest.importorskip("torch", reason="needs the probe extra (torch)")
 from exchanged import Exchange, Recorder, stuck  # noqa: E402
 from fake_gpus import H200, Neighbours, fake_gpu, fake_group  # noqa: E402
 
-from planner.probe.rank.groups import RESULT_FILE, RUN_FILE  # noqa: E402
+from planner.probe.rank.groups import results_in  # noqa: E402
 from planner.probe.rank.worker import Worker  # noqa: E402
 from planner.probe.result import RankResult  # noqa: E402
 from planner.probe.run import ProbeRun  # noqa: E402
-from planner.probe.torch_build import torch_release  # noqa: E402
 from planner.schedule.orders import SCHEDULES  # noqa: E402
 
 pytestmark = [
     # torch 2.13 has new names for exchanges
     pytest.mark.filterwarnings("ignore:.torch.distributed.*is deprecated:FutureWarning"),
-    pytest.mark.skipif(torch_release() < (2, 9), reason="fake tensors of this torch go through no process group"),
 ]
 EXPERTS = MOE | {"num_experts": 8}
 KINDS: dict[str, dict[str, Any]] = {
@@ -61,19 +58,17 @@ def smallest(schedule: str) -> tuple[str, int, int, int]:
     return schedule, pp, vpp, 2 * pp
 
 
-def rank_of(run: ProbeRun, number: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[RankResult, Any]:
+def rank_of(run: ProbeRun, number: int, monkeypatch: pytest.MonkeyPatch) -> tuple[RankResult, Any]:
     """The report of one rank of a run, and its exchanges."""
     on_gpus = run.model_copy(update={"device": "cuda", "dtype": "bfloat16", "balanced_routing": True})
-    (folder / RUN_FILE).write_text(on_gpus.model_dump_json())
     recorder = Recorder()
     with monkeypatch.context() as patch:
-        worker = Worker(folder, number, number)
-        worker.store = Neighbours()
+        worker = Worker(on_gpus, number, number, Neighbours)
         with fake_gpu(H200, patch, num_gpus=16), fake_group(patch) as backends:
             recorder.record(patch)
             worker.main()
     assert backends == ["nccl"]
-    return RankResult.model_validate_json((folder / RESULT_FILE.format(number)).read_text()), recorder.calls
+    return results_in(worker.store, [number])[0], recorder.calls
 
 
 def test_all_have_their_turn() -> None:
@@ -84,15 +79,14 @@ def test_all_have_their_turn() -> None:
 
 @pytest.mark.thorough(4)
 @pytest.mark.parametrize("schedule", RUNS)
-def test_every_phase_of_a_rank(schedule: str, make_run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_phase_of_a_rank(schedule: str, make_run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     kind, grid = RUNS[schedule]
     run = make_run(smallest(schedule), check=False, num_steps=1, model=KINDS[kind], **GRIDS[grid])
     number = len(schedule + kind + grid) % run.world_size  # any of them, always the same
-    rank, _ = rank_of(run, number, tmp_path, monkeypatch)
+    rank, _ = rank_of(run, number, monkeypatch)
     assert [timed.action for timed in rank.actions] == list(run.ranks[rank.stage])
     assert [chunk.stage for chunk in rank.chunks] == list(run.stages_of(rank.stage))
-    assert {chunk.quiet_forward_s is not None for chunk in rank.chunks} == {run.pp > 1}
-    assert (rank.memory is not None, rank.clock_error_s is not None) == (True, number > 0)
+    assert rank.memory is not None
 
 
 @pytest.mark.thorough(2)
@@ -102,11 +96,11 @@ def test_every_phase_of_a_rank(schedule: str, make_run: Any, tmp_path: Path, mon
     ids=["tied-dp2", "dualpipe"],
 )
 def test_no_rank_waits_for_another_in_a_circle(
-    order: Any, kind: str, grid: str, make_run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    order: Any, kind: str, grid: str, make_run: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """NCCL makes a rank's exchanges in the order in which the rank asks for them: two ranks with another order hang."""
     run = make_run(order, check=False, num_steps=1, model=KINDS[kind], **GRIDS[grid])
-    calls = [rank_of(run, number, tmp_path, monkeypatch)[1] for number in range(run.world_size)]
+    calls = [rank_of(run, number, monkeypatch)[1] for number in range(run.world_size)]
     assert all({"isend", "irecv", "wait", "all_reduce"} <= {call.name for call in of_rank} for of_rank in calls)
     assert stuck(calls) == []
     for rank in range(run.world_size):  # any call left out is found

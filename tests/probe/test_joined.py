@@ -173,25 +173,11 @@ def test_a_rank_that_waits_names_the_one_that_stopped(plan_file: str) -> None:
     assert "error: rank 1 (stage 1, dp 0, cp 0, tp 0)" in told
     assert "has stopped" in told
     assert "pipeline.py" in told  # the stacks
-    assert list(Path(plan_file).parent.glob("plan-probe-*/rank0.*")) == []
-
-
-def test_what_torchrun_ends_leaves_no_folder(plan_file: str) -> None:
-    """SIGTERM reaches a rank that waits for another in a call that does not return to Python."""
-    waiting, stopped = joined(plan_file, faults=[None, faulty_joined.stopped])
-    folder = Path(plan_file).parent
-    until(lambda: any("channels" in status.read_text() for status in folder.glob("plan-probe-*/rank0.status")))
-    os.kill(waiting.process.pid or 0, signal.SIGTERM)
-    assert waiting.end()[0] == 128 + signal.SIGTERM
-    stopped.process.kill()
-    stopped.process.join(PATIENCE_S)
-    assert list(folder.glob("plan-probe-*/rank0.status")) == []
 
 
 DIFFERENT = {
     "options": (("--scale", "128"), "rank 1 on {host} has model.hidden_size 128, not 64"),
     "steps": (("--steps", "2"), "rank 1 on {host} has num_steps 2, not 1"),
-    "sleep": (("--sleep",), "rank 1 on {host} has sleep "),
     "stage": (("--stage", "all"), "rank 1 on {host} refuses: --stage runs stages one at a time"),
 }
 """Options of rank 1 that rank 0 does not have, and what both say."""

@@ -70,9 +70,9 @@ def test_sequences_are_split_over_as_many_ranks_as_planned_or_in_small_over_two(
     assert fit_gpus(plan.best, 16) == RankGrid(pp=2, dp=1, cp=4, tp=2, ep=1)
     with pytest.raises(ProbeError, match="4 GPUs are less than one group of tp 2 × cp 4"):
         fit_gpus(plan.best, 4)
-    assert fit_processes(plan.best, 16, most_dp=2) == RankGrid(pp=4, dp=1, cp=2, tp=2, ep=1)
-    assert fit_processes(plan.best, 8, most_dp=2) == RankGrid(pp=4, dp=1, cp=2, tp=1, ep=1)
-    assert fit_processes(plan.best, 4, most_dp=2) == RankGrid(pp=4, dp=1, cp=1, tp=1, ep=1)
+    assert fit_processes(plan.best, 16) == RankGrid(pp=4, dp=1, cp=2, tp=2, ep=1)
+    assert fit_processes(plan.best, 8) == RankGrid(pp=4, dp=1, cp=2, tp=1, ep=1)
+    assert fit_processes(plan.best, 4) == RankGrid(pp=4, dp=1, cp=1, tp=1, ep=1)
     _, run, grid, *_ = ranks_run(plan, ProbeOptions(), num_gpus=16)
     assert (run.world_size, run.seq_length, run.whole_seq_length) == (grid.num_ranks, 2048, 8192)
     assert [run.rank(run.place(rank)) for rank in range(16)] == list(range(16))

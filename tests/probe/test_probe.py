@@ -47,7 +47,6 @@ def test_a_slice_of_a_large_plan_runs_and_agrees() -> None:
     assert result.run.model.moe is not None
     assert result.run.model.mla is not None
     assert {kind.mlp for kind in result.run.model.layers} == {"dense", "moe"}
-    assert [stage.stage for stage in result.activity] == [0, 1, 2]
 
 
 def test_a_traced_model_runs_by_its_operators() -> None:
@@ -99,13 +98,10 @@ def test_zero_3_is_run_where_no_backward_is_split() -> None:
     assert any("ZeRO-3" in what for what in run(split).slice.extrapolated)
 
 
-@pytest.mark.parametrize("options", [{}, {"stages": 1}], ids=["ranks", "stage"])
-def test_zero_3_is_refused_where_torch_is_too_old_for_it(options: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    plan = small_plan(pp=2, dp=2, zero_stage=3)
-    monkeypatch.delattr(torch.distributed.fsdp.FSDPModule, "set_custom_all_gather")
-    with pytest.raises(ProbeError, match=r"zero_stage 3: fully_shard of torch .* can neither") as error:
-        run(plan, **options)
-    assert error.value.hint == "install torch 2.9 or newer, or plan with --zero-stage 1"
+def test_a_torch_that_is_too_old_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "__version__", "2.8.0+cu128")
+    with pytest.raises(ProbeError, match=r"torch 2\.8\.0\S* is too old"):
+        run(small_plan(pp=2))
 
 
 def test_a_stage_alone_under_zero_3_holds_its_shard() -> None:
@@ -120,18 +116,6 @@ def test_another_order_than_the_plans() -> None:
     result = run(small_plan(), order=build_schedule("zb-v", 2, 2, 4))
     assert result.agrees
     assert "zb-v" in result.slice.run
-
-
-@pytest.mark.parametrize(("schedule", "layout"), [("1f1b", {"pp": 4}), ("interleaved-1f1b", {"pp": 2, "vpp": 3})])
-def test_the_bubble_of_sleeping_ranks(schedule: str, layout: dict[str, int]) -> None:
-    plan = small_plan(schedule=schedule, **layout)
-    for _ in range(30):  # a busy machine may wake one rank late
-        result = run(plan, sleep=True)
-        bubble = next(comparison for comparison in result.comparisons if comparison.name == "bubble")
-        if result.agrees and abs(bubble.measured - bubble.predicted) <= 0.03:
-            break
-    assert result.agrees
-    assert abs(bubble.measured - bubble.predicted) <= 0.03
 
 
 def test_stages_alone() -> None:

@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import random
-from itertools import count
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from planner.probe.run import Repeats, spread_fraction
+from planner.probe.run import spread_fraction
 
 torch = pytest.importorskip("torch", reason="needs the probe extra (torch)")
 
 from planner.probe.launch.launcher import launch  # noqa: E402
 from planner.probe.model.peers import GroupPeers, Surroundings  # noqa: E402
-from planner.probe.rank import after_steps  # noqa: E402
-from planner.probe.rank.after_steps import timed_together  # noqa: E402
+from planner.probe.rank import exchanges  # noqa: E402
+from planner.probe.rank.exchanges import timed_together  # noqa: E402
 from planner.probe.rank.gradients import allocate_moments  # noqa: E402
-from planner.probe.rank.pipeline import ActionTimes, StepRecord, offset_of  # noqa: E402
+from planner.probe.rank.pipeline import ActionTimes, StepRecord  # noqa: E402
 from planner.probe.rank.worker import StepLoop  # noqa: E402
 from planner.probe.torch_build import GATHER  # noqa: E402
 from planner.profile.measure import Stopwatch  # noqa: E402
@@ -42,21 +40,9 @@ def test_a_drift_is_no_noise_that_more_repeats_lessen() -> None:
     assert (spread_fraction([1.0]), spread_fraction([]), spread_fraction([0.0, 0.0])) == (None, None, None)
 
 
-def test_repeats_end_when_they_are_sure_or_at_the_budget() -> None:
-    repeats = Repeats(fewest=3, steady_s=1.0, most_s=4.0)
-    assert not repeats.suffice(2, 9.0, lambda: 0.0)
-    assert not repeats.suffice(9, 0.9, lambda: 0.0)
-    assert repeats.suffice(9, 1.0, lambda: 0.009)
-    assert not repeats.suffice(9, 3.9, lambda: 0.011)
-    assert not repeats.suffice(9, 3.9, lambda: None)
-    assert repeats.suffice(9, 4.0, lambda: 0.5)
-    assert Repeats(3).suffice(3, 0.1, lambda: None)
-    assert Repeats(3, steady_s=1.0, most_s=0.5).suffice(3, 0.5, lambda: 0.1), "the budget counts most"
-
-
-def steps_of(run: Any, seconds: Any, agree: Any = bool) -> StepLoop:
+def steps_of(run: Any, seconds: Any, slowest: Any = float) -> StepLoop:
     """The loop of a run whose steps take so long, in turn."""
-    loop = StepLoop(run, agree)
+    loop = StepLoop(run, slowest)
     for number, _ in loop:
         step_s = seconds(number)
         timed = ActionTimes(Action("F", 0, 0), 0.0, 0.0, step_s)
@@ -64,23 +50,16 @@ def steps_of(run: Any, seconds: Any, agree: Any = bool) -> StepLoop:
     return loop
 
 
-def test_steps_warm_up_and_go_on_until_they_are_sure(make_run: Any) -> None:
+def test_steps_warm_up_and_are_measured_for_so_long(make_run: Any) -> None:
     run = make_run(("none", 1, 1, 1), warm_up_steps=2, num_steps=3)
-    pinned = steps_of(run, lambda number: 0.1 * number, agree=None)
+    pinned = steps_of(run, lambda number: 0.1 * number)
     assert (len(pinned.warm_up), len(pinned.steps)) == (2, 3)
-    adaptive = run.model_copy(update={"steady_s": 1.0, "most_s": 5.0})
-    steady = steps_of(adaptive, lambda number: 0.3)
-    assert (len(steady.warm_up), len(steady.steps), len(steady.actions)) == (4, 4, 4)
-    assert (len(steps_of(adaptive, lambda _: 3.0).warm_up), len(steps_of(adaptive, lambda _: 3.0).steps)) == (2, 3)
-    varying = steps_of(adaptive, lambda number: 0.4 if number % 2 else 0.2)
-    assert sum(step.step_s for step in varying.steps) == pytest.approx(5.0, abs=0.4)
-
-
-def test_no_rank_ends_before_all_have_enough(make_run: Any) -> None:
-    run = make_run(("none", 1, 1, 1), warm_up_steps=1, num_steps=2).model_copy(update={"steady_s": 0.5, "most_s": 5.0})
-    asked = count()
-    loop = steps_of(run, lambda number: 0.5, agree=lambda enough: enough and next(asked) >= 4)
-    assert len(loop.warm_up) + len(loop.steps) > 3
+    timed = run.model_copy(update={"steady_s": 1.0, "most_s": 5.0})
+    steady = steps_of(timed, lambda number: 0.25)
+    assert (len(steady.warm_up), len(steady.steps), len(steady.actions)) == (6, 20, 20)
+    assert (len(steps_of(timed, lambda _: 3.0).warm_up), len(steps_of(timed, lambda _: 3.0).steps)) == (3, 3)
+    beside_slow = steps_of(timed, lambda number: 0.25, slowest=lambda seconds: 2 * seconds)
+    assert (len(beside_slow.warm_up), len(beside_slow.steps)) == (4, 10)
 
 
 def test_a_round_of_an_exchange_is_many_calls_between_two_marks() -> None:
@@ -94,7 +73,7 @@ def test_a_round_of_an_exchange_is_many_calls_between_two_marks() -> None:
 
     clock: Any = SimpleNamespace(start=lambda: setattr(clock, "zero", now.s), mark=lambda: now.s)
     clock.seconds = lambda mark: mark - clock.zero
-    timed = timed_together(clock, call, Repeats(5, 1.0, 2.0), meet, lambda seconds: 2 * seconds, round_s=0.02)
+    timed = timed_together(clock, call, 5, 1.0, meet, lambda seconds: 2 * seconds, round_s=0.02)
     assert timed[0] == pytest.approx(2e-3)
     assert timed[1] == pytest.approx(0, abs=1e-9)
     assert now.waited == 2 + 50, "twice alone, then ten calls a round for a second"
@@ -128,7 +107,7 @@ def test_figures_share_the_budget_and_leave_what_they_do_not_need(monkeypatch: p
     assert 0 < bench.budget_s < 3
 
 
-def test_ranks_go_on_together_until_all_are_sure_or_the_budget_is_used_up(make_run: Any) -> None:
+def test_ranks_measure_as_many_steps_as_take_so_long(make_run: Any) -> None:
     run = make_run(("none", 1, 1, 2), dp=2, check=False, num_steps=2, warm_up_steps=1)
     measured = launch(run.model_copy(update={"steady_s": 0.1, "most_s": 0.2}))
     (num_steps,) = {len(rank.steps) for rank in measured.ranks}
@@ -142,17 +121,17 @@ def test_ranks_go_on_together_until_all_are_sure_or_the_budget_is_used_up(make_r
 @pytest.mark.parametrize("sequence_parallel", [True, False])
 def test_bytes_are_those_that_move(sequence_parallel: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     moved: list[int] = []
-    monkeypatch.setattr(after_steps, "barrier", lambda device, group: None)
-    monkeypatch.setattr(after_steps, "slowest_s", lambda seconds, device, group: seconds)
-    monkeypatch.setattr(after_steps.dist, "all_reduce", lambda x, group: moved.append(x.nbytes))
-    monkeypatch.setattr(after_steps.dist, GATHER, lambda whole, x, group: moved.append(whole.nbytes))
+    monkeypatch.setattr(exchanges, "barrier", lambda device, group: None)
+    monkeypatch.setattr(exchanges, "slowest_s", lambda seconds, device, group: seconds)
+    monkeypatch.setattr(exchanges.dist, "all_reduce", lambda x, group: moved.append(x.nbytes))
+    monkeypatch.setattr(exchanges.dist, GATHER, lambda whole, x, group: moved.append(whole.nbytes))
     trainer: Any = SimpleNamespace(
         around=Surroundings(tp=GroupPeers(4, 0, sequence_parallel)), chunks={},
         run=SimpleNamespace(steady_s=0.0, most_s=0.0), flat=[], device="cpu",
         clock=SimpleNamespace(is_cuda=False, start=lambda: None, mark=lambda: None, seconds=lambda mark: 0.5),
         empty=lambda: torch.empty(8 // (4 if sequence_parallel else 1), 1, 16),
     )  # fmt: skip
-    measured = after_steps.measure_exchanges(trainer)
+    measured = exchanges.measure_exchanges(trainer)
     assert [exchange.name for exchange in measured] == ["tp all-gather"] * sequence_parallel + ["tp all-reduce"]
     assert {exchange.num_bytes for exchange in measured} == set(moved) == {8 * 16 * 4}
 
@@ -178,36 +157,3 @@ def test_moments_are_those_that_the_optimizer_makes_and_need_no_gradient(monkeyp
     ours.step()
     assert made["step"] == 1
     assert (parameter < 1).all()
-
-
-def sums(seed: int, ahead_s: float, slowest_s: float) -> tuple[list[tuple[float, float]], list[tuple[float, float]]]:
-    """Times at which two ranks enter and leave ten sums, each by its own clock; neither leaves before both are in."""
-    draw, now_s, own, first = random.Random(seed), 0.0, list[tuple[float, float]](), list[tuple[float, float]]()
-    for _ in range(10):
-        entered = [now_s + draw.expovariate(1 / slowest_s) for _ in range(2)]
-        left = [max(entered) + 1e-6 + draw.expovariate(1 / slowest_s) for _ in range(2)]
-        own.append((entered[0] + ahead_s, left[0] + ahead_s))
-        first.append((entered[1], left[1]))
-        now_s = max(left)
-    return own, first
-
-
-@pytest.mark.parametrize("ahead_s", [0.0, 3e-4, -7200.0])
-@pytest.mark.parametrize("slowest_s", [1e-5, 1e-3])
-def test_the_offset_is_never_wrong_by_more_than_is_said(ahead_s: float, slowest_s: float) -> None:
-    errors = []
-    for seed in range(100):
-        own, first = sums(seed, ahead_s, slowest_s)
-        offset_s, error_s = offset_of(own, first)
-        assert abs(offset_s - ahead_s) <= error_s + 1e-9
-        errors.append(error_s)
-    assert sum(errors) / len(errors) < slowest_s, "ten sums say more than a usual one"
-
-
-def test_one_quick_sum_is_enough() -> None:
-    """The others are late on either side, as where a host is interrupted."""
-    own = [(100.0, 109.0), (110.0, 110.001), (111.0, 125.0)]
-    first = [(8.0, 9.0), (10.0, 10.001), (20.0, 25.0)]
-    offset_s, error_s = offset_of(own, first)
-    assert offset_s == pytest.approx(100.0)
-    assert error_s == pytest.approx(0.001)

@@ -17,10 +17,10 @@ from torch_names import FILES, torch_names  # noqa: E402
 
 from planner.errors import ProbeError  # noqa: E402
 from planner.probe import torch_build  # noqa: E402
-from planner.probe.launch.process import StageWorker, failure_of  # noqa: E402
+from planner.probe.launch.process import StageWorker, kind_of  # noqa: E402
 from planner.probe.model.attention import require_flash  # noqa: E402
 from planner.probe.probe import ProbeOptions, probe  # noqa: E402
-from planner.probe.rank.groups import RESULT_FILE, RUN_FILE  # noqa: E402
+from planner.probe.rank.groups import results_in  # noqa: E402
 from planner.probe.rank.worker import Worker  # noqa: E402
 from planner.probe.result import RankResult  # noqa: E402
 from planner.probe.run import ProbeRun  # noqa: E402
@@ -31,7 +31,6 @@ from planner.specs.model import ModelSpec  # noqa: E402
 # torch 2.13 has new names for exchanges
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.torch.distributed.*is deprecated:FutureWarning"),
-    pytest.mark.skipif(torch_build.torch_release() < (2, 9), reason="this torch has no fake exchanges and products"),
 ]
 MOE = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
 MLA = {"kv_lora_rank": 64, "q_lora_rank": 96, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
@@ -47,25 +46,22 @@ def on_mi300x(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         yield cuda
 
 
-def rehearsed(worker: Worker, folder: Path) -> RankResult:
+def rehearsed(worker: Worker) -> RankResult:
     worker.main()
-    return RankResult.model_validate_json((folder / RESULT_FILE.format(worker.rank)).read_text())
+    return results_in(worker.store, [worker.rank])[0]
 
 
-def written(run: ProbeRun, folder: Path) -> Path:
-    """The folder of a worker whose run is on GPUs."""
-    on_gpus = run.model_copy(update={"device": "cuda", "dtype": "bfloat16", "balanced_routing": True})
-    (folder / RUN_FILE).write_text(on_gpus.model_dump_json())
-    return folder
+def on_gpus(run: ProbeRun) -> ProbeRun:
+    return run.model_copy(update={"device": "cuda", "dtype": "bfloat16", "balanced_routing": True})
 
 
 @pytest.mark.thorough(3)
 @pytest.mark.parametrize("gpu", [MI300X, H200], ids=["rocm", "cuda"])
 @pytest.mark.parametrize("model", MODELS)
-def test_a_stage_alone(model: str, gpu: FakeGPU, make_run: Any, tmp_path: Path, monkeypatch: Any) -> None:
+def test_a_stage_alone(model: str, gpu: FakeGPU, make_run: Any, monkeypatch: Any) -> None:
     run = make_run(("1f1b", 2, 1, 3), 4, check=False, num_steps=1, model=MODELS[model])
     with fake_gpu(gpu, monkeypatch) as cuda:
-        rank = rehearsed(StageWorker(written(run, tmp_path), 1, 0), tmp_path)
+        rank = rehearsed(StageWorker(on_gpus(run), 1, 0, Neighbours))
     assert (rank.device_name, rank.chunks[0].forward_s > 0) == (gpu.name, True)
     assert rank.memory is not None
     ran = set(cuda.functions)
@@ -79,14 +75,12 @@ def test_a_stage_alone(model: str, gpu: FakeGPU, make_run: Any, tmp_path: Path, 
 
 @pytest.mark.thorough(3)
 @pytest.mark.parametrize("model", ["dense", "mixture", "latent"])
-def test_a_rank_among_others(model: str, make_run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_among_others(model: str, make_run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every phase from the handshake on, with tensor, expert, data and pipeline parallelism over RCCL."""
     shape: dict[str, Any] = {"tp": 2, "sequence_parallel": True, "dp": 2, "ep": 4 if "moe" in MODELS[model] else 1}
     run = make_run(("1f1b", 2, 1, 3), check=False, num_steps=1, model=MODELS[model], **shape)
-    worker, store = Worker(written(run, tmp_path), 0, 0), Neighbours()
-    worker.store = store
     with fake_gpu(MI300X, monkeypatch, num_gpus=8), fake_group(monkeypatch) as backends:
-        rank = rehearsed(worker, tmp_path)
+        rank = rehearsed(Worker(on_gpus(run), 0, 0, Neighbours))
     assert backends == ["nccl"]
     names = {exchange.name for exchange in rank.exchanges}
     assert {"tp all-gather", "tp all-reduce", "gradient reduce-scatter", "weight all-gather"} <= names
@@ -132,25 +126,11 @@ def test_queues_are_as_many_as_channels_before_a_gpu_is_asked_for(monkeypatch: p
             assert int(os.environ[variable]) >= 16
 
 
-@pytest.mark.parametrize(
-    ("model", "layout", "release", "message"),
-    [
-        ({}, {"cp": 2, "dp": 1}, (2, 13), r"takes no sequences split over cp 2"),
-        (MODELS["windows"], {}, (2, 8), r"takes no windows and sinks"),
-        (MODELS["sinks"], {}, (2, 8), r"takes no windows and sinks"),
-    ],
-)
-def test_attention_that_would_be_another_is_refused(
-    model: Any, layout: Any, release: Any, message: str, on_mi300x: Any, make_run: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("planner.probe.model.attention.torch_release", lambda: release)
-    sizes = {"tp": 1, "pp": 1, "dp": 2, **layout}
-    plan = plan_of(ModelSpec(**{**SMALL, **model}), 2, 32, 8, **sizes)
-    with pytest.raises(ProbeError, match=message):
-        probe(plan, ProbeOptions(device="cuda"))
-    run = make_run(("none", 1, 1, 2), cp=sizes.get("cp", 1), model=model).model_copy(update={"device": "cuda"})
-    with pytest.raises(ProbeError, match=message):
-        require_flash(run.model, run.cp, run.device, "another trainer")
+def test_sequences_that_would_attend_otherwise_are_refused(on_mi300x: Any) -> None:
+    with pytest.raises(ProbeError, match="takes no sequences split over cp 2"):
+        probe(plan_of(ModelSpec(**SMALL), 2, 32, 8, tp=1, pp=1, cp=2, dp=1), ProbeOptions(device="cuda"))
+    with pytest.raises(ProbeError, match="takes no sequences split over cp 2"):
+        require_flash(2, "cuda", "another trainer")
 
 
 @pytest.mark.parametrize(("version", "takes"), [("2.9.1+rocm6.4", False), ("2.10.0a0+git1c57644", True)])
@@ -162,9 +142,7 @@ def test_grouped_products_are_torchs_where_rocm_has_them(
 
 
 def test_a_gpu_without_memory_says_so_in_hips_words() -> None:
-    assert failure_of(RuntimeError("HIP error: out of memory\nHIP kernel errors"), 0, None, "build").kind == (
-        "out_of_memory"
-    )
+    assert kind_of(RuntimeError("HIP error: out of memory\nHIP kernel errors")) == "out_of_memory"
 
 
 def test_the_fake_gpu_refuses_what_rocm_lacks_and_what_it_does_not_know(on_mi300x: Any) -> None:

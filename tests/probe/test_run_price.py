@@ -12,7 +12,7 @@ from planner.layout.evaluate import evaluate
 from planner.probe.plan_runs import ranks_run, stages_run
 from planner.probe.plan_slice import ProbeOptions
 from planner.probe.run import num_communicators
-from planner.probe.run_price import ROOM_FRACTION, made_to_fit, recomputing, run_bytes, what_starts, with_layers
+from planner.probe.run_price import ROOM_FRACTION, made_to_fit, run_bytes, what_starts
 from planner.specs.cluster import ClusterSpec
 from planner.specs.registry import load_hardware, load_model
 from planner.specs.training import Parallelism, TrainingSpec
@@ -22,31 +22,30 @@ GPUS = ProbeOptions(device="cuda")
 WHOLE = {"tp": 1, "cp": 1, "ep": 1, "pp": 1, "vpp": 1, "zero_stage": 1}
 TP, INTERLEAVED = {"sequence_parallel": True}, {"schedule": "interleaved-1f1b"}
 PLANS: dict[str, tuple[str, str, int, int, dict[str, Any], tuple[bool, bool, bool]]] = {
-    "8b 8": ("8b", "h100", 8192, 512, {"dp": 8, "zero_stage": 2}, (True, True, False)),
-    "8b 8 H200": ("8b", "h200", 8192, 512, {"dp": 8, "micro_batch_size": 2, "zero_stage": 2}, (True, True, False)),
-    "8b 8 A100": ("8b", "a100-sxm-80gb", 8192, 512, {"dp": 8, "zero_stage": 2}, (True, True, False)),
-    "8b 16": ("8b", "h100", 8192, 512, {"pp": 2, "vpp": 4, "dp": 8, **INTERLEAVED}, (False, True, False)),
-    "8b 64": ("8b", "h100", 8192, 512, {"pp": 2, "vpp": 4, "dp": 32, **INTERLEAVED}, (False, True, False)),
-    "1b 8": ("llama-3.2-1b", "h100", 8192, 512, {"dp": 8, "micro_batch_size": 4}, (False, True, False)),
+    "8b 8": ("8b", "h100", 8192, 512, {"dp": 8, "zero_stage": 2}, (True, True)),
+    "8b 8 H200": ("8b", "h200", 8192, 512, {"dp": 8, "micro_batch_size": 2, "zero_stage": 2}, (True, True)),
+    "8b 8 A100": ("8b", "a100-sxm-80gb", 8192, 512, {"dp": 8, "zero_stage": 2}, (True, True)),
+    "8b 16": ("8b", "h100", 8192, 512, {"pp": 2, "vpp": 4, "dp": 8, **INTERLEAVED}, (False, True)),
+    "8b 64": ("8b", "h100", 8192, 512, {"pp": 2, "vpp": 4, "dp": 32, **INTERLEAVED}, (False, True)),
+    "1b 8": ("llama-3.2-1b", "h100", 8192, 512, {"dp": 8, "micro_batch_size": 4}, (False, True)),
     "qwen3-30b 64": ("qwen3-30b-a3b", "h100", 4096, 1024,
                      {"pp": 2, "vpp": 3, "dp": 32, "ep": 8, "micro_batch_size": 2, **INTERLEAVED},
-                     (False, True, False)),
+                     (False, True)),
     "gpt-oss-20b 32": ("gpt-oss-20b", "h100", 4096, 1024, {"dp": 32, "ep": 8, "micro_batch_size": 2},
-                       (False, True, False)),
-    "70b 64 MI300X": ("70b", "mi300x", 8192, 512, {"cp": 4, "pp": 4, "dp": 4}, (False, True, False)),
+                       (False, True)),
+    "70b 64 MI300X": ("70b", "mi300x", 8192, 512, {"cp": 4, "pp": 4, "dp": 4}, (False, True)),
     "70b 64": ("70b", "h100", 8192, 512, {"tp": 4, "cp": 2, "pp": 4, "vpp": 5, "dp": 2, **TP, **INTERLEAVED},
-               (False, False, False)),
+               (False, False)),
     "70b 128 B200": ("70b", "b200", 8192, 512, {"tp": 2, "pp": 4, "vpp": 5, "dp": 16, **TP, **INTERLEAVED},
-                     (False, True, False)),
-    "405b 512": ("405b", "h100", 8192, 2048, {"tp": 8, "cp": 2, "pp": 16, "dp": 2, **TP}, (False, False, False)),
+                     (False, True)),
+    "405b 512": ("405b", "h100", 8192, 2048, {"tp": 8, "cp": 2, "pp": 16, "dp": 2, **TP}, (False, False)),
     "mixtral 64": ("mixtral-8x7b", "h100", 32768, 128,
-                   {"tp": 2, "cp": 4, "pp": 2, "vpp": 4, "dp": 4, "ep": 8, **TP, **INTERLEAVED}, (False, True, False)),
+                   {"tp": 2, "cp": 4, "pp": 2, "vpp": 4, "dp": 4, "ep": 8, **TP, **INTERLEAVED}, (False, True)),
     "deepseek-v3 256": ("deepseek-v3", "h200", 4096, 15360,
-                        {"tp": 2, "pp": 8, "dp": 16, "ep": 16, "recompute": "selective", **TP}, (False, True, False)),
-    "70b 8": ("70b", "h100", 8192, 64, {"pp": 2, "dp": 4}, (False, True, True)),
+                        {"tp": 2, "pp": 8, "dp": 16, "ep": 16, "recompute": "selective", **TP}, (False, True)),
 }  # fmt: skip
-"""Plans like those that plan makes (the last one is of too few GPUs): model, GPU, sequence, batch, layout; and what is
-changed of them: ZeRO, layers recomputed, layers."""
+"""Plans like those that plan makes: model, GPU, sequence, batch, layout; and what is changed of them: ZeRO, layers
+recomputed."""
 
 
 def planned(name: str) -> Plan:
@@ -65,7 +64,7 @@ def test_default_plans_fit_into_eager_torch(name: str) -> None:
     start = what_starts(plan, GPUS, "plan probe plan.json")
     assert start.num_ranks == num_ranks
     said = " ".join(start.made_to_fit)
-    assert tuple(word in said for word in ("ZeRO", "recomputed", "layers of a chunk")) == PLANS[name][-1]
+    assert tuple(word in said for word in ("ZeRO", "recomputed")) == PLANS[name][-1]
     capacity_bytes = plan.cluster.hardware.memory_bytes
     fullest = max(stage.total_bytes for stage in start.stages)
     assert 0.4 * capacity_bytes < fullest <= (1 - ROOM_FRACTION) * capacity_bytes
@@ -73,25 +72,6 @@ def test_default_plans_fit_into_eager_torch(name: str) -> None:
     alone = made_to_fit(plan, partial(stages_run, options=GPUS), capacity_bytes, alone=True)
     held = run_bytes(alone.run, plan.cluster, alone=True)
     assert max(stage.total_bytes for stage in held) <= (1 - ROOM_FRACTION) * capacity_bytes
-
-
-def test_no_fewer_layers_are_recomputed_and_dropped_than_it_takes() -> None:
-    plan = planned("70b 8")
-    fitted = made_to_fit(plan, partial(ranks_run, options=GPUS, num_gpus=8), plan.cluster.hardware.memory_bytes)
-    kept = max(stage.num_layers for stage in fitted.plan.stages)
-    assert fitted.plan.model.spec.num_hidden_layers == sum(stage.num_layers for stage in fitted.plan.stages)
-    one_more = recomputing(with_layers(plan, kept + 1), kept + 1)
-    held = run_bytes(ranks_run(one_more, GPUS, 8).run, plan.cluster)
-    assert max(stage.total_bytes for stage in held) > (1 - ROOM_FRACTION) * plan.cluster.hardware.memory_bytes
-
-
-def test_layers_of_each_kind_stay_where_they_were() -> None:
-    plan = planned("deepseek-v3 256")
-    fewer = with_layers(plan, 2)
-    for stage, planned_stage in zip(fewer.stages, plan.stages, strict=True):
-        for (first, last), (begin, _) in zip(stage.chunks, planned_stage.chunks, strict=True):
-            kept = plan.model.spec.layers[begin : begin + last - first]
-            assert fewer.model.spec.layers[first:last] == kept
 
 
 def test_communicators_are_counted_as_they_are_made() -> None:
@@ -107,7 +87,7 @@ def test_a_stage_that_never_fits_is_refused_with_what_it_needs() -> None:
     from planner.errors import ProbeError
 
     plan = planned("8b 8")
-    with pytest.raises(ProbeError, match=r"needs \d+\.\d GiB of 4\.0 here, \d+\.\d with one recomputed layer"):
+    with pytest.raises(ProbeError, match=r"needs \d+\.\d GiB of 4\.0 here, \d+\.\d with all layers recomputed"):
         made_to_fit(plan, partial(ranks_run, options=GPUS, num_gpus=8), 4 * GIB)
 
 

@@ -12,7 +12,6 @@ torch = pytest.importorskip("torch", reason="needs the probe extra (torch)")
 from planner.layout.alive import explore  # noqa: E402
 from planner.layout.evaluate import evaluate  # noqa: E402
 from planner.layout.price import reprice  # noqa: E402
-from planner.probe import torch_build  # noqa: E402
 from planner.probe.run_price import in_eager_torch  # noqa: E402
 from planner.specs.cluster import ClusterSpec  # noqa: E402
 from planner.specs.registry import load_hardware  # noqa: E402
@@ -21,7 +20,6 @@ from tools.counted_bytes import KEPT, BytesAlive, allocated, count_stage, stage_
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.torch.distributed.*is deprecated:FutureWarning"),
-    pytest.mark.skipif(torch_build.torch_release() < (2, 9), reason="this torch has no fake exchanges and products"),
 ]
 
 

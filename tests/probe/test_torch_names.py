@@ -1,6 +1,6 @@
 """Our modules take of torch what the oldest version that they run on has; what newer ones add is asked for first.
 
-`tools/torch_names` wrote the names from a real torch 2.6.
+`tools/torch_names` wrote the names from a real torch 2.6; ranks need 2.9.
 """
 
 from __future__ import annotations
@@ -23,8 +23,7 @@ NEWER = {
     "probe/rank/gradients.py": {"set_gradient_divide_factor", "set_custom_all_gather", "ignored_params"},
     "probe/rank/training.py": {"set_custom_all_gather", "set_custom_reduce_scatter"},
 }
-"""Names and keywords of newer versions, which our files use where torch has them: `require_fully_shard` and
-`takes_groups` ask."""
+"""Names and keywords of newer versions that our files use."""
 
 
 def of_the_oldest() -> dict[str, dict[str, list[str] | None]]:

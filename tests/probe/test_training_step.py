@@ -15,8 +15,6 @@ import torch.distributed as dist  # noqa: E402
 from planner.probe.launch.launcher import launch  # noqa: E402
 from planner.probe.model.chunk import local  # noqa: E402
 from planner.probe.rank.training import synthetic_batch, trainer_alone  # noqa: E402
-from planner.probe.run import message_of, needed_by  # noqa: E402
-from planner.schedule.actions import Action  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("no_group_is_left")
 RUNS: dict[str, tuple[tuple[str, int, int, int], dict[str, Any]]] = {
@@ -82,29 +80,3 @@ def test_clocks_start_when_there_are_batches(make_run: Any, monkeypatch: pytest.
 
     trainer.step(0, happened.append, start=start)
     assert happened[:4] == ["batch", "batch", "start", "0F0 (waiting)"]
-
-
-def waits_for_messages(measured: Any) -> list[float]:
-    """Seconds from when each message was ready to be sent till it was received, by the clocks of its two ranks."""
-    order = measured.run.order
-    timed = {Action.parse(found.action): found for rank in measured.ranks for found in rank.actions}
-    sent = {message_of(order, action): found.end_s for action, found in timed.items()}
-    return [found.start_s - sent[needed] for action, found in timed.items() if (needed := needed_by(order, action))]
-
-
-def test_ranks_of_a_machine_have_one_clock(make_run: Any) -> None:
-    """A message is sent before it is received, in both directions, also where a rank starts half a second late."""
-    measured = launch(make_run(("1f1b", 2, 1, 3), check=False, num_steps=1), faulty.late)
-    waits = waits_for_messages(measured)
-    assert len(waits) == 6, "three forward and three backward: either way a clock of one's own would show"
-    assert min(waits) >= 0
-    assert {rank.clock_error_s for rank in measured.ranks} == {None}
-
-
-def test_clocks_of_two_hosts_are_told_apart_by_no_more_than_is_said(make_run: Any) -> None:
-    measured = launch(make_run(("1f1b", 2, 1, 3), check=False, num_steps=1), faulty.on_another_host)
-    first, other = (rank.clock_error_s for rank in measured.ranks)
-    assert first is None
-    assert 0 < other < 300, "the other clock is 900 s ahead"
-    assert min(waits_for_messages(measured)) >= -other
-    assert {timed.start_s < 300 for rank in measured.ranks for timed in rank.actions} == {True}

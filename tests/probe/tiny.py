@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import Any
-
-import pytest
 
 TINY: dict[str, Any] = {
     "name": "tiny", "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -17,9 +14,3 @@ GPT: dict[str, Any] = {
     "gated_mlp": False, "activation": "gelu", "norm": "layernorm", "bias": True, "position_embedding": "learned",
     "max_position_embeddings": 8,
 }  # fmt: skip
-
-
-def skip_where_torch_is_too_old(fully_sharded: bool) -> None:
-    """Skip a test of ZeRO-3 on versions of torch that the probe refuses it on."""
-    if fully_sharded and not hasattr(import_module("torch.distributed.fsdp").FSDPModule, "set_custom_all_gather"):
-        pytest.skip("fully_shard of this torch is too old")

@@ -18,8 +18,8 @@ from pages import DRAWN, Page
 
 from planner.answer import Plan
 from planner.report.page import render_html
-from planner.report.pictures import ACTION_COLOURS, MEMORY_COLOURS, envelope, front, stacks, stage_seconds
-from planner.report.rows import Entry, chunks, entry_of
+from planner.report.pictures import ACTION_COLOURS, MEMORY_COLOURS, envelope, stacks, stage_seconds
+from planner.report.rows import chunks
 from planner.specs.units import GIB
 
 MakePlan = Callable[..., Plan]
@@ -85,7 +85,7 @@ def test_headings_are_in_order_and_charts_and_tables_say_what_they_are(make_plan
     assert all(after <= before + 1 for before, after in pairwise(levels))
     charts = [found for name, found in shown.elements if name == "svg" and found.get("class") == "plot"]
     labels = [found["aria-label"] for found in charts]
-    assert len(set(labels)) == len(labels) == 3
+    assert len(set(labels)) == len(labels) == 2
     assert all(found["role"] == "img" for found in charts)
     num_tables = sum(name == "table" for name, _ in shown.elements)
     scopes = [found["scope"] for name, found in shown.elements if name == "th"]
@@ -180,20 +180,3 @@ def test_an_envelope_holds_the_least_and_the_most_of_each_column(data: st.DataOb
             if i >= first and (t < right or column == last)
         ]
         assert (found.low[column], found.high[column]) == (min(own), max(own))
-
-
-def test_the_front_is_what_no_other_beats(make_plan: MakePlan) -> None:
-    rng, entry = np.random.default_rng(3), entry_of("one", make_plan().best)
-    points = [(float(step), int(peak)) for step, peak in rng.integers(1, 9, (40, 2))]
-    entries = [_with(entry, step_s, peak) for step_s, peak in points]
-    expected = {
-        point
-        for point in points
-        if not any(other != point and other[0] <= point[0] and other[1] <= point[1] for other in points)
-    }
-    assert [(one.step_s, one.peak_bytes) for one in front(entries)] == sorted(expected)
-
-
-def _with(entry: Entry, step_s: float, peak_bytes: int) -> Entry:
-    fields = {name: getattr(entry, name) for name in Entry.__slots__}
-    return Entry(**{**fields, "step_s": step_s, "peak_bytes": peak_bytes})

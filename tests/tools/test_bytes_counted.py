@@ -23,7 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
 from planner.probe.plan_runs import require_runnable  # noqa: E402
 from planner.probe.plan_slice import ProbeOptions  # noqa: E402
 from planner.probe.run import ChunkSpec, ProbeRun  # noqa: E402
-from planner.probe.run_price import EAGER, fuses_norms  # noqa: E402
+from planner.probe.run_price import EAGER  # noqa: E402
 from tools.counted_bytes import (  # noqa: E402
     BytesAlive,
     count_stage,
@@ -78,7 +78,6 @@ def measured_run(row: int) -> tuple[ProbeRun, dict[str, int]]:
     return run, cells
 
 
-@pytest.mark.skipif(not fuses_norms(), reason="the H200 ran torch 2.11, whose norms are one kernel")
 @pytest.mark.parametrize("row", QUICK)
 def test_a_count_is_what_an_h200_measured(row: int) -> None:
     """The peaks are within 0.1%; that program had a micro-batch's tokens before the first step, this one has all of a
@@ -175,13 +174,6 @@ def test_every_kind_of_layer_takes_the_bytes_that_it_is_priced_at(kind: str) -> 
 
 
 def test_norms_of_several_kernels_keep_more() -> None:
-    """torch 2.6 keeps the input in fp32 and the rows before their weight, as saved_tensors_hooks show there."""
-    assert [fuses_norms(version) for version in ("2.6.0", "2.8.0+cu128", "2.9.1", "2.10.0a0")] == [
-        False,
-        False,
-        True,
-        True,
-    ]
     model, rows = ModelSpec(name="small", **SIZES), 1024
     fused, unfused = (
         norm("norm", 512, rows, model, EAGER.model_copy(update={"fused_norm": is_fused})) for is_fused in (True, False)

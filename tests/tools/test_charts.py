@@ -8,8 +8,7 @@ from xml.etree import ElementTree
 from matplotlib import rc_context
 from matplotlib.figure import Figure
 
-from planner.report.plots import INK, PAPER, drawing, figure
-from tools.accuracy.scatter import hint, svg
+from tools.accuracy.scatter import INK, PAPER, drawing, figure, hint, svg
 
 
 def drawn(right: float = 2.0, hinted: bool = False) -> Figure:

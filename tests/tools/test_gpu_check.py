@@ -16,12 +16,11 @@ from fake_gpus import H200, MI300X, Neighbours, fake_gpu, fake_group  # noqa: E4
 from planner.errors import PlannerError, ProbeError, SpecError  # noqa: E402
 from planner.probe import probe as probe_module  # noqa: E402
 from planner.probe.launch.process import StageWorker  # noqa: E402
-from planner.probe.rank.groups import RESULT_FILE, RUN_FILE  # noqa: E402
+from planner.probe.rank.groups import results_in  # noqa: E402
 from planner.probe.rank.worker import Worker  # noqa: E402
-from planner.probe.result import MeasuredRun, RankResult  # noqa: E402
+from planner.probe.result import MeasuredRun  # noqa: E402
 from planner.probe.run import ProbeRun  # noqa: E402
 from planner.probe.run_price import in_eager_torch  # noqa: E402
-from planner.probe.torch_build import torch_release  # noqa: E402
 from planner.profile.measure import machine_of  # noqa: E402
 from planner.specs.registry import load_hardware  # noqa: E402
 from planner.trainers.calibration import Calibration, Factor  # noqa: E402
@@ -34,7 +33,6 @@ from tools.gpu_check.report import REHEARSAL, CheckedQuantity, GpuCheck, Part, p
 
 # torch 2.13 has new names for exchanges
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.distributed.*is deprecated:FutureWarning")
-needs_fakes = pytest.mark.skipif(torch_release() < (2, 9), reason="this torch has no fake exchanges and products")
 QUICK = [
     StageCase("llama3-8b", 1, 8192, stage=1, microbatches=4),
     StageCase("deepseek-v3", 1, 4096, ep=32, pp=8, dp=32, stage=4, microbatches=4),
@@ -42,20 +40,19 @@ QUICK = [
 ]
 
 
-def launch_here(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., MeasuredRun]:
+def launch_here(monkeypatch: pytest.MonkeyPatch) -> Callable[..., MeasuredRun]:
     """A launcher whose ranks run in this process, one after another, for one step each."""
 
     def launch(run: ProbeRun, child: Any = None, ranks: Sequence[int] = ()) -> MeasuredRun:
         run = run.model_copy(update={"num_steps": 1, "warm_up_steps": 0, "steady_s": 0.0, "most_s": 0.0})
-        (folder / RUN_FILE).write_text(run.model_dump_json())
         store, results = Neighbours(), []
         for rank in ranks or range(run.world_size):
             is_alone = child is not None  # else a rank among others
-            worker = StageWorker(folder, rank, 0) if is_alone else Worker(folder, rank, rank)
+            worker = (StageWorker if is_alone else Worker)(run, rank, 0 if is_alone else rank, Neighbours)
             worker.store = store
             with fake_group(monkeypatch):
                 worker.main()
-            results.append(RankResult.model_validate_json((folder / RESULT_FILE.format(rank)).read_text()))
+            results += results_in(store, [rank])
         return MeasuredRun(run=run, ranks=tuple(results))
 
     return launch
@@ -68,7 +65,7 @@ def on_h200(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(parts, "machine_here", machine_of)
     monkeypatch.setattr(parts, "profile_part", lambda device, path, limit_s: profiled)
     monkeypatch.setattr(parts, "read_profile", lambda path: load_hardware("h200"))
-    monkeypatch.setattr(probe_module, "launch", launch_here(tmp_path, monkeypatch))
+    monkeypatch.setattr(probe_module, "launch", launch_here(monkeypatch))
     monkeypatch.setattr(parts, "PIPELINE", parts.PIPELINE._replace(layers=1, microbatches=4))
     products = Factor(value=1.1, source="made up")
     calibration = Calibration(source="made up", gemm_factor=products)
@@ -84,7 +81,6 @@ def checked(cases: Sequence[StageCase] = QUICK, **options: Any) -> tuple[GpuChec
     return check.run(), saved
 
 
-@needs_fakes
 def test_every_part_runs_on_fake_gpus(on_h200: None) -> None:
     report, saved = checked()
     assert {part.name: part.detail for part in report.parts if part.status != "ran"} == {}

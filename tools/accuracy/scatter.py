@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import io
+import logging
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from hashlib import sha256
 from html import escape
 from statistics import median
-from typing import TYPE_CHECKING, Any, NamedTuple
+from threading import RLock
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from markupsafe import Markup
 from matplotlib.ticker import LogLocator, NullFormatter, NullLocator
@@ -15,11 +19,49 @@ from matplotlib.ticker import LogLocator, NullFormatter, NullLocator
 from planner.report.format import percent, seconds
 from planner.report.html import draw, tag
 from planner.report.pictures import PALETTE
-from planner.report.plots import ALARM, INK, LINE, PAPER, SOFT, drawing, figure, image
 from planner.validate.score import Scored
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+logging.getLogger("matplotlib").setLevel(logging.WARNING)  # a first run would note that it looks for fonts
+INK, SOFT, LINE, ALARM, PAPER = "#1c2128", "#59636e", "#d5dae0", "#b3261e", "#fefefe"
+"""Colours of text, quiet text, grids, alarms and background."""
+_SETTINGS = {
+    "svg.hashsalt": "planner", "svg.fonttype": "none", "font.size": 9, "text.color": INK, "axes.labelcolor": SOFT,
+    "axes.edgecolor": SOFT, "xtick.color": SOFT, "ytick.color": SOFT, "grid.color": LINE, "axes.spines.top": False,
+    "axes.spines.right": False, "axes.axisbelow": True, "legend.frameon": False, "font.family": "sans-serif",
+    "font.sans-serif": ["DejaVu Sans", "system-ui", "sans-serif"], "text.parse_math": False,
+}  # fmt: skip
+_LOCK = RLock()
+"""A lock, since all threads share matplotlib's settings."""
+
+
+@contextmanager
+def drawing() -> Iterator[None]:
+    """A context with our matplotlib settings in place of the user's own."""
+    from matplotlib import style
+
+    with _LOCK, style.context(["default", _SETTINGS]):
+        yield
+
+
+def figure(width_in: float, height_in: float) -> Figure:
+    """An empty figure. Draw on it inside `with drawing():`, which gives new axes our settings."""
+    from matplotlib.figure import Figure
+
+    with drawing():
+        return Figure(figsize=(width_in, height_in), layout="constrained")
+
+
+def image(drawn: Figure, kind: Literal["png", "svg", "pdf"]) -> bytes:
+    """The figure as a file's bytes."""
+    file = io.BytesIO()
+    dates = {"png": {"Software": None}, "svg": {"Date": None}, "pdf": {"CreationDate": None}}
+    with drawing():
+        drawn.savefig(file, format=kind, dpi=150, metadata=dates[kind])
+    return file.getvalue()
+
 
 BAND_FRACTION = 0.1
 COLOURS = (*PALETTE[:6], INK)

@@ -236,7 +236,7 @@ def refusal(case: StageCase, hardware: HardwareSpec, device: Device, memory_byte
     plan = case.plan(hardware, small)
     try:
         require_runnable(plan, stage_options(case, device))
-        require_flash(plan.model.spec, case.cp, device, "")
+        require_flash(case.cp, device, "")
     except ProbeError as error:
         return f"refused: {error.message}"
     if small:

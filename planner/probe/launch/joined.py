@@ -11,7 +11,6 @@ from __future__ import annotations
 import faulthandler
 import os
 import re
-import shutil
 import socket
 import sys
 import threading
@@ -19,23 +18,22 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
-from datetime import timedelta
-from pathlib import Path
+from functools import partial
 from typing import Any, cast
 
 import torch.distributed as dist
 
 from planner.errors import PlannerError, ProbeError, SpecError
-from planner.probe.launch.launcher import removed_when_ended, run_folder, write_run
 from planner.probe.launch.process import CONSEQUENCES, EXIT_FAILED, HINTS, failed_rank, hint_of, run_worker
 from planner.probe.rank.groups import (
     BEAT_S,
     MEET_S,
-    Progress,
+    Heard,
+    failures_in,
     hanging_rank,
-    read_results,
-    read_status,
     refuse_all,
+    results_in,
+    tcp_store,
 )
 from planner.probe.rank.worker import Worker
 from planner.probe.result import RankFailure, RankResult
@@ -100,18 +98,16 @@ def meeting_place() -> tuple[str, int]:
     return os.environ.get("MASTER_ADDR", "localhost"), int(os.environ.get("MASTER_PORT", _FIRST_PORT))
 
 
-def _store(world_size: int, timeout_s: float, is_master: bool) -> Any:
-    """A connection to the ranks' store, which torchrun hosts, or rank 0 (`is_master`)."""
-    untyped, (host, port) = cast(Any, dist), meeting_place()
-    limit = timedelta(seconds=timeout_s)
-    store = untyped.TCPStore(host, port, world_size, is_master=is_master, timeout=limit, wait_for_workers=False)
-    return untyped.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+def _store(timeout_s: float, is_host: bool = False) -> Any:
+    """A connection to the ranks' store, which torchrun hosts, or rank 0 (`is_host`)."""
+    attempt = f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    return cast(Any, dist).PrefixStore(attempt, tcp_store(*meeting_place(), timeout_s, is_host))
 
 
 def _came(rank: int, world_size: int, timeout_s: float) -> tuple[Any, int, int]:
     """The store, how often this rank has come to it, and the number of ranks that rank 0 was told of."""
     hosts = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    store = _store(world_size, timeout_s, hosts)
+    store = _store(timeout_s, hosts)
     came = store.add(f"came {rank}", 1)
     if rank == 0:
         store.set("world size", str(world_size))
@@ -189,7 +185,7 @@ def ring(address: str) -> str:
         return "cannot be reached"
 
 
-_KEY, _VERDICT = "progress {}", "stands still"
+_VERDICT = "stands still"
 EXPLAINED = {
     "is gone": "its process was killed or has ended: its own output, or the kernel's log (dmesg), says why",
     "has stopped": "a signal (SIGSTOP) or a debugger stops its process",
@@ -200,23 +196,21 @@ EXPLAINED = {
 
 
 class RankWatch:
-    """The watch over one rank. `start` begins it, `end` ends it."""
+    """The watch over one rank. `begin` begins it, `end` ends it."""
 
-    def __init__(self, run: ProbeRun, folder: Path, rank: int, bells: list[str]) -> None:
-        self.run, self.folder, self.rank, self.bells = run, folder, rank, bells
+    def __init__(self, run: ProbeRun, rank: int) -> None:
+        self.run, self.rank, self.bells = run, rank, list[str]()
         self.poll_s = min(MOST_POLL_S, run.timeout_s / 8)
         self.done = threading.Event()
         self.verdict: tuple[str, str] | None = None
         """The words of a rank about one that stands still, and a hint."""
         self.heard_s = time.monotonic()
         """The time when rank 0 was last heard."""
-        self.progress: dict[int, Progress] = {}
-        """The last heard of each rank (rank 0 hears all, the others rank 0), in seconds of this machine's clock: those
-        of others differ, and what counts is when their words changed."""
-        self.words: dict[int, list[str]] = {}
-        """The words by which each rank last told its progress."""
 
-    def start(self) -> None:
+    def begin(self, bells: list[str]) -> None:
+        """Watch ranks that answer at these addresses: rank 0 hears all, the others rank 0."""
+        self.bells = bells
+        self.heard = Heard(_store(RING_S), range(self.run.world_size if self.rank == 0 else 1))
         for loop in (self._talk, self._look):
             threading.Thread(target=loop, daemon=True).start()
 
@@ -224,44 +218,30 @@ class RankWatch:
         self.done.set()
 
     def _talk(self) -> None:
-        store: Any = None
-        while not self.done.wait(self.poll_s if store else BEAT_S):
+        store = self.heard.store
+        while not self.done.wait(self.poll_s):
             with suppress(RuntimeError):  # rank 0 or torchrun, which hosts the store, is gone
-                store = store or _store(self.run.world_size, RING_S, is_master=False)
-                own = read_status(self.folder, self.rank, time.monotonic())
-                store.set(_KEY.format(self.rank), f"{own.phase}|{own.detail}|{own.since_s:.3f}|{own.beat_s:.3f}")
-                for rank in range(self.run.world_size if self.rank == 0 else 1):
-                    self._hear(store, rank)
+                self.heard.listen()
                 if self.rank == 0 and (said := self._judge()) is not None:
                     store.set(_VERDICT, "|".join(said))
                 if store.check([_VERDICT]):
                     sentence, _, hint = store.get(_VERDICT).decode().partition("|")
                     self.verdict = sentence, hint
-                self.heard_s = max(self.heard_s, self.progress[0].beat_s)
-
-    def _hear(self, store: Any, rank: int) -> None:
-        now_s = time.monotonic()
-        last = self.progress.setdefault(rank, Progress("start", "", now_s, now_s))
-        if rank not in self.words and not store.check([_KEY.format(rank)]):
-            return
-        told, before = store.get(_KEY.format(rank)).decode().split("|"), self.words.get(rank, [])
-        since_s = last.since_s if before[:3] == told[:3] else now_s
-        self.progress[rank] = Progress(told[0], told[1], since_s, last.beat_s if before == told else now_s)
-        self.words[rank] = told
+                self.heard_s = max(self.heard_s, self.heard.progress[0].beat_s)
 
     def _judge(self) -> tuple[str, str] | None:
         """The rank that keeps the others from moving; one whose process is gone is named at once."""
         timeout_s = self.run.timeout_s
-        for rank, progress in self.progress.items():
+        for rank, progress in self.heard.progress.items():
             if rank == self.rank or progress.phase == "done" or progress.silent_s < 2 * self.poll_s + RING_S:
                 continue
             silence = self._silence(rank)
             if silence == "is gone" or progress.is_silent(timeout_s):
                 return self.named(rank, silence)
-        rank_or_none = hanging_rank(self.progress, timeout_s)
+        rank_or_none = hanging_rank(self.heard.progress, timeout_s)
         if rank_or_none is None:
             return None
-        said = f"{failed_rank(self.run, rank_or_none)} {self.progress[rank_or_none].hang(timeout_s)}"
+        said = f"{failed_rank(self.run, rank_or_none)} {self.heard.progress[rank_or_none].hang(timeout_s)}"
         return said, "--timeout gives slow ranks longer; stacks of this rank follow"
 
     def _silence(self, rank: int) -> str:
@@ -269,7 +249,7 @@ class RankWatch:
 
     def named(self, rank: int, silence: str) -> tuple[str, str]:
         """The words for a rank that is silent, and their hint."""
-        progress = self.progress.get(rank)
+        progress = self.heard.progress.get(rank)
         last = f": the last heard of it was {progress}" if progress is not None and progress.phase != "start" else ""
         host = self.bells[rank].partition("|")[0]
         return f"{failed_rank(self.run, rank)} on {host} {silence}{last}", EXPLAINED[silence]
@@ -294,8 +274,7 @@ class RankWatch:
 
     def _has_failed(self, store: Any, rank: int) -> RankFailure | None:
         with suppress(RuntimeError):
-            if store.check([f"failure {rank}"]):
-                return RankFailure.model_validate_json(store.get(f"failure {rank}"))
+            return next(iter(failures_in(store, [rank])), None)
         return None
 
     def _look(self) -> None:
@@ -316,7 +295,6 @@ class RankWatch:
         sys.stderr.write(PlannerError(sentence, hint).lines())
         sys.stderr.flush()
         faulthandler.dump_traceback(all_threads=True)
-        shutil.rmtree(self.folder, ignore_errors=True)
         os._exit(EXIT_FAILED)
 
 
@@ -328,30 +306,20 @@ def run_rank(make: Callable[[], ProbeRun], timeout_s: float) -> tuple[ProbeRun, 
     """
     rank = int(os.environ["RANK"])
     world_size = int(os.environ["WORLD_SIZE"])
-    with run_folder(keeps_after_error=False) as folder, removed_when_ended(folder):
-        store = meet(rank, world_size, max(timeout_s, MEET_S))
-        try:
-            run = make()
-        except PlannerError as error:
-            refuse_all(store, rank, world_size, f"rank {rank} on {os.uname().nodename} refuses: {error.message}")
-            raise
-        return run, _run_in(folder, run, rank, store)
+    store = meet(rank, world_size, max(timeout_s, MEET_S))
+    try:
+        run = make()
+    except PlannerError as error:
+        refuse_all(store, rank, world_size, f"rank {rank} on {os.uname().nodename} refuses: {error.message}")
+        raise
+    return run, _run_in(run, rank, store)
 
 
-def _run_in(folder: Path, run: ProbeRun, rank: int, store: Any) -> tuple[RankResult, ...] | RankFailure:
-    write_run(folder, run)
-    bell = Bell(rank)
-    watch = RankWatch(run, folder, rank, [])
-
-    def agreed(bells: list[str]) -> None:
-        watch.bells = bells
-        watch.start()
-
+def _run_in(run: ProbeRun, rank: int, store: Any) -> tuple[RankResult, ...] | RankFailure:
+    bell, watch = Bell(rank), RankWatch(run, rank)
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    failure = run_worker(lambda: Worker(folder, rank, local_rank, store, bell.address, agreed), folder, rank)
+    failure = run_worker(Worker(run, rank, local_rank, partial(_store, MEET_S), bell.address, watch.begin))
     if failure is not None:
-        with suppress(RuntimeError):
-            store.set(f"failure {rank}", failure.model_dump_json())
         cause = watch.cause(store) if watch.bells and failure.kind in CONSEQUENCES else None
         watch.end()
         if rank == 0:
@@ -360,9 +328,7 @@ def _run_in(folder: Path, run: ProbeRun, rank: int, store: Any) -> tuple[RankRes
             return failure
         raise _error(failure, run, cause)
     watch.end()
-    if rank:
-        return ()
-    return read_results(folder, range(run.world_size))
+    return () if rank else results_in(store, range(run.world_size))
 
 
 def _error(failure: RankFailure, run: ProbeRun, cause: tuple[str, str] | None) -> ProbeError:

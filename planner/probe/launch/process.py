@@ -11,16 +11,15 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
-from planner.errors import PlannerError, ProbeError
-from planner.files import write_text
-from planner.probe.rank.groups import FAILURE_FILE, LOG_FILE, STACK_FILE
+from planner.errors import ProbeError
+from planner.probe.rank.groups import FAILURE, START_TIMEOUT_S, tcp_store
 from planner.probe.rank.pipeline import StepRecord
 from planner.probe.rank.training import trainer_alone
 from planner.probe.rank.worker import StepLoop, Worker
@@ -99,28 +98,23 @@ def asked_bytes(message: str) -> int | None:
 EXIT_FAILED = 5
 
 
-def run_worker(make: Callable[[], Worker], folder: Path, rank: int) -> RankFailure | None:
-    """Run one rank to its end. Returns its failure, which is also written into the folder, or None."""
-    worker: Worker | None = None
+def run_worker(worker: Worker) -> RankFailure | None:
+    """Run one rank to its end. Returns its failure, which the store is told too, or None."""
     try:
-        worker = make()
         worker.main()
     except Exception as error:
-        phase = "start" if worker is None else str(worker.status)
-        failure = failure_of(error, rank, None if worker is None else worker.run, phase)
-        if worker is not None:
-            worker.status.at(failure.message)  # the status file has its space already
-        with suppress(PlannerError):  # a full disk: the launcher still has the log
-            write_text(folder / FAILURE_FILE.format(rank), failure.model_dump_json(), force=True)
+        failure = failure_of(error, worker.rank, worker.run, str(worker.status))
+        with suppress(RuntimeError):  # who hosts the store is gone
+            worker.store.set(FAILURE.format(worker.rank), failure.model_dump_json())
         return failure
     return None
 
 
-def failure_of(error: BaseException, rank: int, run: ProbeRun | None, phase: str) -> RankFailure:
-    """The record of an exception, as the launcher reads it from a file."""
+def failure_of(error: BaseException, rank: int, run: ProbeRun, phase: str) -> RankFailure:
+    """The record of an exception."""
     return RankFailure(
         rank=rank,
-        stage=0 if run is None else run.place(rank).pp,
+        stage=run.place(rank).pp,
         phase=phase,
         kind=kind_of(error),
         message=message_of(error),
@@ -136,22 +130,35 @@ def out_of_memory_result(run: ProbeRun, failure: RankFailure) -> MeasuredRun:
     return MeasuredRun(run=run, ranks=(), out_of_memory=RankOutOfMemory(**fields))
 
 
-def rank_process(folder: Path, rank: int, local_rank: int, worker: type[Worker] = Worker) -> None:
+class Start(NamedTuple):
+    """All that the process of a rank is given."""
+
+    run: ProbeRun
+    port: int
+    """Port of the launcher's store, on this machine."""
+    folder: Path
+    """Folder for the log of each rank, in which its stacks stand too."""
+
+
+LOCALHOST = "127.0.0.1"
+
+
+def rank_process(start: Start, rank: int, local_rank: int, worker: type[Worker] = Worker) -> None:
     """The process of one rank among all ranks of a run. It ends early when its launcher is interrupted or ends."""
     os.setsid()
     threading.Thread(target=_die_with_launcher, daemon=True).start()
     try:
-        log = os.open(folder / LOG_FILE.format(rank), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
-        stack = (folder / STACK_FILE.format(rank)).open("w")
+        log = os.open(start.folder / f"rank{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
     except FileNotFoundError:  # interrupted while this process was on its way, the launcher has cleared up already
         os._exit(EXIT_FAILED)
     os.dup2(log, 1)
     os.dup2(log, 2)
-    faulthandler.register(signal.SIGUSR1, file=stack, all_threads=True)
+    faulthandler.register(signal.SIGUSR1, file=2, all_threads=True)
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(1)
-    failure = run_worker(lambda: worker(folder, rank, local_rank), folder, rank)
+    connect = partial(tcp_store, LOCALHOST, start.port, START_TIMEOUT_S)
+    failure = run_worker(worker(start.run, rank, local_rank, connect))
     with suppress(OSError):  # a full disk
         print("" if failure is None else failure.traceback, flush=True)
     os._exit(0 if failure is None else EXIT_FAILED)  # threads of a lost process group must not hold the process back

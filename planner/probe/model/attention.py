@@ -34,7 +34,7 @@ from planner.probe.model.peers import (
     to_fp32,
 )
 from planner.probe.run import Device
-from planner.probe.torch_build import on_gpu, this_build, torch_release
+from planner.probe.torch_build import on_gpu, this_build
 from planner.specs.base import Texts
 from planner.specs.model import LayerKind, ModelSpec
 from planner.specs.model_parts import MLASpec
@@ -46,16 +46,11 @@ def takes_flash(x: Tensor) -> bool:
     return on_gpu(x) and x.dtype in (torch.bfloat16, torch.float16)
 
 
-def require_flash(model: ModelSpec, cp: int, device: Device, hint: str) -> None:
+def require_flash(cp: int, device: Device, hint: str) -> None:
     """Raise ProbeError where this build's flash attention computes something else than the model's attention over
     sequences split into `cp`."""
-    build = this_build()
-    if device == "cpu":
-        return
-    if cp > 1 and not build.aligns_to_last_key:
+    if device == "cuda" and cp > 1 and not this_build().aligns_to_last_key:
         raise ProbeError(f"flash attention of torch {torch.__version__} takes no sequences split over cp {cp}", hint)
-    if (model.sliding_window or model.attention_sinks) and torch_release() < build.windows_since:
-        raise ProbeError(f"flash attention of torch {torch.__version__} takes no windows and sinks", hint)
 
 
 class Visibility(NamedTuple):

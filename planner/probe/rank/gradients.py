@@ -15,11 +15,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import _disable_current_modes
 
-from planner.errors import ProbeError
 from planner.probe.model.chunk import Chunk, local
 from planner.probe.model.layers import Experts
 from planner.probe.model.peers import marks_of
-from planner.probe.run import ProbeRun
 from planner.probe.torch_build import gather_whole, on_gpu, scatter_sum
 
 ADAM = {"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
@@ -196,19 +194,6 @@ def clip_scale(squared_norm: Tensor, max_norm: float) -> tuple[Tensor, Tensor]:
     norm = squared_norm.sqrt()
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0) if max_norm else torch.ones_like(norm)
     return norm, scale
-
-
-def require_fully_shard(run: ProbeRun) -> None:
-    """Raise ProbeError if the run is one of ZeRO-3 and torch's fully_shard is older than what the ranks need of it: to
-    sum gradients instead of averaging them, to leave some parameters out, and to emulate peers."""
-    from torch.distributed.fsdp import FSDPModule
-
-    needed = ("set_gradient_divide_factor", "set_custom_all_gather")
-    if run.fully_sharded and not all(hasattr(FSDPModule, name) for name in needed):
-        raise ProbeError(
-            f"zero_stage 3: fully_shard of torch {torch.__version__} can neither sum gradients nor emulate peers",
-            "install torch 2.9 or newer, or plan with --zero-stage 1",
-        )
 
 
 def shard_chunk(

@@ -1,15 +1,14 @@
 """How ranks come together: a handshake, the process groups of a rank, and the progress that each of them tells.
 
 In the handshake they exchange versions, devices and what they are to run, and a mismatch is named. The groups are the
-ranks with which a rank shares layers, gradients, parameters, and messages. Progress is a line in a small memory-mapped
-file, which whoever watches the rank reads.
+ranks with which a rank shares layers, gradients, parameters, and messages. Progress, results and failures are words in
+the store in which the ranks have met; whoever watches them reads it.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import mmap
 import os
 import threading
 import time
@@ -17,8 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -27,16 +25,12 @@ from planner.distribution import __version__
 from planner.errors import ProbeError
 from planner.probe.model.peers import ExpertGroup, ExpertPeers, GroupPeers, Surroundings, TensorPeers
 from planner.probe.rank.gradients import Sharding
-from planner.probe.result import RankResult
+from planner.probe.result import RankFailure, RankResult
 from planner.probe.run import Place, ProbeRun, Purpose, group_keys, groups_of
 from planner.specs.base import Named
 
-RUN_FILE = "run.json"
-RESULT_FILE, STATUS_FILE, FAILURE_FILE = "rank{}.json", "rank{}.status", "rank{}.failure.json"
-STACK_FILE, LOG_FILE = "rank{}.stack", "rank{}.log"
-
-
-SIZE, MAX_DETAIL = 1024, 800
+PROGRESS, RESULT, FAILURE = "progress {}", "result {}", "failure {}"
+"""The keys of a rank's words in the store."""
 MEET_S, START_TIMEOUT_S = 30.0, 60.0
 """The shortest timeouts of ranks that meet, and of the phases before the first step: on a busy machine, processes start
 and build slowly."""
@@ -112,19 +106,13 @@ def in_words(phase: str, detail: str) -> str:
     return f"{phase}{separator}{detail}" if detail else phase
 
 
-class StatusFile:
-    """The file with this rank's line. Writing it is cheap enough for every action.
+class Status:
+    """The phase of this rank and its present action, of which the store is told at each phase and every BEAT_S, also
+    while the rank computes or waits."""
 
-    A thread writes that the process is alive, also while the rank computes or waits.
-    """
-
-    def __init__(self, path: Path) -> None:
-        path.write_bytes(b" " * SIZE)
-        with path.open("r+b") as file:
-            self._map = mmap.mmap(file.fileno(), SIZE)
-        self._lock = threading.Lock()
-        self.phase = ""
-        self.detail = ""
+    def __init__(self, store: Any, rank: int) -> None:
+        """The connection is this status's own: others wait for ranks."""
+        self.store, self.key, self.num_moves = store, PROGRESS.format(rank), 0
         self.enter("start")
         threading.Thread(target=self._beat, daemon=True).start()
 
@@ -132,39 +120,64 @@ class StatusFile:
         """Begin a phase; its timeout starts now."""
         self.phase = phase
         self.at(detail)
+        self._tell()
 
     def at(self, detail: object) -> None:
         """Record an action within the phase."""
-        self.detail = str(detail).replace("|", "/")[:MAX_DETAIL]
-        self._since_s = time.monotonic()
-        self._write()
+        self.detail = str(detail).replace("|", "/")
+        self.num_moves += 1
+
+    def _tell(self) -> None:
+        with suppress(RuntimeError):  # who hosts the store is gone
+            self.store.set(self.key, f"{self.phase}|{self.detail}|{self.num_moves}|{time.monotonic():.3f}")
 
     def _beat(self) -> None:
         while True:
             time.sleep(BEAT_S)
-            self._write()
-
-    def _write(self) -> None:
-        with self._lock:
-            line = f"{self.phase}|{self.detail}|{self._since_s:.3f}|{time.monotonic():.3f}|"
-            self._map[:] = line.encode("ascii", "replace")[:SIZE].ljust(SIZE)
+            self._tell()
 
     def __str__(self) -> str:
         return in_words(self.phase, self.detail)
 
 
-def read_status(folder: Path, rank: int, start_s: float) -> Progress:
-    """The progress that a rank wrote, which starts at `start_s` where it has not written any yet."""
-    with suppress(OSError, ValueError):
-        phase, detail, since_s, beat_s, _ = (folder / STATUS_FILE.format(rank)).read_text(errors="replace").split("|")
-        return Progress(phase, detail, float(since_s), float(beat_s))
-    return Progress("start", "", start_s, time.monotonic())
+class Heard:
+    """The progress that ranks have told, in seconds of the clock of who hears it: those of their machines differ, and
+    what counts is when their words changed."""
+
+    def __init__(self, store: Any, ranks: Iterable[int]) -> None:
+        now_s = time.monotonic()
+        self.store = store
+        self.progress = {rank: Progress("start", "", now_s, now_s) for rank in ranks}
+        self.words = dict[int, list[str]]()
+
+    def listen(self) -> None:
+        """Hear what the ranks tell now."""
+        for rank, last in self.progress.items():
+            key, now_s = PROGRESS.format(rank), time.monotonic()
+            if rank not in self.words and not self.store.check([key]):
+                self.progress[rank] = last._replace(beat_s=now_s)  # its process starts
+                continue
+            told, before = self.store.get(key).decode().split("|"), self.words.get(rank, [])
+            since_s = last.since_s if before[:3] == told[:3] else now_s
+            self.progress[rank] = Progress(told[0], told[1], since_s, last.beat_s if before == told else now_s)
+            self.words[rank] = told
 
 
-def read_results(folder: Path, ranks: Iterable[int]) -> tuple[RankResult, ...]:
-    """The measurements that ranks have left in a folder."""
-    paths = (folder / RESULT_FILE.format(rank) for rank in ranks)
-    return tuple(RankResult.model_validate_json(path.read_text()) for path in paths)
+def tcp_store(host: str, port: int, timeout_s: float, is_host: bool = False) -> Any:
+    """A connection to the store in which ranks meet, or the store itself (`is_host`; port 0 takes a free one)."""
+    limit = timedelta(seconds=timeout_s)
+    return cast(Any, dist).TCPStore(host, port, is_master=is_host, timeout=limit, wait_for_workers=False)
+
+
+def results_in(store: Any, ranks: Iterable[int]) -> tuple[RankResult, ...]:
+    """The measurements that ranks have left in their store."""
+    return tuple(RankResult.model_validate_json(store.get(RESULT.format(rank))) for rank in ranks)
+
+
+def failures_in(store: Any, ranks: Iterable[int]) -> list[RankFailure]:
+    """The records of those ranks that have failed."""
+    keys = [key for key in map(FAILURE.format, ranks) if store.check([key])]
+    return [RankFailure.model_validate_json(store.get(key)) for key in keys]
 
 
 class Identity(NamedTuple):

@@ -3,13 +3,6 @@
 There is a channel for each ordered pair of pipeline ranks, used in the order of the sender's actions. Both ends derive
 that order from the action lists, so that sends need no tags and never wait for each other: a send returns at once, and
 a receiver keeps the next expected message of each sender under way while it computes.
-
-Clocks of ranks get one zero. No rank leaves a sum over all ranks before every rank has entered it. Let a rank's clock
-show θ more than rank 0's. Each sum then bounds θ on both sides, by the times at which the two entered and left it:
-
-    entered − left₀  ≤  θ  ≤  left − entered₀
-
-Several sums leave a narrow interval: its middle is taken for θ, and half its width is the most by which that is wrong.
 """
 
 from __future__ import annotations
@@ -27,7 +20,7 @@ from torch import Tensor
 from planner.probe.model.attention import AttentionTables
 from planner.probe.model.chunk import Chunk
 from planner.probe.model.peers import Surroundings
-from planner.probe.run import Message, Place, ProbeRun, Purpose, SleepSeconds, message_of, needed_by, traffic
+from planner.probe.run import Message, Place, ProbeRun, Purpose, message_of, needed_by, traffic
 from planner.schedule.actions import Action, Schedule
 from planner.specs.base import Ints
 
@@ -38,9 +31,7 @@ class RankClock:
     def __init__(self, device: str) -> None:
         self.is_cuda = device.startswith("cuda")
         self.origin: Any = None
-        """The mark from which seconds are read."""
-        self.zero_s = 0.0
-        """Time zero, in seconds after the origin."""
+        """The mark of time zero."""
 
     def mark(self) -> Any:
         if not self.is_cuda:
@@ -54,14 +45,13 @@ class RankClock:
         if self.is_cuda:
             torch.cuda.synchronize()
         self.origin = self.mark()
-        self.zero_s = 0.0
 
     def seconds(self, mark: Any) -> float:
         """Seconds from time zero to a mark; waits for the GPU."""
         if not self.is_cuda:
-            return float(mark - self.origin) - self.zero_s
+            return float(mark - self.origin)
         mark.synchronize()
-        return float(self.origin.elapsed_time(mark)) / 1e3 - self.zero_s
+        return float(self.origin.elapsed_time(mark)) / 1e3
 
 
 class ActionTimes(NamedTuple):
@@ -100,49 +90,6 @@ class StepRecord:
             start_s = clock.seconds(start)
             on_action(f"{action} (computing)")
             self.actions.append(ActionTimes(action, ready_s, start_s, clock.seconds(end)))
-
-
-NUM_SUMS = 10
-"""Sums that bound a clock's offset; the quickest of them decide."""
-
-Times = Sequence[tuple[float, float]]
-"""The times at which a rank entered and left each sum, by its own clock."""
-
-
-def start_together(clock: RankClock, rank: int, device: str, is_shared: bool) -> float | None:
-    """Start the clocks of all ranks at the time at which the last one starts.
-
-    Returns the most by which this rank's clock may be ahead of rank 0's or behind it; None if the ranks share a clock
-    (`is_shared`), and on rank 0.
-    """
-    clock.origin = clock.mark() if clock.is_cuda else 0.0
-    clock.zero_s = 0.0
-    offset_s, error_s = (0.0, None) if is_shared else _offset(clock, rank, device)
-    start = torch.tensor(clock.seconds(clock.mark()) - offset_s, dtype=torch.float64, device=device)
-    dist.all_reduce(start, dist.ReduceOp.MAX)
-    clock.zero_s = float(start) + offset_s
-    return error_s
-
-
-def _offset(clock: RankClock, rank: int, device: str) -> tuple[float, float | None]:
-    """The seconds by which this rank's clock is ahead of rank 0's, and the most by which that is wrong."""
-    token = torch.zeros((), device=device)
-    marks = []
-    for _ in range(NUM_SUMS):
-        entered = clock.mark()
-        dist.all_reduce(token)
-        marks.append((entered, clock.mark()))
-    own = [(clock.seconds(entered), clock.seconds(left)) for entered, left in marks]
-    first = torch.tensor(own, dtype=torch.float64, device=device)
-    dist.broadcast(first, 0)
-    return offset_of(own, [(entered_s, left_s) for entered_s, left_s in first.tolist()]) if rank else (0.0, None)
-
-
-def offset_of(own: Times, first: Times) -> tuple[float, float]:
-    """The seconds by which one rank's clock is ahead of the first rank's, and the most by which that is wrong."""
-    least_s = max(entered_s - first_left_s for (entered_s, _), (_, first_left_s) in zip(own, first, strict=True))
-    most_s = min(left_s - first_entered_s for (_, left_s), (first_entered_s, _) in zip(own, first, strict=True))
-    return (least_s + most_s) / 2, abs(most_s - least_s) / 2
 
 
 class Wires:
@@ -336,29 +283,3 @@ class RankPipeline:
             output = output * loss_weight
         self.saved[key] = SavedForward(source, output)
         return output.detach()
-
-
-@dataclass(eq=False)
-class SleepingPipeline(RankPipeline):
-    """A pipeline that sleeps instead of computing. Its messages have the right shape and no meaning."""
-
-    durations: Sequence[SleepSeconds]
-    empty: Callable[[], Tensor]
-
-    def run(
-        self, action: Action, received: Tensor | None, batches: Sequence[tuple[Tensor, Tensor]], loss_weight: float
-    ) -> Tensor | None:
-        forward_s, input_grad_s, weight_grad_s = self.durations[action.stage % len(self.durations)]
-        seconds = {"F": forward_s, "B": input_grad_s + weight_grad_s, "I": input_grad_s, "W": weight_grad_s}
-        time.sleep(seconds[action.kind])
-        key = (action.stage, action.microbatch)
-        nothing = self.empty()
-        if action.kind == "F":
-            self.saved[key] = SavedForward(None, nothing)
-        elif action.kind == "W":
-            self.postponed.pop(key)
-        else:
-            self.saved.pop(key)
-            if action.kind == "I":
-                self.postponed[key] = []
-        return None if message_of(self.schedule, action) is None else nothing

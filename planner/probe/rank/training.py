@@ -23,7 +23,7 @@ from planner.probe.rank.gradients import (
     shard_chunk,
 )
 from planner.probe.rank.groups import RankGroups, run_surroundings
-from planner.probe.rank.pipeline import EmulatedWires, RankClock, RankPipeline, SleepingPipeline, StepRecord, Wires
+from planner.probe.rank.pipeline import EmulatedWires, RankClock, RankPipeline, StepRecord, Wires
 from planner.probe.result import StepSeconds
 from planner.probe.run import ProbeRun, holders, needed_by
 from planner.schedule.actions import Action
@@ -150,11 +150,6 @@ class RankTrainer:
         stages, actions = run.stages_of(pp_rank), tuple(run.order.ranks[pp_rank])
         self.chunks: dict[int, Chunk] = {}
         self.flat: list[FlatParameters | ShardedParameters] = []
-        if run.sleep is not None:
-            self.pipeline: RankPipeline = SleepingPipeline(
-                run.order, actions, {}, wires, around, None, self.clock, run.sleep, self.empty
-            )
-            return
         fully_sharded = run.fully_sharded and dense.group is not None
         is_meta = fully_sharded and not run.check  # the whole may be more than a device holds
         self.chunks = {stage: build_chunk(run, stage, around, "meta" if is_meta else device) for stage in stages}
@@ -196,36 +191,15 @@ class RankTrainer:
         until the GPU has finished its running work. Within a step that work can be a receive whose sender waits in the
         same way.
         """
-        for stage in self.chunks:
-            self.micro_batch(stage, self.own_batch(), lambda kind: torch.ones_like(self.empty()), on_action)
-        self.forget()
-
-    def own_batch(self) -> tuple[Tensor, Tensor]:
-        """Tokens and labels that belong to no step."""
         run = self.run
-        return synthetic_batch(run.model, run.whole_seq_length, run.micro_batch_size, run.seed, self.device)
-
-    def micro_batch(
-        self,
-        stage: int,
-        batch: tuple[Tensor, Tensor],
-        received: Callable[[str], Tensor],
-        on_action: Callable[[str], None],
-        kinds: str = "",
-    ) -> dict[str, tuple[Any, Any]]:
-        """Run one micro-batch forward and backward through a chunk, without neighbours: `received` makes what they
-        would send, an activation (F) or a gradient (B). Returns the clock's marks around each of the `kinds` of action,
-        by default those of the schedule."""
-        marks = {}
-        for kind in kinds or ("FIW" if self.run.order.splits_backward else "FB"):
-            action = Action(kind, stage, 0)
-            on_action(f"{action} (computing)")
-            needed = needed_by(self.run.order, action)
-            tensor = None if needed is None else received(needed.kind)
-            start = self.clock.mark()
-            self.pipeline.run(action, tensor, [batch], 1.0)
-            marks[kind] = start, self.clock.mark()
-        return marks
+        batch = synthetic_batch(run.model, run.whole_seq_length, run.micro_batch_size, run.seed, self.device)
+        for stage in self.chunks:
+            for kind in "FIW" if run.order.splits_backward else "FB":
+                action = Action(kind, stage, 0)
+                on_action(f"{action} (computing)")
+                received = None if needed_by(run.order, action) is None else torch.ones_like(self.empty())
+                self.pipeline.run(action, received, [batch], 1.0)
+        self.forget()
 
     def forget(self) -> None:
         """Drop all gradients."""
@@ -295,8 +269,6 @@ class RankTrainer:
     def reduce(self, on_action: Callable[[str], None]) -> None:
         """Sum gradients over every rank that has a part or a replica of them."""
         on_action("gradients (waiting)")
-        if not self.flat:
-            return
         if isinstance(self.around.tp, GroupPeers):
             all_reduce_flat(self.parameters.partial_over_tp(), self.around.tp.group)
         for pp_ranks, names in sorted(self.parameters.replicas().items()):
@@ -306,8 +278,7 @@ class RankTrainer:
 
     def squared_norm(self) -> Tensor:
         """This rank's contribution to the square of the gradients' global norm."""
-        parts = [flat.squared_norm() for flat in self.flat]
-        return torch.stack(parts).sum() if parts else torch.zeros((), device=self.device)
+        return sum((flat.squared_norm() for flat in self.flat), torch.zeros((), device=self.device))
 
     @staticmethod
     def _sum_replicas(names: dict[str, list[Tensor]], group: Any) -> None:
@@ -339,8 +310,7 @@ def groups_of_one(*sizes: int) -> list[Any]:
 
 def emulate_exchanges(module: nn.Module) -> None:
     """Replace exchanges by copies on the device: a gather of weights repeats this rank's rows, a scatter of gradients
-    keeps this rank's part. `require_fully_shard` says whether torch's fully_shard can be given exchanges of one's own.
-    """
+    keeps this rank's part."""
     from torch.distributed.fsdp import FSDPModule
 
     for unit in module.modules():

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
-from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple, cast
 
@@ -20,30 +19,27 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from planner.files import write_text
 from planner.probe.model.attention import AttentionTables, KernelsSeen
 from planner.probe.model.chunk import Chunk, initialise, shard_of
 from planner.probe.model.peers import Surroundings
-from planner.probe.rank.after_steps import barrier, measure_exchanges, with_quiet_seconds
+from planner.probe.rank.exchanges import barrier, measure_exchanges, slowest_s
 from planner.probe.rank.gradients import ADAM, clip_scale
 from planner.probe.rank.groups import (
     MEET_S,
     POLL_S,
-    RESULT_FILE,
-    RUN_FILE,
+    RESULT,
     START_TIMEOUT_S,
-    STATUS_FILE,
     WAITING,
     Identity,
     RankGroups,
-    StatusFile,
+    Status,
     require_agreement,
     what_runs,
 )
-from planner.probe.rank.pipeline import ActionTimes, GroupWires, RankClock, StepRecord, start_together
+from planner.probe.rank.pipeline import ActionTimes, GroupWires, RankClock, StepRecord
 from planner.probe.rank.training import RankTrainer, batch_seed, dtypes, empty_message, synthetic_batch
 from planner.probe.result import ChunkSeconds, ProbeCheck, ProbedMemory, RankResult, StepSeconds, TimedAction, shown
-from planner.probe.run import ChunkSpec, ProbeRun, Repeats, spread_fraction
+from planner.probe.run import ChunkSpec, ProbeRun, repeats, spread_fraction
 from planner.probe.torch_build import Monitor, watched
 from planner.specs.base import Texts, grouped
 
@@ -146,36 +142,36 @@ def chunk_seconds(actions: Iterable[ActionTimes]) -> tuple[ChunkSeconds, ...]:
     return tuple(report)
 
 
-GROWTH = 1.1
-
-
 class StepLoop:
     """Counts steps and collects their seconds.
 
-    Warm-up ends after `run.warm_up_steps` and `run.steady_s`, measuring after `run.num_steps` and `run.steady_s`, once
-    the medians are sure or the steps took `run.most_s`. `agree` makes one decision of those of all ranks.
+    After `run.warm_up_steps` steps warm up for `run.steady_s` more, and are measured for `run.most_s`, by the seconds
+    of the slowest rank, so that all ranks run as many.
     """
 
-    def __init__(self, run: ProbeRun, agree: Callable[[bool], bool] = bool) -> None:
-        self.run = run
-        self.agree = agree
+    def __init__(self, run: ProbeRun, slowest: Callable[[float], float] = float) -> None:
+        self.run, self.slowest = run, slowest
         self.warm_up, self.steps = list[StepSeconds](), list[StepSeconds]()
         self.actions: list[ActionTimes] = []
         """The actions of all measured steps."""
         self.record = StepRecord()
         """The record of the last step."""
-        self.next_look = 0.0
 
     def __iter__(self) -> Iterator[tuple[int, str]]:
         """The number of each step, and the name of its phase. The caller runs it and calls `add`."""
         run = self.run
-        for steps, name, repeats in (
-            (self.warm_up, "warm-up", Repeats(run.warm_up_steps, run.steady_s, min(run.steady_s, run.most_s))),
-            (self.steps, "step {}", Repeats(run.num_steps, run.steady_s, run.most_s)),
-        ):
-            self.into = steps
-            while not self._suffice(repeats):
-                yield len(self.warm_up) + len(self.steps), name.format(len(steps))
+        yield from self._phase(self.warm_up, "warm-up", run.warm_up_steps)
+        yield from self._phase(self.warm_up, "warm-up", self._as_many(run.steady_s, fewest=0))
+        yield from self._phase(self.steps, "step {}", self._as_many(run.most_s, run.num_steps))
+
+    def _phase(self, into: list[StepSeconds], name: str, count: int) -> Iterator[tuple[int, str]]:
+        self.into = into
+        for _ in range(count):
+            yield len(self.warm_up) + len(self.steps), name.format(len(into))
+
+    def _as_many(self, seconds: float, fewest: int) -> int:
+        """Number of steps that take so long, as the last one that has warmed up."""
+        return repeats(self.slowest(self.warm_up[-1].step_s), seconds, fewest) if seconds else fewest
 
     def add(self, record: StepRecord, seconds: StepSeconds) -> None:
         """Keep a step's measurements."""
@@ -192,44 +188,29 @@ class StepLoop:
     def all_steps(self) -> list[StepSeconds]:
         return [*self.warm_up, *self.steps]
 
-    def _suffice(self, repeats: Repeats) -> bool:
-        steps_s = [step.step_s for step in self.into]
-        enough = repeats.suffice(len(steps_s), sum(steps_s), partial(self._spread, steps_s))
-        return self.agree(enough) if self.run.most_s and len(steps_s) >= repeats.fewest else enough
 
-    def _spread(self, steps_s: list[float]) -> float | None:
-        """The largest spread of the step and of its chunks; None where the steps are hardly more than at the last
-        look, because many short ones take long to sort."""
-        if len(steps_s) < self.next_look:
-            return None
-        self.next_look = GROWTH * len(steps_s)
-        spreads = [spread_fraction(steps_s), *(chunk.spread_fraction for chunk in chunk_seconds(self.actions))]
-        return max((spread for spread in spreads if spread is not None), default=None)
+def unwatched(addresses: list[str]) -> None:
+    """Hear at which addresses ranks answer and do nothing, where a launcher watches them."""
 
 
 class Worker:
-    """One rank, which keeps its files in one folder."""
+    """One rank, which tells the store in which all meet of its progress and its results."""
 
     def __init__(
         self,
-        folder: Path,
+        run: ProbeRun,
         rank: int,
         local_rank: int,
-        store: Any = None,
+        connect: Callable[[], Any],
         address: str = "",
-        on_agreement: Callable[[list[str]], None] | None = None,
+        on_agreement: Callable[[list[str]], None] = unwatched,
     ) -> None:
-        """Without a `store` all ranks share the folder, and meet in a file there. `address`: where this rank answers;
+        """`connect` makes a connection to the store, of which this needs two. `address`: where this rank answers;
         `on_agreement` hears those of all ranks."""
-        self.folder, self.rank, self.local_rank, self.local = folder, rank, local_rank, store is None
-        self.store = store
-        self.address = address
-        self.on_agreement = on_agreement
-        self.run = ProbeRun.model_validate_json((folder / RUN_FILE).read_text())
-        self.status = StatusFile(folder / STATUS_FILE.format(rank))
+        self.run, self.rank, self.local_rank = run, rank, local_rank
+        self.store, self.status = connect(), Status(connect(), rank)
+        self.address, self.on_agreement = address, on_agreement
         self.device: str = self.run.device
-        self.clock_error_s: float | None = None
-        """The most by which this rank's clock may differ from rank 0's in the last step."""
         self.attention_kernels: Texts = ()
         self.monitor = Monitor()
 
@@ -247,7 +228,7 @@ class Worker:
             trainer.rehearse(self.status.at)
         reference = self.reference(run.warm_up_steps + run.num_steps) if run.check else None
         checks = []
-        loop = StepLoop(run, self.agree)
+        loop = StepLoop(run, partial(slowest_s, device=self.device))
 
         def one_step(step: int) -> tuple[StepRecord, StepSeconds]:
             def on_gradients() -> None:
@@ -257,16 +238,13 @@ class Worker:
             return trainer.step(step, self.status.at, on_gradients, partial(self.start, trainer.clock))
 
         result = self.measure(trainer, loop, static_bytes, one_step)
-        self.status.enter("chunks without messages")
-        chunks = self.quiet(trainer, result.chunks)
         self.status.enter("exchanges")
         exchanges = measure_exchanges(trainer, self.status.at)
         self.status.enter("report")
         if reference is not None:
             checks += check_steps(reference, loop.all_steps, trainer.dtype)
-        result = result.model_copy(update={"checks": tuple(checks), "exchanges": exchanges, "chunks": chunks})
+        result = result.model_copy(update={"checks": tuple(checks), "exchanges": exchanges})
         self.write(result)
-        self.gather(result)
         self.barrier()
         self.status.enter("done")
         dist.destroy_process_group()
@@ -293,12 +271,8 @@ class Worker:
         """Connect the ranks after checking that they run the same on devices of their own."""
         self.use_device()
         self.status.at(WAITING)
-        if self.store is None:
-            self.store = cast(Any, dist).FileStore(str(self.folder / "store"), self.run.world_size)
         limit_s = max(self.run.timeout_s, MEET_S)
-        addresses = require_agreement(self.store, self.rank, self.run.world_size, self.identity(), limit_s)
-        if self.on_agreement is not None:
-            self.on_agreement(addresses)
+        self.on_agreement(require_agreement(self.store, self.rank, self.run.world_size, self.identity(), limit_s))
         self.store.set_timeout(self.timeout)
         dist.init_process_group(
             "nccl" if self.run.device == "cuda" else "gloo",
@@ -337,18 +311,10 @@ class Worker:
         self.status.at(WAITING)
         barrier(self.device)
 
-    def agree(self, enough: bool) -> bool:
-        """True if all ranks have enough."""
-        self.status.at(WAITING)
-        all_enough = torch.tensor(float(enough), device=self.device)
-        dist.all_reduce(all_enough, dist.ReduceOp.MIN)
-        return float(all_enough) > 0
-
     def start(self, clock: RankClock) -> None:
-        """Start the clocks of all ranks together. On the CPU of one machine all clocks are the same."""
+        """Start the clocks of all ranks together, which a barrier leaves some ten microseconds apart."""
         self.barrier()
-        is_shared = self.local and not clock.is_cuda
-        self.clock_error_s = start_together(clock, self.rank, self.device, is_shared)
+        clock.start()
 
     def build(self, groups: RankGroups) -> RankTrainer:
         """Stages, optimizer state and wires of this rank."""
@@ -386,13 +352,6 @@ class Worker:
         dist.broadcast_object_list(results)
         return cast(OneProcess, results[0])
 
-    def quiet(self, trainer: RankTrainer, chunks: tuple[ChunkSeconds, ...]) -> tuple[ChunkSeconds, ...]:
-        """Chunks with their seconds on GPUs measured once more, while no messages between stages are in flight."""
-        if self.run.device == "cpu" or self.run.pp == 1:
-            return chunks
-        self.barrier()
-        return with_quiet_seconds(trainer, chunks, self.status.at)
-
     def static_memory(self) -> int:
         return torch.cuda.memory_allocated() if self.run.device == "cuda" else 0
 
@@ -428,21 +387,10 @@ class Worker:
             chunks=chunk_seconds(loop.actions),
             peak_in_flight_chunks=loop.record.peak_in_flight,
             memory=memory,
-            clock_error_s=self.clock_error_s,
             attention_kernels=self.attention_kernels,
             experts_one_by_one=trainer.experts_one_by_one,
             device_states=tuple(self.monitor.states),
         )
 
-    def gather(self, result: RankResult) -> None:
-        """Collect the results of all ranks in rank 0's folder, where ranks have folders of their own."""
-        if self.local:
-            return
-        self.status.at(WAITING)
-        results: list[Any] = [None] * self.run.world_size
-        dist.all_gather_object(results, result)
-        for other in results if self.rank == 0 else ():
-            self.write(other)
-
     def write(self, result: RankResult) -> None:
-        write_text(self.folder / RESULT_FILE.format(result.rank), result.model_dump_json(), force=True)
+        self.store.set(RESULT.format(self.rank), result.model_dump_json())
