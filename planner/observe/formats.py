@@ -134,17 +134,12 @@ def deepspeed(record: RunRecord, line: FoundLine) -> None:
     record.bytes_of(None, step, **found)
     record.prints("samples_per_s", running if current is None else current)
     batch = record.facts.get("global_batch_size")
-    at_step = count / (accumulated or 1)
     if current and batch:
         record.step(step, int(batch) / current, end_s=at_s, rank=line.rank)
-    elif (seconds := record.clock_s(at_step, at_s)) > 0:
+    elif record.clocked_step(count / (accumulated or 1), at_s, rank=line.rank):
         record.note("the batch is not stated: seconds of steps are from the times of the lines")
         if accumulated is None:
             record.note("its lines count micro-batches: a step is taken to be one, as no line says how many it has")
-        covers = max(1, round(at_step - record.anchor[0]))
-        record.step(step, seconds, end_s=at_s, covers=covers, rank=line.rank)
-    if math.isfinite(at_s):
-        record.anchor = (at_step, at_s)
 
 
 def finish_breakdown(record: RunRecord) -> None:
@@ -174,20 +169,14 @@ def titan_step(record: RunRecord, line: FoundLine) -> None:
         # the line of its first step, which torchtitan prints, is not here: tokens/s are of the steps behind that one
         record.state["excerpt"], record.anchor = f"{step} {tokens_per_s} {at_s}", (step, at_s)
         return
-    seconds = record.clock_s(step, at_s)
-    covers = step - int(record.anchor[0]) if seconds > 0 else 0
-    if not covers and "tokens" in record.state:
-        seconds = float(record.state["tokens"]) / tokens_per_s
-    if not seconds > 0:  # the first line of a log without its head: only its end is known
-        record.anchor = (step, at_s) if math.isnan(record.anchor[1]) else record.anchor
+    before = record.anchor
+    said_s = float(record.state["tokens"]) / tokens_per_s if "tokens" in record.state else math.nan
+    if record.clocked_step(step, at_s, said_s, line.rank) or math.isnan(before[1]):
         record.take(found)
-        record.time(at_s)
-        return
-    # the clock of the lines has milliseconds: a short step's seconds come from tokens/s once both are known
-    record.state.setdefault("tokens", str(seconds * tokens_per_s))
-    if record.step(step, seconds, end_s=at_s, covers=covers, rank=line.rank):
-        record.take(found)
-        record.anchor = (step, at_s)
+        # the clock of the lines has milliseconds: a short step's seconds come from tokens/s once both are known
+        if record.numbers:
+            record.state.setdefault("tokens", str(record.seconds[-1] * tokens_per_s))
+    record.time(at_s)
 
 
 def titan_begin(record: RunRecord, line: FoundLine) -> None:

@@ -307,18 +307,15 @@ class StepTable:
         seconds = values.get("seconds", math.nan)
         speed = values.get("tokens_per_s", math.nan)
         step, at_s = values.get("step", math.nan), values.get("moment", math.nan)
-        covers = 1
-        if "seconds" not in values and "tokens_of_step" in values:
+        known = math.isfinite(step) and 0 <= step < 2**53
+        if "tokens_of_step" in values and "seconds" not in values:
             seconds = values["tokens_of_step"] / speed if speed > 0 else math.nan
-        elif "seconds" not in values and math.isfinite(step) and math.isfinite(at_s):
-            seconds, covers = record.clock_s(step, at_s), max(1, int(step - record.anchor[0]))
-            record.anchor = max(record.anchor, (step, at_s)) if math.isfinite(record.anchor[1]) else (step, at_s)
-        if not seconds > 0:
+        if seconds > 0:
+            count = (record.numbers[-1] if record.numbers else 0) + 1
+            record.step(int(step) if known else count, seconds, end_s=at_s, covers=1)
+        elif values.keys() & {"seconds", "tokens_of_step"} or not (known and record.clocked_step(step, at_s)):
             self._untimed += 1
             return
-        count = (record.numbers[-1] if record.numbers else 0) + 1
-        known = math.isfinite(step) and 0 <= step < 2**53
-        record.step(int(step) if known else count, seconds, end_s=at_s, covers=covers)
         record.take({name: value for name, value in values.items() if name not in _OF_STEPS})
         if "data" in values:
             record.timer("data_loading", values["data"])

@@ -199,10 +199,16 @@ class RunRecord:
         self.time(end_s)
         return True
 
-    def clock_s(self, step: float, at_s: float) -> float:
-        """Seconds of a step by the clock of the lines since the anchor; not a number where it does not say them."""
+    def clocked_step(self, step: float, at_s: float, said_s: float = math.nan, rank: int | None = None) -> bool:
+        """Take a row by the clock of the lines: of the steps since the anchor, which it moves; else of `said_s`."""
         first, first_s = self.anchor
-        return (at_s - first_s) / (step - first) if step > first and at_s > first_s else math.nan
+        follows = step > first and at_s > first_s
+        seconds = (at_s - first_s) / (step - first) if follows else said_s
+        covers = max(1, round(step - first)) if follows else 0
+        taken = seconds > 0 and self.step(int(step), seconds, end_s=at_s, covers=covers, rank=rank)
+        if taken or (math.isfinite(at_s) and not seconds > 0 and step != first):
+            self.anchor = (step, at_s)
+        return taken
 
     def _is_restart(self, number: int, end_s: float) -> bool:
         """True where a number that falls back is of a step made again, false where it was only printed again."""
