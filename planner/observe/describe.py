@@ -65,8 +65,9 @@ def breakdown_of(record: RunRecord, step_s: float) -> dict[str, float]:
 
 
 def _highs(record: RunRecord, name: str) -> Sequence[float]:
-    """The most that a timer shows over the ranks, in seconds, for each time it was printed."""
-    return record.timers.get(name, ((), ()))[1]
+    """The most that a timer shows over the ranks, in seconds, for each time it was printed; nothing if it never ran."""
+    highs = record.timers.get(name, ((), ()))[1]
+    return highs if any(highs) else ()
 
 
 def timers_of(record: RunRecord) -> Iterator[Timer]:
@@ -183,6 +184,9 @@ def _beside_steps(record: RunRecord) -> Fields:
 def described(record: RunRecord, trainer: str, sources: tuple[SourceFile, ...]) -> Observation:
     """The observation of a record, whose statistics are robust."""
     _complete_first_row(record)
+    gpus = (record.middle("tokens_per_s") or math.nan) / (record.middle("tokens_per_s_per_gpu") or math.nan)
+    if gpus > 0.5 and abs(gpus - round(gpus)) < 0.01 * gpus:
+        record.facts.setdefault("num_gpus", round(gpus))
     facts = facts_of(record, trainer)
     common = {"sources": sources, "facts": facts, **_beside_steps(record)}
     _last_run(record)
@@ -199,6 +203,7 @@ def described(record: RunRecord, trainer: str, sources: tuple[SourceFile, ...]) 
         np.asarray(record.covers, dtype=np.float64), (0, *(back.row for back in record.backs)),
         {row: set(kinds) for row, kinds in record.marks.items()}, precision,
     )  # fmt: skip
+    record.steady = (~found.warmup).tolist()
     tokens_per_s, asks = _tokens_per_s(record, facts, found.step_s)
     refused = _refusal(record, facts, found.step_s)
     if refused:
@@ -246,7 +251,12 @@ def _refusal(record: RunRecord, facts: JobFacts, step_s: float) -> str:
         "LEAST_OF_RUN": LEAST_OF_RUN, "MOST_APART": MOST_APART,
         "near": np.count_nonzero(np.abs(seconds / step_s - 1) < 0.03),
         "low_s": float(np.median(low)) if len(low) else 0.0, "high_s": float(np.median(high)) if len(high) else 0.0,
-        "others": [one for one in _otherwise(record, facts, step_s) if abs(one[0] / step_s - 1) > MOST_APART],
+        # a thousandfold of it is a trainer's slip of units
+        "others": [
+            one
+            for one in _otherwise(record, facts, step_s)
+            if all(abs(one[0] / step_s / times - 1) > MOST_APART for times in (1, 1000))
+        ],
     }  # fmt: skip
     rows = shipped_table("observe/gap.yaml")["refusals"]
     return next(iter(texts_of(rows, names)), "")
@@ -314,11 +324,11 @@ def _tokens_per_s(record: RunRecord, facts: JobFacts, step_s: float) -> tuple[fl
     """Tokens per second of the whole job, and the options that would say it."""
     if facts.global_batch_size and facts.seq_length:
         return facts.global_batch_size * facts.seq_length / step_s, ()
+    if (tokens := record.middle("tokens_per_s")) is not None:
+        return tokens, ()
     per_gpu = record.middle("tokens_per_s_per_gpu")
     if per_gpu is not None:
         return (per_gpu * facts.num_gpus, ()) if facts.num_gpus else (None, ("--gpus N",))
-    if (tokens := record.middle("tokens_per_s")) is not None:
-        return tokens, ()
     samples = record.middle("samples_per_s")
     if samples is not None and facts.seq_length:
         return samples * facts.seq_length, ()

@@ -31,7 +31,7 @@ from planner.observe.record import (
 from planner.specs.base import Fields, Said, Texts, grouped
 from planner.specs.units import GB, GIB, KIB, MIB
 
-UNITS = {"": 1.0, "s": 1.0, "ms": 1e-3, "GB": GB, "KiB": KIB, "MiB": MIB, "GiB": GIB}
+UNITS = {"": 1.0, "s": 1.0, "ms": 1e-3, "MB": 1e6, "GB": GB, "KiB": KIB, "MiB": MIB, "GiB": GIB}
 
 
 def out_of_memory(record: RunRecord, line: FoundLine) -> None:
@@ -103,11 +103,8 @@ def _suffixed(text: str) -> tuple[float, float]:
 def verl(record: RunRecord, line: FoundLine) -> None:
     """`step:1 - … timing_s/gen:698.88 - timing_s/step:1268.49 - perf/throughput:524.5`: minutes, without a warm-up."""
     record.state["first is alike"] = "yes"
-    speed = line.numbers.get("tokens_per_s_per_gpu", math.nan)
-    gpus = line.numbers.get("tokens_of_step", math.nan) / line.numbers["s"] / speed
-    if gpus > 0.5 and abs(gpus - round(gpus)) < 0.01 * gpus:
-        record.facts["num_gpus"] = round(gpus)
-    _take_step(record, line)
+    tokens = line.numbers.get("tokens_of_step", math.nan)
+    _take_step(record, line, tokens_per_s=tokens / line.numbers["s"], tokens_of_step=math.nan)
 
 
 def finish_maxtext(record: RunRecord) -> None:
@@ -258,21 +255,21 @@ def _clock_s(text: str) -> float:
 
 
 def bar(record: RunRecord, line: FoundLine) -> None:
-    """` 45%|████▌     | 450/1000 [12:34<15:21,  1.68s/it]`; bars of one number of steps are of one bar."""
-    before = line.before.rpartition("\x1b[A")[2]
-    trains = _TRAINS.match(before)
-    if (
-        "consumed_samples=" in line.match.string
-    ):  # NeMo's, of a model of Megatron's: Lightning's own counts micro-batches
+    """` 45%|████▌     | 450/1000 [12:34<15:21,  1.68s/it]`, or several; bars of one number of steps are one."""
+    text, end = line.match.string, 0
+    if "consumed_samples=" in text:  # NeMo's, of a model of Megatron's: Lightning's own counts micro-batches
         record.facts["trainer"] = "nemo"
-    elif trains is None and _NAMED.search(before):
-        return
-    if trains is not None and trains[1]:
-        record.facts["trainer"] = "torchtune"
-    step, total, elapsed, rate, unit = line.match.groups()
-    each = number(rate)
-    step_s = each if unit == "s/it" else 1 / each if each > 0 else math.nan
-    _progress(record, float(step), _clock_s(elapsed), float(total), step_s)
+    for found in line.match.re.finditer(text):
+        before, end = text[end : found.start()].rpartition("\x1b[A")[2], found.end()
+        trains = _TRAINS.match(before)
+        if trains is None and "consumed_samples=" not in text and _NAMED.search(before):
+            continue
+        if trains is not None and trains[1]:
+            record.facts["trainer"] = "torchtune"
+        each = number(found["rate"])
+        step_s = each if found["unit"] == "s/it" else 1 / each if each > 0 else math.nan
+        at, total = (_suffixed(found[name].upper())[0] for name in ("at", "total"))
+        _progress(record, at, _clock_s(found["elapsed"]), total, step_s)
 
 
 def counted(record: RunRecord, line: FoundLine) -> None:
@@ -287,13 +284,14 @@ def elapsed(record: RunRecord, line: FoundLine) -> None:
         _progress(record, float(step), _clock_s(elapsed), float(total) + 0.5)
 
 
-def automodel(record: RunRecord, line: FoundLine) -> None:
-    """`2026-08-10 15:48:59 | INFO | root | step 13 | … | mem 31.55 GiB | tps 6574.51(821.81/gpu) | …`."""
-    at_s = moment(line.match.string)
-    per_gpu = number(line.match[3])
-    if math.isfinite(at_s):
-        _progress(record, float(line.match[1]), at_s, -1.0)
-    record.take({**line.numbers, "num_gpus": round(number(line.match[2]) / per_gpu) if per_gpu > 0 else math.nan})
+def clocked(record: RunRecord, line: FoundLine) -> None:
+    """A line of a step without its seconds: its clock says them, one of whole seconds over `LEAST_S` of them."""
+    numbers = dict(line.numbers)
+    step, at_s = numbers.pop("step"), moment(line.match.string)
+    if at_s % 1 or not 0 <= at_s - record.anchor[1] < LEAST_S:
+        record.clocked_step(step, at_s, rank=line.rank)
+        record.note("seconds of steps are from the times of the lines")
+    record.take(numbers)
 
 
 def finish_bars(record: RunRecord) -> None:
@@ -304,9 +302,9 @@ def finish_bars(record: RunRecord) -> None:
         for step, seconds, covers, at_s in _of_bars(bars[longest]):
             record.step(step, seconds, covers=covers, end_s=at_s)
     if record.numbers and longest is not None:
-        if longest > 0:
-            record.facts.setdefault("num_steps_asked", int(longest))
-        record.note("seconds are of stretches of a clock with whole seconds, or of a progress bar's own rate")
+        record.facts.setdefault("num_steps_asked", int(longest))
+        if not any(math.isinf(rate) for _, _, rate in bars[longest]):
+            record.note("seconds are of stretches of a clock with whole seconds, or of a progress bar's own rate")
     else:
         _take_summary(record)
 
@@ -324,8 +322,8 @@ def _of_bars(bars: list[tuple[float, float, float]]) -> Iterator[tuple[int, floa
             count, took_s = int(step - first), at_s - first_s
             said_s = median([each for each in rates if math.isfinite(each)] or [math.nan])
             by_rate_s = min(max(said_s, (took_s - 1) / count), (took_s + 1) / count)  # a rate lags behind its clock
-            least_s = LEAST_S if abs(took_s - count * said_s) > 1 else SHORT_S
-            if took_s < (SURE_S if math.isnan(said_s) else least_s):
+            least_s = LEAST_S if abs(took_s - count * said_s) > 1 or math.isnan(said_s) else SHORT_S
+            if took_s < (SURE_S if math.isnan(said_s) and math.inf not in rates else least_s):
                 continue
             yield int(step), by_rate_s if took_s < SURE_S and said_s > 0 else took_s / count, count, at_s
             (first, first_s), rates = (step, at_s), []
@@ -366,11 +364,9 @@ def _function(name: str) -> Any:
 
 
 def _compiled(text: str) -> re.Pattern[str]:
-    return re.compile(
-        text.replace("<N>", r"[\d.,eE+-]{1,30}")
-        .replace("<K>", r"[\d.eE+-]{1,30}[KMGBT]?")
-        .replace("<S>", r"[\d.]{1,12} [KMG]iB")
-    )
+    for short, pattern in trainer_lines.TABLE["short"].items():
+        text = text.replace(short, pattern)
+    return re.compile(text)
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,8 @@ from planner.specs.reading import label, row_of
 _ROWS = tuple((index, row) for index, grammar in enumerate(GRAMMARS) for row in (*grammar.rows, *COMMON_ROWS))
 _NEEDLES = re.compile(b"|".join(sorted({re.escape(row.holds.encode()) for _, row in _ROWS})))
 """Words that lines worth a look hold."""
-_BAR = "progress bar"
+_WEAK = ("lines with a clock", "progress bar", "lines of steps")
+"""Formats that count where no other says a step, the last of them first."""
 _RANKS = {grammar.name: grammar.rank for grammar in GRAMMARS}
 _LEAST_MIXED, _LEAST_MIXED_FRACTION = 10, 0.2
 """Steps of two trainers, each at least so many, make a file a mixture."""
@@ -93,10 +94,11 @@ class LogReader:
 
 
 def _ranked(records: list[RunRecord]) -> list[RunRecord]:
-    """Records, the one that read most first; a bar's whole seconds count where nothing else says a step."""
+    """Records, the one that read most first."""
 
     def size(record: RunRecord) -> float:
-        return len(record.numbers) if record.grammar != _BAR else 0.5 * bool(record.numbers)
+        weak = record.numbers and record.grammar in _WEAK
+        return 0.1 * (1 + _WEAK.index(record.grammar)) if weak else len(record.numbers)
 
     return sorted(
         records, key=lambda record: (-size(record), not record.timers, _RANKS[record.grammar], -record.num_words)
@@ -107,7 +109,7 @@ def _chosen(records: list[RunRecord], where: str) -> RunRecord:
     """The record of the format that read most; SpecError where two trainers wrote into one file."""
     first, *others = _ranked(records)
     for other in others:
-        steps = 0 if other.grammar == _BAR else len(other.numbers)
+        steps = 0 if other.grammar in _WEAK else len(other.numbers)
         mixed = steps >= _LEAST_MIXED and steps >= _LEAST_MIXED_FRACTION * len(first.numbers)
         is_kin = any({first.grammar, other.grammar} <= kin for kin in _KIN)
         if mixed and not is_kin:

@@ -9,9 +9,10 @@ import math
 import re
 from array import array
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from datetime import datetime
+from itertools import compress
 from statistics import median
 
 from planner.observe.observation import FailedAllocation, HungCollective, JobFacts
@@ -167,6 +168,8 @@ class RunRecord:
     last_s: float = math.nan
     duplicates: int = 0
     left_steps: int = 0
+    steady: Sequence[bool] = ()
+    """Which rows are behind the warm-up, once that is known."""
     num_words: int = 0
     """Lines that a row of the format's table matched."""
 
@@ -206,7 +209,7 @@ class RunRecord:
         seconds = (at_s - first_s) / (step - first) if follows else said_s
         covers = max(1, round(step - first)) if follows else 0
         taken = seconds > 0 and self.step(int(step), seconds, end_s=at_s, covers=covers, rank=rank)
-        if taken or (math.isfinite(at_s) and not seconds > 0 and step != first):
+        if taken or (math.isfinite(at_s) and not seconds > 0 and (step != first or math.isnan(first_s))):
             self.anchor = (step, at_s)
         return taken
 
@@ -332,9 +335,10 @@ class RunRecord:
                 values.append(value)
 
     def middle(self, name: str) -> float | None:
-        """The median of what the trainer prints under a name; None where it does not."""
+        """The median of what the trainer prints under a name, behind the warm-up where that is known."""
         values = self.printed.get(name)
-        return median(values) if values else None
+        beside = self.steady if values and len(self.steady) == len(values) else ()
+        return median(compress(values, beside) if beside else values) if values else None
 
     def argument(self, name: str, value: str) -> None:
         """Take an argument of the trainer's dump; the last value of a name counts."""

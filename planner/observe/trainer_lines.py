@@ -12,8 +12,11 @@ from __future__ import annotations
 import json
 import math
 import re
+from array import array
 from contextlib import suppress
 from functools import cache
+from itertools import pairwise
+from statistics import mode
 from typing import Any
 
 import yaml
@@ -233,6 +236,7 @@ def iteration(record: RunRecord, line: FoundLine) -> None:
         number_of, seconds, end_s=line.at_s, covers=covers, rank=line.rank
     ):
         return
+    record.counts["num_skipped"] += int(values.pop("num_skipped", 0))
     batch = values.get("global_batch_size", 0)
     if record.facts.get("global_batch_size", batch) != batch and batch and len(record.numbers) > 1:
         record.state["batch"] = "grows"
@@ -314,7 +318,15 @@ def straggler(record: RunRecord, line: FoundLine) -> None:
 
 
 def finish_arguments(record: RunRecord) -> None:
-    """Take the facts that the arguments state; ranks are as many as they say, whatever single lines count."""
+    """Take the facts that the arguments state; ranks are as many as they say, whatever single lines count.
+
+    Lines come at multiples of one interval: a greater distance is of an excerpt, whose lines are the means of no more.
+    """
+    if gaps := [later - before for before, later in pairwise(record.numbers) if later > before]:
+        usual = mode(gaps)
+        if 2 * sum(each % usual == 0 for each in record.numbers) <= len(record.numbers):
+            usual = math.gcd(*record.numbers)
+        record.covers = array("l", (min(each, usual) for each in record.covers))
     for name, fact in TABLE["facts_of_arguments"].items():
         if value := whole(record.arguments.get(name)):
             record.facts[fact] = value if name == "world_size" else record.facts.get(fact, value)
