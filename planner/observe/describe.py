@@ -278,7 +278,8 @@ def _otherwise(record: RunRecord, facts: JobFacts, step_s: float) -> Iterator[tu
 def _wall_ratio(record: RunRecord) -> float | None:
     """Seconds between lines of steps over those that the lines say, where nothing else is said to lie between them."""
     ends, seconds = (np.frombuffer(values, dtype=float) for values in (record.ends, record.seconds))
-    lengths = (seconds * np.asarray(record.covers, dtype=float))[1:]
+    # lines may be left out: between two are as many steps as their numbers say
+    lengths = (seconds * np.maximum(record.covers, np.diff(record.numbers, prepend=record.numbers[0])))[1:]
     apart = np.diff(ends)
     for kind, begin, end in record.activities:
         row = int(np.searchsorted(ends, end))

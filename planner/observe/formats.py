@@ -144,6 +144,7 @@ def finish_breakdown(record: RunRecord) -> None:
     for parts in (("fwd", "bwd", "step"), ("forward", "backward", "step")):
         if not record.numbers and record.timers.keys() >= {*parts}:
             record.note("seconds of steps are its timers' of passes and optimizer: what is between them is not counted")
+            record.state["weak"] = record.grammar  # beside another trainer's own seconds
             for row, each in enumerate(zip(*(record.timers[name][0] for name in parts), strict=False), 1):
                 record.step(row, sum(each))
 
@@ -310,13 +311,15 @@ def finish_bars(record: RunRecord) -> None:
 
 
 def _of_bars(bars: list[tuple[float, float, float]]) -> Iterator[tuple[int, float, int, float]]:
-    """Last step, seconds of a step, number of steps and end of each stretch; a bar that falls back begins anew."""
-    (first, first_s, _), rates = bars[0], list[float]()
-    if len(bars) == 1 and first > 1 and first_s >= SURE_S and abs(first_s / first / bars[0][2] - 1) < 0.1:
+    """Last step, seconds of a step, number of steps and end of each stretch; a bar whose clock falls back begins anew,
+    and what is behind the one before is another rank's, or printed again."""
+    (first, first_s, rate), rates = bars[0], list[float]()
+    alone = first > 1 and first_s >= SURE_S and all(step == first for step, _, _ in bars)
+    if alone and abs(first_s / first / rate - 1) < 0.1:
         yield int(first), first_s / first, int(first), first_s  # the whole bar is one stretch, and its own rate agrees
     for step, at_s, rate in bars[1:]:
         rates.append(rate)
-        if step < first or at_s < first_s:
+        if at_s < 0.5 * first_s:
             (first, first_s), rates = (step, at_s), []
         elif step > first and at_s - first_s >= SHORT_S:
             count, took_s = int(step - first), at_s - first_s

@@ -97,8 +97,10 @@ def _ranked(records: list[RunRecord]) -> list[RunRecord]:
     """Records, the one that read most first."""
 
     def size(record: RunRecord) -> float:
-        weak = record.numbers and record.grammar in _WEAK
-        return 0.1 * (1 + _WEAK.index(record.grammar)) if weak else len(record.numbers)
+        weak = (*_WEAK, *record.state.get("weak", "").split())
+        return (
+            0.1 * (1 + weak.index(record.grammar)) if record.numbers and record.grammar in weak else len(record.numbers)
+        )
 
     return sorted(
         records, key=lambda record: (-size(record), not record.timers, _RANKS[record.grammar], -record.num_words)
@@ -242,6 +244,8 @@ class TableColumns:
 def recognises(first: bytes) -> bool:
     """True if a file whose first line is this one begins as a table of step times."""
     line = first.decode("utf-8-sig", errors="replace")
+    if line.strip() == "time (ms)":  # Megatron's, before timers of which none ran
+        return False
     return TableColumns(_names(line[:_HEAD])).tells_time or _is_number(line)
 
 

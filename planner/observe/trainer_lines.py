@@ -214,6 +214,8 @@ def line_fields() -> dict[str, tuple[str, float, str]]:
 
 
 _DEVICE_MEMORY = re.compile(r"(?:rocm|hip|cuda) mem usage/free/total/usage_ratio\S*: *([\d.]+) ?Gi?B")
+_ELAPSED = re.compile(r"elapsed time per iteration \(m?s\): *[\d.]+(?:/[\d.]+)?(?!/?[\d.]*$)")
+"""Not cut off within the number."""
 _RANKS = re.compile(r"\[rank-\d{1,7}/(\d{1,7})\]")
 _MEMORY = re.compile(r"\[Rank (\d{1,7})\] (?:\(after (\d{1,15}) iter)?[^|\[]{0,60}memory \(MB\)[^|\[]{0,20}\|([^\[]*)")
 
@@ -232,7 +234,7 @@ def iteration(record: RunRecord, line: FoundLine) -> None:
     covers, number_of = 0 if record.numbers else whole(record.arguments.get("log_interval")) or 0, int(line.match[1])
     if not record.numbers and abs(line.at_s - record.last_s - number_of * seconds) < 0.1 * number_of * seconds:
         covers = number_of  # as the time since the trainer said that it begins tells
-    if "elapsed time per iteration" not in text or not record.step(
+    if _ELAPSED.search(text) is None or not record.step(
         number_of, seconds, end_s=line.at_s, covers=covers, rank=line.rank
     ):
         return
