@@ -49,7 +49,7 @@ def hung(record: RunRecord, line: FoundLine) -> None:
     said = dict(re.findall(r"(\w{1,40})=([\w\[\]]{1,60})", line.match[2]))
     ran = re.search(r"ran for (\d{1,12}) milliseconds", line.match.string)
     _add_hung(
-        record, int(line.match[1]), whole(said.get("SeqNum")) or 0, collective=said.get("OpType", "").lower(),
+        record, whole(line.match[1]), whole(said.get("SeqNum")) or 0, collective=said.get("OpType", "").lower(),
         num_elements=whole(said.get("NumelIn")), seconds=None if ran is None else int(ran[1]) / 1e3,
     )  # fmt: skip
 
@@ -68,7 +68,7 @@ def stuck(record: RunRecord, line: FoundLine) -> None:
 
 def not_a_number(record: RunRecord, line: FoundLine) -> None:
     """A line whose loss or norm of gradients is no number; the step is the one that the lines before it have."""
-    step = record.numbers[-1] if record.numbers else 0
+    step = record.numbers[-1] if record.numbers else int(record.means[-1][0]) if record.means else 0
     before = record.not_numbers
     record.not_numbers = (before[0] + 1, before[1], step) if before else (1, step, step)
 
@@ -88,7 +88,7 @@ def micro_steps(record: RunRecord, line: FoundLine) -> None:
     _take_step(record, line, step=micro // count, s=line.numbers["s"] * count, micro=math.nan)
 
 
-def _add_hung(record: RunRecord, rank: int, sequence: int, **said: Any) -> None:
+def _add_hung(record: RunRecord, rank: int | None, sequence: int, **said: Any) -> None:
     if len(record.hung_collectives) < MOST_ERRORS:
         record.hung_collectives.append(HungCollective(rank=rank, sequence=sequence, **said))
 
@@ -313,13 +313,14 @@ def finish_bars(record: RunRecord) -> None:
 def _of_bars(bars: list[tuple[float, float, float]]) -> Iterator[tuple[int, float, int, float]]:
     """Last step, seconds of a step, number of steps and end of each stretch; a bar whose clock falls back begins anew,
     and what is behind the one before is another rank's, or printed again."""
-    (first, first_s, rate), rates = bars[0], list[float]()
+    (first, first_s, rate), rates, begun_s = bars[0], list[float](), 0.0
     alone = first > 1 and first_s >= SURE_S and all(step == first for step, _, _ in bars)
     if alone and abs(first_s / first / rate - 1) < 0.1:
         yield int(first), first_s / first, int(first), first_s  # the whole bar is one stretch, and its own rate agrees
     for step, at_s, rate in bars[1:]:
         rates.append(rate)
         if at_s < 0.5 * first_s:
+            begun_s += first_s
             (first, first_s), rates = (step, at_s), []
         elif step > first and at_s - first_s >= SHORT_S:
             count, took_s = int(step - first), at_s - first_s
@@ -328,7 +329,7 @@ def _of_bars(bars: list[tuple[float, float, float]]) -> Iterator[tuple[int, floa
             least_s = LEAST_S if abs(took_s - count * said_s) > 1 or math.isnan(said_s) else SHORT_S
             if took_s < (SURE_S if math.isnan(said_s) and math.inf not in rates else least_s):
                 continue
-            yield int(step), by_rate_s if took_s < SURE_S and said_s > 0 else took_s / count, count, at_s
+            yield int(step), by_rate_s if took_s < SURE_S and said_s > 0 else took_s / count, count, begun_s + at_s
             (first, first_s), rates = (step, at_s), []
 
 
