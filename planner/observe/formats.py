@@ -123,7 +123,7 @@ def deepspeed(record: RunRecord, line: FoundLine) -> None:
     """
     found = dict(line.numbers)
     count = int(line.match[1] or line.match[2])
-    accumulated = whole(record.arguments.get("gradient_accumulation_steps")) if line.match[1] else 1
+    accumulated = whole(record.state.get("accumulated")) if line.match[1] else 1
     step = count // (accumulated or 1)
     at_s = moment(line.match.string)
     running = found.pop("running", None)
@@ -147,13 +147,6 @@ def finish_breakdown(record: RunRecord) -> None:
             record.state["weak"] = record.grammar  # beside another trainer's own seconds
             for row, each in enumerate(zip(*(record.timers[name][0] for name in parts), strict=False), 1):
                 record.step(row, sum(each))
-
-
-def configured(record: RunRecord, line: FoundLine) -> None:
-    record.argument(line.match[1], line.match[2].strip())
-    name = {"train_batch_size": "global_batch_size", "world_size": "num_gpus"}.get(line.match[1])
-    if name is not None and (value := whole(line.match[2])):
-        record.facts[name] = value
 
 
 def titan_step(record: RunRecord, line: FoundLine) -> None:
@@ -320,7 +313,7 @@ def _of_bars(bars: list[tuple[float, float, float]]) -> Iterator[tuple[int, floa
     for step, at_s, rate in bars[1:]:
         rates.append(rate)
         if at_s < 0.5 * first_s:
-            begun_s += first_s
+            begun_s = math.nan  # when it was begun anew is not known
             (first, first_s), rates = (step, at_s), []
         elif step > first and at_s - first_s >= SHORT_S:
             count, took_s = int(step - first), at_s - first_s
@@ -337,20 +330,11 @@ LEAST_STEPS = 5
 """Fewest steps of a run whose mean is that of a step: of fewer, the start is a large part."""
 
 
-def summary(record: RunRecord, line: FoundLine) -> None:
-    """`{'train_runtime': 512.3, …, 'train_steps_per_second': 0.195, …}`, or `train_runtime = 0:36:58.55` in a table."""
-    for name, pattern in (
-        ("runtime", r"train_runtime\W{1,20}?(\d[\d.:]{0,20})"),
-        ("per_s", r"train_steps_per_second\W{1,20}?([\d.]{1,20})"),
-    ):
-        if (hit := re.search(pattern, line.match.string)) is not None:
-            record.state[name] = str(_clock_s(hit[1].partition(".")[0])) if ":" in hit[1] else hit[1]
-
-
 def _take_summary(record: RunRecord) -> None:
-    """The mean of a whole run, by its steps where they are known, else by a rate whose digits say it to 1%."""
-    text = record.state.get("per_s", "")
-    runtime_s = number(record.state.get("runtime"))
+    """The mean of a whole run (`'train_runtime': 512.3`, or `0:36:58.55`), by its steps where they are known, else by a
+    rate whose digits say it to 1%."""
+    text, runtime = record.state.get("per_s", ""), record.state.get("runtime", "")
+    runtime_s = _clock_s(runtime.partition(".")[0]) if ":" in runtime else number(runtime)
     per_s = number(text)
     steps = int(record.facts.get("num_steps_asked", 0))
     half_unit = 0.5 * 10.0 ** -len(text.partition(".")[2])
@@ -430,7 +414,7 @@ def _taker(names: set[str], take: str = "", mark: str = "", fact: str = "", keep
 def _timers(each: re.Pattern[str], size: float, note: str, record: RunRecord, line: FoundLine) -> None:
     """Timers by name, of a line that has several."""
     for name, value in each.findall(line.match.string):
-        record.timer(name, number(value) * size)
+        trainer_lines.timed(record, name, value, size=size)
     if note:
         record.note(note)
 

@@ -213,7 +213,9 @@ def line_fields() -> dict[str, tuple[str, float, str]]:
     return {name: (means, _UNITS.get(unit, 1.0), trainer) for name, (means, unit, trainer) in rows}
 
 
-_DEVICE_MEMORY = re.compile(r"(?:rocm|hip|cuda) mem usage/free/total/usage_ratio\S*: *([\d.]+) ?Gi?B")
+_ELAPSED = re.compile(r"elapsed time per iteration \(m?s\): *[\d.]+(?:/[\d.]+)?(?!/?[\d.]*$)")
+"""Not cut off within the number."""
+_MEMORY = re.compile(r"(?:rocm|hip|cuda) mem usage/free/total/usage_ratio\S*: *([\d.]+) ?Gi?B")
 _ELAPSED = re.compile(r"elapsed time per iteration \(m?s\): *[\d.]+(?:/[\d.]+)?(?!/?[\d.]*$)")
 """Not cut off within the number."""
 _RANKS = re.compile(r"\[rank-\d{1,7}/(\d{1,7})\]")
@@ -223,7 +225,7 @@ _MEMORY = re.compile(r"\[Rank (\d{1,7})\] (?:\(after (\d{1,15}) iter)?[^|\[]{0,6
 def iteration(record: RunRecord, line: FoundLine) -> None:
     text = line.match.string
     found = (named_parts(line.before) if "|" in line.before else {}) | named_parts(line.match[3])
-    values: dict[str, float] = {}
+    values = dict(line.numbers)
     for name, (means, unit, trainer) in line_fields().items():
         if (said := found.get(name)) is not None:
             values.setdefault(means, number(said) * unit)
@@ -242,11 +244,7 @@ def iteration(record: RunRecord, line: FoundLine) -> None:
     batch = values.get("global_batch_size", 0)
     if record.facts.get("global_batch_size", batch) != batch and batch and len(record.numbers) > 1:
         record.state["batch"] = "grows"
-    if (used := _DEVICE_MEMORY.search(line.match[3])) is not None:
-        values["device_bytes"] = number(used[1]) * GIB  # a GB of Primus is a GiB: an MI300X has 191.98
-    if (ranks := _RANKS.search(line.before)) is not None:
-        values["num_gpus"] = int(ranks[1])
-    record.take({**values, "num_steps_asked": number(line.match[2])})  # a Megatron-RL job has `infinity`
+    record.take(values)
 
 
 def memory(record: RunRecord, line: FoundLine) -> None:
@@ -258,21 +256,16 @@ def memory(record: RunRecord, line: FoundLine) -> None:
 
 
 def timer(record: RunRecord, line: FoundLine) -> None:
-    _timer(record, *line.match.groups())
+    timed(record, line.match[1], line.match[2], line.match[3])
 
 
-def _timer(record: RunRecord, name: str, low: str, high: str = "") -> None:
-    low_s = number(low) * 1e-3
-    high_s = number(high or low) * 1e-3
+def timed(record: RunRecord, name: str, low: str, high: str = "", size: float = 1e-3) -> None:
+    """Take what a timer shows over the ranks, and what happens between steps as a mark."""
+    low_s, high_s = number(low) * size, number(high or low) * size
     if low_s >= 0:
         record.timer(name, low_s, high_s)
         if kind := TABLE["timers_outside"].get(name):
             record.mark(kind, high_s)
-
-
-def timers_on_a_line(record: RunRecord, line: FoundLine) -> None:
-    for name, value in named_parts(line.match[1]).items():
-        _timer(record, name, value)
 
 
 def dump_begins(record: RunRecord, line: FoundLine) -> None:
@@ -291,7 +284,7 @@ def argument(record: RunRecord, line: FoundLine) -> None:
     if record.state.get("dump"):
         record.argument(name, value.strip())
     elif record.state.get("timers") and re.fullmatch(r"\d+\.\d+", value.strip()):
-        _timer(record, name, value)
+        timed(record, name, value)
 
 
 def sizes(record: RunRecord, line: FoundLine) -> None:
