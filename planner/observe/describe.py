@@ -7,10 +7,11 @@ what the log says happened there, and idle where it says nothing; what two recor
 from __future__ import annotations
 
 import math
+from array import array
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
-from statistics import median
+from statistics import median, mode
 
 import numpy as np
 
@@ -183,7 +184,7 @@ def _beside_steps(record: RunRecord) -> Fields:
 
 def described(record: RunRecord, trainer: str, sources: tuple[SourceFile, ...]) -> Observation:
     """The observation of a record, whose statistics are robust."""
-    _complete_first_row(record)
+    _fit_covers(record)
     gpus = (record.middle("tokens_per_s") or math.nan) / (record.middle("tokens_per_s_per_gpu") or math.nan)
     if gpus > 0.5 and abs(gpus - round(gpus)) < 0.01 * gpus:
         record.facts.setdefault("num_gpus", round(gpus))
@@ -267,9 +268,7 @@ def _otherwise(record: RunRecord, facts: JobFacts, step_s: float) -> Iterator[tu
     if ratio := _wall_ratio(record):
         yield step_s * ratio, "by the times of its lines"
     batch = None if record.state.get("batch") == "grows" else facts.global_batch_size
-    per_gpu = record.middle("tokens_per_s_per_gpu")
-    speed = per_gpu * facts.num_gpus if per_gpu and facts.num_gpus else record.middle("tokens_per_s")
-    if batch and facts.seq_length and speed:
+    if batch and facts.seq_length and (speed := _speed(record, facts)):
         yield batch * facts.seq_length / speed, "by its tokens per second"
     if batch and (samples := record.middle("samples_per_s")):
         yield batch / samples, "by its samples per second"
@@ -304,12 +303,17 @@ def _wall_ratio(record: RunRecord) -> float | None:
     return ratio if abs(ratio - 1) > cut / total_s else None  # each stretch is known to a second
 
 
-def _complete_first_row(record: RunRecord) -> None:
-    """The first row covers as many steps as the others do where its number is a multiple of that."""
-    if len(record.covers) > 1 and record.covers[0] == 1:
-        usual = int(median(record.covers[1:]))
-        if usual > 1 and record.numbers[0] % usual == 0:
-            record.covers[0] = usual
+def _fit_covers(record: RunRecord) -> None:
+    """Lines come at multiples of one interval: a greater distance is an excerpt's, and the first line has no less."""
+    gaps = [later - before for before, later in pairwise(record.numbers) if later > before]
+    if not (gaps and record.counts_covers):
+        return
+    usual = mode(gaps)
+    if 2 * sum(each % usual == 0 for each in record.numbers) <= len(record.numbers):
+        usual = math.gcd(*record.numbers)
+    record.covers = array("l", (min(each, usual) for each in record.covers))
+    if record.covers[0] == 1 and record.numbers[0] % usual == 0:
+        record.covers[0] = usual
 
 
 def _explained(outlier: Outlier, arguments: Named) -> Outlier:
@@ -321,18 +325,20 @@ def _explained(outlier: Outlier, arguments: Named) -> Outlier:
     return outlier
 
 
+def _speed(record: RunRecord, facts: JobFacts) -> float | None:
+    """Tokens per second of the whole job, as its trainer prints them."""
+    per_gpu = record.middle("tokens_per_s_per_gpu")
+    return per_gpu * facts.num_gpus if per_gpu and facts.num_gpus else record.middle("tokens_per_s")
+
+
 def _tokens_per_s(record: RunRecord, facts: JobFacts, step_s: float) -> tuple[float | None, Texts]:
     """Tokens per second of the whole job, and the options that would say it."""
     if facts.global_batch_size and facts.seq_length:
         return facts.global_batch_size * facts.seq_length / step_s, ()
-    if (tokens := record.middle("tokens_per_s")) is not None:
-        return tokens, ()
-    per_gpu = record.middle("tokens_per_s_per_gpu")
-    if per_gpu is not None:
-        return (per_gpu * facts.num_gpus, ()) if facts.num_gpus else (None, ("--gpus N",))
     samples = record.middle("samples_per_s")
-    if samples is not None and facts.seq_length:
-        return samples * facts.seq_length, ()
+    speed = _speed(record, facts) or (samples * facts.seq_length if samples and facts.seq_length else None)
+    if speed or record.middle("tokens_per_s_per_gpu"):
+        return speed, () if speed else ("--gpus N",)
     missing = [("--global-batch-size N", facts.global_batch_size or samples), ("--seq-length N", facts.seq_length)]
     return None, tuple(option for option, value in missing if not value)
 

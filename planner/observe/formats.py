@@ -45,25 +45,14 @@ def out_of_memory(record: RunRecord, line: FoundLine) -> None:
 
 
 def hung(record: RunRecord, line: FoundLine) -> None:
-    """`[Rank 0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=1580, OpType=ALLREDUCE, …) ran for …`"""
-    said = dict(re.findall(r"(\w{1,40})=([\w\[\]]{1,60})", line.match[2]))
-    ran = re.search(r"ran for (\d{1,12}) milliseconds", line.match.string)
-    _add_hung(
-        record, whole(line.match[1]), whole(said.get("SeqNum")) or 0, collective=said.get("OpType", "").lower(),
-        num_elements=whole(said.get("NumelIn")), seconds=None if ran is None else int(ran[1]) / 1e3,
-    )  # fmt: skip
-
-
-def hung_work(record: RunRecord, line: FoundLine) -> None:
-    """`[PG 1 Rank 3] Exception … detected by watchdog at work: 1580, …`, which other ranks print without its kind."""
-    rank, sequence = map(int, line.match.groups())
-    if not any((one.rank, one.sequence) == (rank, sequence) for one in record.hung_collectives):
-        _add_hung(record, rank, sequence)
-
-
-def stuck(record: RunRecord, line: FoundLine) -> None:
-    """`[PG ID 0 … Rank 6] ProcessGroupNCCL's watchdog got stuck for 480 seconds without making progress`: no number."""
-    _add_hung(record, int(line.match[1]), 0, seconds=float(line.match[2]))
+    """`[Rank 0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=1580, OpType=ALLREDUCE, …) ran for …`;
+    ranks that print `detected by watchdog at work: 1580` or `watchdog got stuck for 480 seconds` say no kind."""
+    found = {name: value for name, value in line.numbers.items() if math.isfinite(value)}
+    kind = re.search(r"OpType=(\w{1,60})", line.match.string)
+    one = HungCollective.model_validate({"sequence": 0, "collective": kind[1].lower() if kind else "", **found})
+    known = {(each.rank, each.sequence) for each in record.hung_collectives}
+    if len(known) < MOST_ERRORS and (one.rank, one.sequence) not in known:
+        record.hung_collectives.append(one)
 
 
 def not_a_number(record: RunRecord, line: FoundLine) -> None:
@@ -86,11 +75,6 @@ def micro_steps(record: RunRecord, line: FoundLine) -> None:
     if count > 1:
         record.note(f"its lines time micro-batches: a step is {count:g} of them")
     _take_step(record, line, step=micro // count, s=line.numbers["s"] * count, micro=math.nan)
-
-
-def _add_hung(record: RunRecord, rank: int | None, sequence: int, **said: Any) -> None:
-    if len(record.hung_collectives) < MOST_ERRORS:
-        record.hung_collectives.append(HungCollective(rank=rank, sequence=sequence, **said))
 
 
 def _suffixed(text: str) -> tuple[float, float]:
@@ -159,6 +143,7 @@ def titan_step(record: RunRecord, line: FoundLine) -> None:
     if record.state.pop("head", None) and step > 1 and record.anchor[0] == 0:
         # the line of its first step, which torchtitan prints, is not here: tokens/s are of the steps behind that one
         record.state["excerpt"], record.anchor = f"{step} {tokens_per_s} {at_s}", (step, at_s)
+        record.take(found)
         return
     before = record.anchor
     said_s = float(record.state["tokens"]) / tokens_per_s if "tokens" in record.state else math.nan
@@ -194,11 +179,6 @@ def titan_validated(record: RunRecord, line: FoundLine) -> None:
         record.activity("evaluation", record.ends[-1], line.at_s)
     record.mark("evaluation")
     record.anchor = (step, line.at_s)
-
-
-def titan_parameters(record: RunRecord, line: FoundLine) -> None:
-    record.take(line.numbers)
-    record.facts.setdefault("model", text_of(line.match[1]))
 
 
 def titan_grid(record: RunRecord, line: FoundLine) -> None:
@@ -402,7 +382,7 @@ def _taker(names: set[str], take: str = "", mark: str = "", fact: str = "", keep
     if counts:  # a number is a rank's own count since the begin
         return partial(_count, counts)
     if fact:
-        convert: Callable[[str], str | int | None] = text_of if fact == "hardware" else whole
+        convert: Callable[[str], str | int | None] = text_of if fact in ("hardware", "model") else whole
         return lambda record, line: record.facts.update({fact: value} if (value := convert(line.match[1])) else {})
     if keep:
         return lambda record, line: record.state.update({keep: " ".join(filter(None, line.match.groups()))})

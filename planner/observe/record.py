@@ -168,6 +168,8 @@ class RunRecord:
     last_s: float = math.nan
     duplicates: int = 0
     left_steps: int = 0
+    counts_covers: bool = False
+    """True where only the numbers of rows say how many steps each is the mean of."""
     steady: Sequence[bool] = ()
     """Which rows are behind the warm-up, once that is known."""
     num_words: int = 0
@@ -198,6 +200,7 @@ class RunRecord:
         self.numbers.append(number)
         self.seconds.append(seconds)
         self.covers.append(min(covers or max(1, number - before), 2**31 - 1))
+        self.counts_covers |= not covers
         self.ends.append(end_s)
         self.time(end_s)
         return True

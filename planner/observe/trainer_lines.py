@@ -12,11 +12,8 @@ from __future__ import annotations
 import json
 import math
 import re
-from array import array
 from contextlib import suppress
 from functools import cache
-from itertools import pairwise
-from statistics import mode
 from typing import Any
 
 import yaml
@@ -195,12 +192,9 @@ def dllogger(record: RunRecord, line: FoundLine) -> None:
         record.restart()
     elif isinstance(step, int) and _TIMES[1] in data:
         # the printed value is the mean of up to five last steps; the clock of the lines says each one
-        seconds = _value(data[_TIMES[1]])
-        last = record.ends[-1] if record.ends else math.nan
-        if record.numbers and step == record.numbers[-1] + 1 and at_s > last:
-            seconds = at_s - last
+        said_s = _value(data[_TIMES[1]])
+        if record.clocked_step(step, at_s, said_s) and record.seconds[-1] != said_s:
             record.note("train_step_timing is a mean over the last steps: seconds are from the times of the lines")
-        record.step(step, seconds, end_s=at_s, covers=1)
 
 
 _UNITS = {"ms": 1e-3, "GiB": GIB, "GB": GB}
@@ -313,15 +307,7 @@ def straggler(record: RunRecord, line: FoundLine) -> None:
 
 
 def finish_arguments(record: RunRecord) -> None:
-    """Take the facts that the arguments state; ranks are as many as they say, whatever single lines count.
-
-    Lines come at multiples of one interval: a greater distance is of an excerpt, whose lines are the means of no more.
-    """
-    if gaps := [later - before for before, later in pairwise(record.numbers) if later > before]:
-        usual = mode(gaps)
-        if 2 * sum(each % usual == 0 for each in record.numbers) <= len(record.numbers):
-            usual = math.gcd(*record.numbers)
-        record.covers = array("l", (min(each, usual) for each in record.covers))
+    """Take the facts that the arguments state; ranks are as many as they say, whatever single lines count."""
     for name, fact in TABLE["facts_of_arguments"].items():
         if value := whole(record.arguments.get(name)):
             record.facts[fact] = value if name == "world_size" else record.facts.get(fact, value)
