@@ -128,7 +128,7 @@ def finish_breakdown(record: RunRecord) -> None:
     for parts in (("fwd", "bwd", "step"), ("forward", "backward", "step")):
         if not record.numbers and record.timers.keys() >= {*parts}:
             record.note("seconds of steps are its timers' of passes and optimizer: what is between them is not counted")
-            record.state["weak"] = record.grammar  # beside another trainer's own seconds
+            record.state["weak"] = "yes"  # beside another trainer's own seconds
             for row, each in enumerate(zip(*(record.timers[name][0] for name in parts), strict=False), 1):
                 record.step(row, sum(each))
 
@@ -393,8 +393,8 @@ def _taker(names: set[str], take: str = "", mark: str = "", fact: str = "", keep
 
 def _timers(each: re.Pattern[str], size: float, note: str, record: RunRecord, line: FoundLine) -> None:
     """Timers by name, of a line that has several."""
-    for name, value in each.findall(line.match.string):
-        trainer_lines.timed(record, name, value, size=size)
+    for found in each.findall(line.match.string):
+        trainer_lines.timed(record, size, *found)
     if note:
         record.note(note)
 

@@ -22,9 +22,9 @@ from planner.specs.reading import label, row_of
 _ROWS = tuple((index, row) for index, grammar in enumerate(GRAMMARS) for row in (*grammar.rows, *COMMON_ROWS))
 _NEEDLES = re.compile(b"|".join(sorted({re.escape(row.holds.encode()) for _, row in _ROWS})))
 """Words that lines worth a look hold."""
-_WEAK = ("lines with a clock", "progress bar", "lines of steps")
-"""Formats that count where no other says a step, the last of them first."""
 _RANKS = {grammar.name: grammar.rank for grammar in GRAMMARS}
+_MOST_RANK = 1
+"""Formats of more than it count where no other says a step."""
 _LEAST_MIXED, _LEAST_MIXED_FRACTION = 10, 0.2
 """Steps of two trainers, each at least so many, make a file a mixture."""
 _KIN = ({"megatron", "megatron-bridge"}, {"mlperf", "nemo", "dllogger"}, {"deepspeed", "megatron"})
@@ -47,6 +47,7 @@ class LogReader:
         self.looks_like: set[int] = set()
         """Rows of `LOOKS_LIKE` that the first lines matched."""
         self._looks_left = 20_000
+        self._rows = _ROWS
         self._table: StepTable | None = None
         self._begun = False
 
@@ -70,13 +71,15 @@ class LogReader:
             if self._looks_left:
                 self._look(line)
             text, rank = cleaned(line) if _NEEDLES.search(line) is not None else ("", None)
-            for index, row in _ROWS if text else ():
+            for index, row in self._rows if text else ():
                 if row.holds in text and (match := row.pattern.search(text)) is not None:
                     self.records[index].num_words += 1
                     row.take(self.records[index], row.found(match, rank))
 
     def _look(self, line: bytes) -> None:
         self._looks_left -= 1
+        if not self._looks_left and (best := self.leading()).numbers and _RANKS[best.grammar] <= _MOST_RANK:
+            self._rows = tuple(row for row in _ROWS if GRAMMARS[row[0]].rank <= _MOST_RANK)
         if (like := _LIKE.search(line[:500])) is not None:
             self.looks_like.add((like.lastindex or 1) - 1)
 
@@ -97,10 +100,9 @@ def _ranked(records: list[RunRecord]) -> list[RunRecord]:
     """Records, the one that read most first."""
 
     def size(record: RunRecord) -> float:
-        weak = (*_WEAK, *record.state.get("weak", "").split())
-        return (
-            0.1 * (1 + weak.index(record.grammar)) if record.numbers and record.grammar in weak else len(record.numbers)
-        )
+        rank = _RANKS[record.grammar]
+        is_weak = record.numbers and (rank > _MOST_RANK or "weak" in record.state)
+        return 1 / (rank + 2) if is_weak else len(record.numbers)
 
     return sorted(
         records, key=lambda record: (-size(record), not record.timers, _RANKS[record.grammar], -record.num_words)
@@ -111,7 +113,7 @@ def _chosen(records: list[RunRecord], where: str) -> RunRecord:
     """The record of the format that read most; SpecError where two trainers wrote into one file."""
     first, *others = _ranked(records)
     for other in others:
-        steps = 0 if other.grammar in _WEAK else len(other.numbers)
+        steps = 0 if _RANKS[other.grammar] > _MOST_RANK else len(other.numbers)
         mixed = steps >= _LEAST_MIXED and steps >= _LEAST_MIXED_FRACTION * len(first.numbers)
         is_kin = any({first.grammar, other.grammar} <= kin for kin in _KIN)
         if mixed and not is_kin:

@@ -339,9 +339,9 @@ class RunRecord:
 
     def middle(self, name: str) -> float | None:
         """The median of what the trainer prints under a name, behind the warm-up where that is known."""
-        values = self.printed.get(name)
-        beside = self.steady if values and len(self.steady) == len(values) else ()
-        return median(compress(values, beside) if beside else values) if values else None
+        values = self.printed.get(name, array("d"))
+        kept = [*compress(values, self.steady)] if len(self.steady) == len(values) else values
+        return median(kept) if kept else None
 
     def argument(self, name: str, value: str) -> None:
         """Take an argument of the trainer's dump; the last value of a name counts."""

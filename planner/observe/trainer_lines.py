@@ -249,11 +249,7 @@ def memory(record: RunRecord, line: FoundLine) -> None:
         record.bytes_of(int(rank), whole(step), **kinds)
 
 
-def timer(record: RunRecord, line: FoundLine) -> None:
-    timed(record, line.match[1], line.match[2], line.match[3])
-
-
-def timed(record: RunRecord, name: str, low: str, high: str = "", size: float = 1e-3) -> None:
+def timed(record: RunRecord, size: float, name: str, low: str, high: str = "") -> None:
     """Take what a timer shows over the ranks, and what happens between steps as a mark."""
     low_s, high_s = number(low) * size, number(high or low) * size
     if low_s >= 0:
@@ -278,7 +274,7 @@ def argument(record: RunRecord, line: FoundLine) -> None:
     if record.state.get("dump"):
         record.argument(name, value.strip())
     elif record.state.get("timers") and re.fullmatch(r"\d+\.\d+", value.strip()):
-        timed(record, name, value)
+        timed(record, 1e-3, name, value)
 
 
 def sizes(record: RunRecord, line: FoundLine) -> None:
