@@ -237,7 +237,6 @@ def _last_run(record: RunRecord) -> None:
     for before, later, start in reversed(list(zip(parts, parts[1:], bounds[1:], strict=False))):
         low, high = sorted(median(part[len(part) // 2 :]) for part in (before, later))
         if min(len(before), len(later)) >= LEAST_OF_RUN and high > (1 + MOST_APART) * low:
-            record.first_s = record.ends[start - 1] if math.isfinite(record.ends[start - 1]) else record.first_s
             record.only_from(start)
             record.note(f"{start:,} lines of steps before the last start are of a run with another step: left out")
             return

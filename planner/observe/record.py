@@ -258,6 +258,8 @@ class RunRecord:
 
     def only_from(self, row: int) -> None:
         """Leave out the rows of steps before one, and what was said beside them."""
+        if row and math.isfinite(self.ends[row - 1]):
+            self.first_s = self.ends[row - 1]
         for values in (self.numbers, self.seconds, self.covers, self.ends):
             del values[:row]
         for values in self.printed.values():
