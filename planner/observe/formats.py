@@ -20,6 +20,7 @@ from planner.observe import trainer_lines
 from planner.observe.observation import FailedAllocation, HungCollective
 from planner.observe.record import (
     MOST_ERRORS,
+    UNITS,
     FoundLine,
     RunRecord,
     Take,
@@ -29,9 +30,6 @@ from planner.observe.record import (
     whole,
 )
 from planner.specs.base import Fields, Said, Texts, grouped
-from planner.specs.units import GB, GIB, KIB, MIB
-
-UNITS = {"": 1.0, "s": 1.0, "ms": 1e-3, "MB": 1e6, "GB": GB, "KiB": KIB, "MiB": MIB, "GiB": GIB}
 
 
 def out_of_memory(record: RunRecord, line: FoundLine) -> None:
@@ -368,7 +366,8 @@ class LineRow:
                     numbers |= {"precision_fraction": half_unit / value} if name == "s" and value else {}
                     numbers[name] = value * UNITS[unit.removeprefix("short").strip()]
                 else:
-                    numbers[name] = number(text) * UNITS[text.rpartition(" ")[2] if unit == "size" else unit]
+                    size = UNITS.get(text.rpartition(" ")[2] if unit == "size" else unit)
+                    numbers[name] = number(text) * size if size else _clock_s(text)
         return FoundLine(match, numbers, rank)
 
 

@@ -17,10 +17,13 @@ from statistics import median
 
 from planner.observe.observation import FailedAllocation, HungCollective, JobFacts
 from planner.specs.base import Named
+from planner.specs.units import GB, GIB, KIB, MIB
 
 _ISO = re.compile(r"(\d{4})-?(\d\d)-?(\d\d)[ T](\d\d):(\d\d):(\d\d)(?:[.,](\d{1,6}))?")
 _AMERICAN = re.compile(r"(\d\d)/(\d\d)/(\d{4}) (\d\d):(\d\d):(\d\d)")
 _FLOAT = re.compile(r"[-+]?(?:\d{1,30}(?:\.\d{0,30})?|\.\d{1,30})(?:[eE][-+]?\d{1,3})?")
+UNITS = {"": 1.0, "s": 1.0, "ms": 1e-3, "MB": 1e6, "GB": GB, "KiB": KIB, "MiB": MIB, "GiB": GIB}
+"""Sizes of the units that the table of formats names."""
 MOST = 2**53
 """More of anything is no count: the first whole number that a float cannot tell from the next."""
 FACTS = ("num_gpus", "global_batch_size", "seq_length", "num_steps_asked", "num_parameters")

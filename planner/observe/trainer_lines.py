@@ -30,6 +30,7 @@ from planner.observe.observation import JobFacts
 from planner.observe.record import (
     MAX_NAMES,
     MOST,
+    UNITS,
     FoundLine,
     RunRecord,
     moment,
@@ -40,7 +41,7 @@ from planner.observe.record import (
 )
 from planner.specs.base import Fields, Named, Texts
 from planner.specs.reading import InputLimits, parse_json, parse_yaml, shipped_table
-from planner.specs.units import GB, GIB, MIB, is_count
+from planner.specs.units import GIB, MIB, is_count
 
 TABLE: Fields = shipped_table("observe/log_formats.yaml")
 """The words that trainers print."""
@@ -197,14 +198,11 @@ def dllogger(record: RunRecord, line: FoundLine) -> None:
             record.note("train_step_timing is a mean over the last steps: seconds are from the times of the lines")
 
 
-_UNITS = {"ms": 1e-3, "GiB": GIB, "GB": GB}
-
-
 @cache
 def line_fields() -> dict[str, tuple[str, float, str]]:
     """Fields of the line by the trainers' own names: the quantity, its unit, and the trainer that alone prints it."""
     rows = TABLE["iteration"].items()
-    return {name: (means, _UNITS.get(unit, 1.0), trainer) for name, (means, unit, trainer) in rows}
+    return {name: (means, UNITS[unit], trainer) for name, (means, unit, trainer) in rows}
 
 
 _ELAPSED = re.compile(r"elapsed time per iteration \(m?s\): *[\d.]+(?:/[\d.]+)?(?!/?[\d.]*$)")
