@@ -13,7 +13,6 @@ import json
 import math
 import re
 from contextlib import suppress
-from functools import cache
 from typing import Any
 
 import yaml
@@ -198,19 +197,8 @@ def dllogger(record: RunRecord, line: FoundLine) -> None:
             record.note("train_step_timing is a mean over the last steps: seconds are from the times of the lines")
 
 
-@cache
-def line_fields() -> dict[str, tuple[str, float, str]]:
-    """Fields of the line by the trainers' own names: the quantity, its unit, and the trainer that alone prints it."""
-    rows = TABLE["iteration"].items()
-    return {name: (means, UNITS[unit], trainer) for name, (means, unit, trainer) in rows}
-
-
 _ELAPSED = re.compile(r"elapsed time per iteration \(m?s\): *[\d.]+(?:/[\d.]+)?(?!/?[\d.]*$)")
 """Not cut off within the number."""
-_MEMORY = re.compile(r"(?:rocm|hip|cuda) mem usage/free/total/usage_ratio\S*: *([\d.]+) ?Gi?B")
-_ELAPSED = re.compile(r"elapsed time per iteration \(m?s\): *[\d.]+(?:/[\d.]+)?(?!/?[\d.]*$)")
-"""Not cut off within the number."""
-_RANKS = re.compile(r"\[rank-\d{1,7}/(\d{1,7})\]")
 _MEMORY = re.compile(r"\[Rank (\d{1,7})\] (?:\(after (\d{1,15}) iter)?[^|\[]{0,60}memory \(MB\)[^|\[]{0,20}\|([^\[]*)")
 
 
@@ -218,9 +206,9 @@ def iteration(record: RunRecord, line: FoundLine) -> None:
     text = line.match.string
     found = (named_parts(line.before) if "|" in line.before else {}) | named_parts(line.match[3])
     values = dict(line.numbers)
-    for name, (means, unit, trainer) in line_fields().items():
+    for name, (means, unit, trainer) in TABLE["iteration"].items():
         if (said := found.get(name)) is not None:
-            values.setdefault(means, number(said) * unit)
+            values.setdefault(means, number(said) * UNITS[unit])
             # Primus prints now/average
             trainer = "primus" if means == "seconds" and "/" in said else trainer
             record.facts |= {"trainer": trainer} if trainer else {}
@@ -232,7 +220,8 @@ def iteration(record: RunRecord, line: FoundLine) -> None:
         number_of, seconds, end_s=line.at_s, covers=covers, rank=line.rank
     ):
         return
-    record.counts["num_skipped"] += int(values.pop("num_skipped", 0))
+    if 0 < (skipped := values.pop("num_skipped", 0.0)) < MOST:
+        record.counts["num_skipped"] += int(skipped)
     batch = values.get("global_batch_size", 0)
     if record.facts.get("global_batch_size", batch) != batch and batch and len(record.numbers) > 1:
         record.state["batch"] = "grows"
