@@ -28,7 +28,7 @@ from planner.observe.observation import (
     Timer,
     Wall,
 )
-from planner.observe.record import FallBack, RunRecord
+from planner.observe.record import MOST, FallBack, RunRecord
 from planner.observe.steady import steady
 from planner.observe.trainer_lines import TABLE, facts_of
 from planner.specs.base import Fields, Named, Texts
@@ -186,7 +186,7 @@ def described(record: RunRecord, trainer: str, sources: tuple[SourceFile, ...]) 
     """The observation of a record, whose statistics are robust."""
     _fit_covers(record)
     gpus = (record.middle("tokens_per_s") or math.nan) / (record.middle("tokens_per_s_per_gpu") or math.nan)
-    if gpus > 0.5 and abs(gpus - round(gpus)) < 0.01 * gpus:
+    if 0.5 < gpus < MOST and abs(gpus - round(gpus)) < 0.01 * gpus:
         record.facts.setdefault("num_gpus", round(gpus))
     facts = facts_of(record, trainer)
     common = {"sources": sources, "facts": facts, **_beside_steps(record)}

@@ -85,8 +85,8 @@ def _suffixed(text: str) -> tuple[float, float]:
 def verl(record: RunRecord, line: FoundLine) -> None:
     """`step:1 - … timing_s/gen:698.88 - timing_s/step:1268.49 - perf/throughput:524.5`: minutes, without a warm-up."""
     record.state["first is alike"] = "yes"
-    tokens = line.numbers.get("tokens_of_step", math.nan)
-    _take_step(record, line, tokens_per_s=tokens / line.numbers["s"], tokens_of_step=math.nan)
+    tokens, seconds = (line.numbers.get(name, math.nan) for name in ("tokens_of_step", "s"))
+    _take_step(record, line, tokens_per_s=tokens / seconds if seconds > 0 else math.nan, tokens_of_step=math.nan)
 
 
 def finish_maxtext(record: RunRecord) -> None:
@@ -144,7 +144,7 @@ def titan_step(record: RunRecord, line: FoundLine) -> None:
         record.take(found)
         return
     before = record.anchor
-    said_s = float(record.state["tokens"]) / tokens_per_s if "tokens" in record.state else math.nan
+    said_s = float(record.state["tokens"]) / tokens_per_s if tokens_per_s and "tokens" in record.state else math.nan
     if record.clocked_step(step, at_s, said_s, line.rank) or math.isnan(before[1]):
         record.take(found)
         # the clock of the lines has milliseconds: a short step's seconds come from tokens/s once both are known

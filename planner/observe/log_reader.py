@@ -14,7 +14,7 @@ from planner.observe.describe import described
 from planner.observe.formats import COLUMNS, COMMON_ROWS, GRAMMARS, LOOKS_LIKE, trainer_of
 from planner.observe.lines import Tally, cleaned, lines
 from planner.observe.observation import Observation, SourceFile
-from planner.observe.record import RunRecord, joined, moment, number, text_of
+from planner.observe.record import MOST, RunRecord, joined, moment, number, text_of
 from planner.observe.trainer_lines import json_object
 from planner.specs.base import Fields
 from planner.specs.reading import label, row_of
@@ -327,7 +327,7 @@ class StepTable:
         record.take({name: value for name, value in values.items() if name not in _OF_STEPS})
         if "data" in values:
             record.timer("data_loading", values["data"])
-        if (retries := values.get("retries", math.nan)) >= 0:
+        if 0 <= (retries := values.get("retries", math.nan)) < MOST:
             record.counts["num_alloc_retries"] = max(record.counts["num_alloc_retries"], int(retries))
 
     def finished(self) -> RunRecord:

@@ -185,7 +185,7 @@ class RunRecord:
 
         `covers` is the number of steps that it is the mean of; 0 where only the row before says that.
         """
-        if not (math.isfinite(seconds) and 0 < seconds < 1e7) or not 0 <= number < 2**60:
+        if not (math.isfinite(seconds) and 1e-9 < seconds < 1e7) or not 0 <= number < 2**60:
             self.note("some lines of steps have impossible numbers and were left out")
             return False
         if rank is not None:
