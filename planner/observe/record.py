@@ -322,9 +322,8 @@ class RunRecord:
 
     def spread(self, name: str, low: Pair, high: Pair) -> None:
         """Take the least and the most of a number over the ranks, each with its rank."""
-        rows = self.spreads.setdefault(name, [])
-        if math.isfinite(low[0]) and math.isfinite(high[0]) and len(rows) < MAX_TIMER_VALUES:
-            rows.append((low, high))
+        if math.isfinite(low[0] + high[0]) and len(self.spreads.get(name, ())) < MAX_TIMER_VALUES:
+            self.spreads.setdefault(name, []).append((low, high))
 
     def take(self, numbers: Mapping[str, float], rank: int | None = None) -> None:
         """Take numbers by their names: facts of the job, bytes of a rank, and what the trainer works out itself."""
