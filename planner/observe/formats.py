@@ -286,7 +286,7 @@ def _of_bars(bars: list[tuple[float, float, float]]) -> Iterator[tuple[int, floa
     and what is behind the one before is another rank's, or printed again."""
     (first, first_s, rate), rates, begun_s = bars[0], list[float](), 0.0
     alone = first > 1 and first_s >= SURE_S and all(step == first for step, _, _ in bars)
-    if alone and abs(first_s / first / rate - 1) < 0.1:
+    if alone and abs(first_s / first - rate) < 0.1 * rate:
         yield int(first), first_s / first, int(first), first_s  # the whole bar is one stretch, and its own rate agrees
     for step, at_s, rate in bars[1:]:
         rates.append(rate)
