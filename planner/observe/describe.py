@@ -7,10 +7,11 @@ what the log says happened there, and idle where it says nothing; what two recor
 from __future__ import annotations
 
 import math
+from array import array
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
-from statistics import median
+from statistics import median, mode
 
 import numpy as np
 
@@ -27,7 +28,7 @@ from planner.observe.observation import (
     Timer,
     Wall,
 )
-from planner.observe.record import FallBack, RunRecord
+from planner.observe.record import MOST, FallBack, RunRecord
 from planner.observe.steady import steady
 from planner.observe.trainer_lines import TABLE, facts_of
 from planner.specs.base import Fields, Named, Texts
@@ -65,8 +66,9 @@ def breakdown_of(record: RunRecord, step_s: float) -> dict[str, float]:
 
 
 def _highs(record: RunRecord, name: str) -> Sequence[float]:
-    """The most that a timer shows over the ranks, in seconds, for each time it was printed."""
-    return record.timers.get(name, ((), ()))[1]
+    """The most that a timer shows over the ranks, in seconds, for each time it was printed; nothing if it never ran."""
+    highs = record.timers.get(name, ((), ()))[1]
+    return highs if any(highs) else ()
 
 
 def timers_of(record: RunRecord) -> Iterator[Timer]:
@@ -182,7 +184,10 @@ def _beside_steps(record: RunRecord) -> Fields:
 
 def described(record: RunRecord, trainer: str, sources: tuple[SourceFile, ...]) -> Observation:
     """The observation of a record, whose statistics are robust."""
-    _complete_first_row(record)
+    _fit_covers(record)
+    gpus = (record.middle("tokens_per_s") or math.nan) / (record.middle("tokens_per_s_per_gpu") or math.nan)
+    if 0.5 < gpus < MOST and abs(gpus - round(gpus)) < 0.01 * gpus:
+        record.facts.setdefault("num_gpus", round(gpus))
     facts = facts_of(record, trainer)
     common = {"sources": sources, "facts": facts, **_beside_steps(record)}
     _last_run(record)
@@ -199,6 +204,7 @@ def described(record: RunRecord, trainer: str, sources: tuple[SourceFile, ...]) 
         np.asarray(record.covers, dtype=np.float64), (0, *(back.row for back in record.backs)),
         {row: set(kinds) for row, kinds in record.marks.items()}, precision,
     )  # fmt: skip
+    record.steady = (~found.warmup).tolist()
     tokens_per_s, asks = _tokens_per_s(record, facts, found.step_s)
     refused = _refusal(record, facts, found.step_s)
     if refused:
@@ -231,7 +237,6 @@ def _last_run(record: RunRecord) -> None:
     for before, later, start in reversed(list(zip(parts, parts[1:], bounds[1:], strict=False))):
         low, high = sorted(median(part[len(part) // 2 :]) for part in (before, later))
         if min(len(before), len(later)) >= LEAST_OF_RUN and high > (1 + MOST_APART) * low:
-            record.first_s = record.ends[start - 1] if math.isfinite(record.ends[start - 1]) else record.first_s
             record.only_from(start)
             record.note(f"{start:,} lines of steps before the last start are of a run with another step: left out")
             return
@@ -246,7 +251,12 @@ def _refusal(record: RunRecord, facts: JobFacts, step_s: float) -> str:
         "LEAST_OF_RUN": LEAST_OF_RUN, "MOST_APART": MOST_APART,
         "near": np.count_nonzero(np.abs(seconds / step_s - 1) < 0.03),
         "low_s": float(np.median(low)) if len(low) else 0.0, "high_s": float(np.median(high)) if len(high) else 0.0,
-        "others": [one for one in _otherwise(record, facts, step_s) if abs(one[0] / step_s - 1) > MOST_APART],
+        # a thousandfold of it is a trainer's slip of units
+        "others": [
+            one
+            for one in _otherwise(record, facts, step_s)
+            if all(abs(one[0] / step_s / times - 1) > MOST_APART for times in (1, 1000))
+        ],
     }  # fmt: skip
     rows = shipped_table("observe/gap.yaml")["refusals"]
     return next(iter(texts_of(rows, names)), "")
@@ -257,9 +267,7 @@ def _otherwise(record: RunRecord, facts: JobFacts, step_s: float) -> Iterator[tu
     if ratio := _wall_ratio(record):
         yield step_s * ratio, "by the times of its lines"
     batch = None if record.state.get("batch") == "grows" else facts.global_batch_size
-    per_gpu = record.middle("tokens_per_s_per_gpu")
-    speed = per_gpu * facts.num_gpus if per_gpu and facts.num_gpus else record.middle("tokens_per_s")
-    if batch and facts.seq_length and speed:
+    if batch and facts.seq_length and (speed := _speed(record, facts)):
         yield batch * facts.seq_length / speed, "by its tokens per second"
     if batch and (samples := record.middle("samples_per_s")):
         yield batch / samples, "by its samples per second"
@@ -268,7 +276,8 @@ def _otherwise(record: RunRecord, facts: JobFacts, step_s: float) -> Iterator[tu
 def _wall_ratio(record: RunRecord) -> float | None:
     """Seconds between lines of steps over those that the lines say, where nothing else is said to lie between them."""
     ends, seconds = (np.frombuffer(values, dtype=float) for values in (record.ends, record.seconds))
-    lengths = (seconds * np.asarray(record.covers, dtype=float))[1:]
+    # lines may be left out: between two are as many steps as their numbers say
+    lengths = (seconds * np.maximum(record.covers, np.diff(record.numbers, prepend=record.numbers[0])))[1:]
     apart = np.diff(ends)
     for kind, begin, end in record.activities:
         row = int(np.searchsorted(ends, end))
@@ -293,12 +302,17 @@ def _wall_ratio(record: RunRecord) -> float | None:
     return ratio if abs(ratio - 1) > cut / total_s else None  # each stretch is known to a second
 
 
-def _complete_first_row(record: RunRecord) -> None:
-    """The first row covers as many steps as the others do where its number is a multiple of that."""
-    if len(record.covers) > 1 and record.covers[0] == 1:
-        usual = int(median(record.covers[1:]))
-        if usual > 1 and record.numbers[0] % usual == 0:
-            record.covers[0] = usual
+def _fit_covers(record: RunRecord) -> None:
+    """Lines come at multiples of one interval: a greater distance is an excerpt's, and the first line has no less."""
+    gaps = [later - before for before, later in pairwise(record.numbers) if later > before]
+    if not (gaps and record.counts_covers):
+        return
+    usual = mode(gaps)
+    if 2 * sum(each % usual == 0 for each in record.numbers) <= len(record.numbers):
+        usual = math.gcd(*record.numbers)
+    record.covers = array("l", (min(each, usual) for each in record.covers))
+    if record.covers[0] == 1 and record.numbers[0] % usual == 0:
+        record.covers[0] = usual
 
 
 def _explained(outlier: Outlier, arguments: Named) -> Outlier:
@@ -310,18 +324,20 @@ def _explained(outlier: Outlier, arguments: Named) -> Outlier:
     return outlier
 
 
+def _speed(record: RunRecord, facts: JobFacts) -> float | None:
+    """Tokens per second of the whole job, as its trainer prints them."""
+    per_gpu = record.middle("tokens_per_s_per_gpu")
+    return per_gpu * facts.num_gpus if per_gpu and facts.num_gpus else record.middle("tokens_per_s")
+
+
 def _tokens_per_s(record: RunRecord, facts: JobFacts, step_s: float) -> tuple[float | None, Texts]:
     """Tokens per second of the whole job, and the options that would say it."""
     if facts.global_batch_size and facts.seq_length:
         return facts.global_batch_size * facts.seq_length / step_s, ()
-    per_gpu = record.middle("tokens_per_s_per_gpu")
-    if per_gpu is not None:
-        return (per_gpu * facts.num_gpus, ()) if facts.num_gpus else (None, ("--gpus N",))
-    if (tokens := record.middle("tokens_per_s")) is not None:
-        return tokens, ()
     samples = record.middle("samples_per_s")
-    if samples is not None and facts.seq_length:
-        return samples * facts.seq_length, ()
+    speed = _speed(record, facts) or (samples * facts.seq_length if samples and facts.seq_length else None)
+    if speed or record.middle("tokens_per_s_per_gpu"):
+        return speed, () if speed else ("--gpus N",)
     missing = [("--global-batch-size N", facts.global_batch_size or samples), ("--seq-length N", facts.seq_length)]
     return None, tuple(option for option, value in missing if not value)
 

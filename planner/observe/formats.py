@@ -20,6 +20,7 @@ from planner.observe import trainer_lines
 from planner.observe.observation import FailedAllocation, HungCollective
 from planner.observe.record import (
     MOST_ERRORS,
+    UNITS,
     FoundLine,
     RunRecord,
     Take,
@@ -29,9 +30,6 @@ from planner.observe.record import (
     whole,
 )
 from planner.specs.base import Fields, Said, Texts, grouped
-from planner.specs.units import GB, GIB, KIB, MIB
-
-UNITS = {"": 1.0, "s": 1.0, "ms": 1e-3, "GB": GB, "KiB": KIB, "MiB": MIB, "GiB": GIB}
 
 
 def out_of_memory(record: RunRecord, line: FoundLine) -> None:
@@ -45,30 +43,19 @@ def out_of_memory(record: RunRecord, line: FoundLine) -> None:
 
 
 def hung(record: RunRecord, line: FoundLine) -> None:
-    """`[Rank 0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=1580, OpType=ALLREDUCE, …) ran for …`"""
-    said = dict(re.findall(r"(\w{1,40})=([\w\[\]]{1,60})", line.match[2]))
-    ran = re.search(r"ran for (\d{1,12}) milliseconds", line.match.string)
-    _add_hung(
-        record, int(line.match[1]), whole(said.get("SeqNum")) or 0, collective=said.get("OpType", "").lower(),
-        num_elements=whole(said.get("NumelIn")), seconds=None if ran is None else int(ran[1]) / 1e3,
-    )  # fmt: skip
-
-
-def hung_work(record: RunRecord, line: FoundLine) -> None:
-    """`[PG 1 Rank 3] Exception … detected by watchdog at work: 1580, …`, which other ranks print without its kind."""
-    rank, sequence = map(int, line.match.groups())
-    if not any((one.rank, one.sequence) == (rank, sequence) for one in record.hung_collectives):
-        _add_hung(record, rank, sequence)
-
-
-def stuck(record: RunRecord, line: FoundLine) -> None:
-    """`[PG ID 0 … Rank 6] ProcessGroupNCCL's watchdog got stuck for 480 seconds without making progress`: no number."""
-    _add_hung(record, int(line.match[1]), 0, seconds=float(line.match[2]))
+    """`[Rank 0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=1580, OpType=ALLREDUCE, …) ran for …`;
+    ranks that print `detected by watchdog at work: 1580` or `watchdog got stuck for 480 seconds` say no kind."""
+    found = {name: value for name, value in line.numbers.items() if math.isfinite(value)}
+    kind = re.search(r"OpType=(\w{1,60})", line.match.string)
+    one = HungCollective.model_validate({"sequence": 0, "collective": kind[1].lower() if kind else "", **found})
+    known = {(each.rank, each.sequence) for each in record.hung_collectives}
+    if len(known) < MOST_ERRORS and (one.rank, one.sequence) not in known:
+        record.hung_collectives.append(one)
 
 
 def not_a_number(record: RunRecord, line: FoundLine) -> None:
     """A line whose loss or norm of gradients is no number; the step is the one that the lines before it have."""
-    step = record.numbers[-1] if record.numbers else 0
+    step = record.numbers[-1] if record.numbers else int(record.means[-1][0]) if record.means else 0
     before = record.not_numbers
     record.not_numbers = (before[0] + 1, before[1], step) if before else (1, step, step)
 
@@ -88,11 +75,6 @@ def micro_steps(record: RunRecord, line: FoundLine) -> None:
     _take_step(record, line, step=micro // count, s=line.numbers["s"] * count, micro=math.nan)
 
 
-def _add_hung(record: RunRecord, rank: int, sequence: int, **said: Any) -> None:
-    if len(record.hung_collectives) < MOST_ERRORS:
-        record.hung_collectives.append(HungCollective(rank=rank, sequence=sequence, **said))
-
-
 def _suffixed(text: str) -> tuple[float, float]:
     """`1.2K` as 1200, and half a unit of its last digit: 50."""
     digits = text.rstrip("KMGBT")
@@ -103,11 +85,8 @@ def _suffixed(text: str) -> tuple[float, float]:
 def verl(record: RunRecord, line: FoundLine) -> None:
     """`step:1 - … timing_s/gen:698.88 - timing_s/step:1268.49 - perf/throughput:524.5`: minutes, without a warm-up."""
     record.state["first is alike"] = "yes"
-    speed = line.numbers.get("tokens_per_s_per_gpu", math.nan)
-    gpus = line.numbers.get("tokens_of_step", math.nan) / line.numbers["s"] / speed
-    if gpus > 0.5 and abs(gpus - round(gpus)) < 0.01 * gpus:
-        record.facts["num_gpus"] = round(gpus)
-    _take_step(record, line)
+    tokens, seconds = (line.numbers.get(name, math.nan) for name in ("tokens_of_step", "s"))
+    _take_step(record, line, tokens_per_s=tokens / seconds if seconds > 0 else math.nan, tokens_of_step=math.nan)
 
 
 def finish_maxtext(record: RunRecord) -> None:
@@ -126,7 +105,7 @@ def deepspeed(record: RunRecord, line: FoundLine) -> None:
     """
     found = dict(line.numbers)
     count = int(line.match[1] or line.match[2])
-    accumulated = whole(record.arguments.get("gradient_accumulation_steps")) if line.match[1] else 1
+    accumulated = whole(record.state.get("accumulated")) if line.match[1] else 1
     step = count // (accumulated or 1)
     at_s = moment(line.match.string)
     running = found.pop("running", None)
@@ -134,17 +113,12 @@ def deepspeed(record: RunRecord, line: FoundLine) -> None:
     record.bytes_of(None, step, **found)
     record.prints("samples_per_s", running if current is None else current)
     batch = record.facts.get("global_batch_size")
-    at_step = count / (accumulated or 1)
     if current and batch:
         record.step(step, int(batch) / current, end_s=at_s, rank=line.rank)
-    elif (seconds := record.clock_s(at_step, at_s)) > 0:
+    elif record.clocked_step(count / (accumulated or 1), at_s, rank=line.rank):
         record.note("the batch is not stated: seconds of steps are from the times of the lines")
         if accumulated is None:
             record.note("its lines count micro-batches: a step is taken to be one, as no line says how many it has")
-        covers = max(1, round(at_step - record.anchor[0]))
-        record.step(step, seconds, end_s=at_s, covers=covers, rank=line.rank)
-    if math.isfinite(at_s):
-        record.anchor = (at_step, at_s)
 
 
 def finish_breakdown(record: RunRecord) -> None:
@@ -152,15 +126,9 @@ def finish_breakdown(record: RunRecord) -> None:
     for parts in (("fwd", "bwd", "step"), ("forward", "backward", "step")):
         if not record.numbers and record.timers.keys() >= {*parts}:
             record.note("seconds of steps are its timers' of passes and optimizer: what is between them is not counted")
+            record.state["weak"] = "yes"  # beside another trainer's own seconds
             for row, each in enumerate(zip(*(record.timers[name][0] for name in parts), strict=False), 1):
                 record.step(row, sum(each))
-
-
-def configured(record: RunRecord, line: FoundLine) -> None:
-    record.argument(line.match[1], line.match[2].strip())
-    name = {"train_batch_size": "global_batch_size", "world_size": "num_gpus"}.get(line.match[1])
-    if name is not None and (value := whole(line.match[2])):
-        record.facts[name] = value
 
 
 def titan_step(record: RunRecord, line: FoundLine) -> None:
@@ -173,21 +141,16 @@ def titan_step(record: RunRecord, line: FoundLine) -> None:
     if record.state.pop("head", None) and step > 1 and record.anchor[0] == 0:
         # the line of its first step, which torchtitan prints, is not here: tokens/s are of the steps behind that one
         record.state["excerpt"], record.anchor = f"{step} {tokens_per_s} {at_s}", (step, at_s)
-        return
-    seconds = record.clock_s(step, at_s)
-    covers = step - int(record.anchor[0]) if seconds > 0 else 0
-    if not covers and "tokens" in record.state:
-        seconds = float(record.state["tokens"]) / tokens_per_s
-    if not seconds > 0:  # the first line of a log without its head: only its end is known
-        record.anchor = (step, at_s) if math.isnan(record.anchor[1]) else record.anchor
         record.take(found)
-        record.time(at_s)
         return
-    # the clock of the lines has milliseconds: a short step's seconds come from tokens/s once both are known
-    record.state.setdefault("tokens", str(seconds * tokens_per_s))
-    if record.step(step, seconds, end_s=at_s, covers=covers, rank=line.rank):
+    before = record.anchor
+    said_s = float(record.state["tokens"]) / tokens_per_s if tokens_per_s and "tokens" in record.state else math.nan
+    if record.clocked_step(step, at_s, said_s, line.rank) or math.isnan(before[1]):
         record.take(found)
-        record.anchor = (step, at_s)
+        # the clock of the lines has milliseconds: a short step's seconds come from tokens/s once both are known
+        if record.numbers:
+            record.state.setdefault("tokens", str(record.seconds[-1] * tokens_per_s))
+    record.time(at_s)
 
 
 def titan_begin(record: RunRecord, line: FoundLine) -> None:
@@ -214,11 +177,6 @@ def titan_validated(record: RunRecord, line: FoundLine) -> None:
         record.activity("evaluation", record.ends[-1], line.at_s)
     record.mark("evaluation")
     record.anchor = (step, line.at_s)
-
-
-def titan_parameters(record: RunRecord, line: FoundLine) -> None:
-    record.take(line.numbers)
-    record.facts.setdefault("model", text_of(line.match[1]))
 
 
 def titan_grid(record: RunRecord, line: FoundLine) -> None:
@@ -269,21 +227,21 @@ def _clock_s(text: str) -> float:
 
 
 def bar(record: RunRecord, line: FoundLine) -> None:
-    """` 45%|████▌     | 450/1000 [12:34<15:21,  1.68s/it]`; bars of one number of steps are of one bar."""
-    before = line.before.rpartition("\x1b[A")[2]
-    trains = _TRAINS.match(before)
-    if (
-        "consumed_samples=" in line.match.string
-    ):  # NeMo's, of a model of Megatron's: Lightning's own counts micro-batches
+    """` 45%|████▌     | 450/1000 [12:34<15:21,  1.68s/it]`, or several; bars of one number of steps are one."""
+    text, end = line.match.string, 0
+    if "consumed_samples=" in text:  # NeMo's, of a model of Megatron's: Lightning's own counts micro-batches
         record.facts["trainer"] = "nemo"
-    elif trains is None and _NAMED.search(before):
-        return
-    if trains is not None and trains[1]:
-        record.facts["trainer"] = "torchtune"
-    step, total, elapsed, rate, unit = line.match.groups()
-    each = number(rate)
-    step_s = each if unit == "s/it" else 1 / each if each > 0 else math.nan
-    _progress(record, float(step), _clock_s(elapsed), float(total), step_s)
+    for found in line.match.re.finditer(text):
+        before, end = text[end : found.start()].rpartition("\x1b[A")[2], found.end()
+        trains = _TRAINS.match(before)
+        if trains is None and "consumed_samples=" not in text and _NAMED.search(before):
+            continue
+        if trains is not None and trains[1]:
+            record.facts["trainer"] = "torchtune"
+        each = number(found["rate"])
+        step_s = each if found["unit"] == "s/it" else 1 / each if each > 0 else math.nan
+        at, total = (_suffixed(found[name].upper())[0] for name in ("at", "total"))
+        _progress(record, at, _clock_s(found["elapsed"]), total, step_s)
 
 
 def counted(record: RunRecord, line: FoundLine) -> None:
@@ -298,13 +256,14 @@ def elapsed(record: RunRecord, line: FoundLine) -> None:
         _progress(record, float(step), _clock_s(elapsed), float(total) + 0.5)
 
 
-def automodel(record: RunRecord, line: FoundLine) -> None:
-    """`2026-08-10 15:48:59 | INFO | root | step 13 | … | mem 31.55 GiB | tps 6574.51(821.81/gpu) | …`."""
-    at_s = moment(line.match.string)
-    per_gpu = number(line.match[3])
-    if math.isfinite(at_s):
-        _progress(record, float(line.match[1]), at_s, -1.0)
-    record.take({**line.numbers, "num_gpus": round(number(line.match[2]) / per_gpu) if per_gpu > 0 else math.nan})
+def clocked(record: RunRecord, line: FoundLine) -> None:
+    """A line of a step without its seconds: its clock says them, one of whole seconds over `LEAST_S` of them."""
+    numbers = dict(line.numbers)
+    step, at_s = numbers.pop("step"), moment(line.match.string)
+    if at_s % 1 or not 0 <= at_s - record.anchor[1] < LEAST_S:
+        record.clocked_step(step, at_s, rank=line.rank)
+        record.note("seconds of steps are from the times of the lines")
+    record.take(numbers)
 
 
 def finish_bars(record: RunRecord) -> None:
@@ -315,30 +274,33 @@ def finish_bars(record: RunRecord) -> None:
         for step, seconds, covers, at_s in _of_bars(bars[longest]):
             record.step(step, seconds, covers=covers, end_s=at_s)
     if record.numbers and longest is not None:
-        if longest > 0:
-            record.facts.setdefault("num_steps_asked", int(longest))
-        record.note("seconds are of stretches of a clock with whole seconds, or of a progress bar's own rate")
+        record.facts.setdefault("num_steps_asked", int(longest))
+        if not any(math.isinf(rate) for _, _, rate in bars[longest]):
+            record.note("seconds are of stretches of a clock with whole seconds, or of a progress bar's own rate")
     else:
         _take_summary(record)
 
 
 def _of_bars(bars: list[tuple[float, float, float]]) -> Iterator[tuple[int, float, int, float]]:
-    """Last step, seconds of a step, number of steps and end of each stretch; a bar that falls back begins anew."""
-    (first, first_s, _), rates = bars[0], list[float]()
-    if len(bars) == 1 and first > 1 and first_s >= SURE_S and abs(first_s / first / bars[0][2] - 1) < 0.1:
+    """Last step, seconds of a step, number of steps and end of each stretch; a bar whose clock falls back begins anew,
+    and what is behind the one before is another rank's, or printed again."""
+    (first, first_s, rate), rates, begun_s = bars[0], list[float](), 0.0
+    alone = first > 1 and first_s >= SURE_S and all(step == first for step, _, _ in bars)
+    if alone and abs(first_s / first - rate) < 0.1 * rate:
         yield int(first), first_s / first, int(first), first_s  # the whole bar is one stretch, and its own rate agrees
     for step, at_s, rate in bars[1:]:
         rates.append(rate)
-        if step < first or at_s < first_s:
+        if at_s < 0.5 * first_s:
+            begun_s = math.nan  # when it was begun anew is not known
             (first, first_s), rates = (step, at_s), []
         elif step > first and at_s - first_s >= SHORT_S:
             count, took_s = int(step - first), at_s - first_s
             said_s = median([each for each in rates if math.isfinite(each)] or [math.nan])
             by_rate_s = min(max(said_s, (took_s - 1) / count), (took_s + 1) / count)  # a rate lags behind its clock
-            least_s = LEAST_S if abs(took_s - count * said_s) > 1 else SHORT_S
-            if took_s < (SURE_S if math.isnan(said_s) else least_s):
+            least_s = LEAST_S if abs(took_s - count * said_s) > 1 or math.isnan(said_s) else SHORT_S
+            if took_s < (SURE_S if math.isnan(said_s) and math.inf not in rates else least_s):
                 continue
-            yield int(step), by_rate_s if took_s < SURE_S and said_s > 0 else took_s / count, count, at_s
+            yield int(step), by_rate_s if took_s < SURE_S and said_s > 0 else took_s / count, count, begun_s + at_s
             (first, first_s), rates = (step, at_s), []
 
 
@@ -346,20 +308,11 @@ LEAST_STEPS = 5
 """Fewest steps of a run whose mean is that of a step: of fewer, the start is a large part."""
 
 
-def summary(record: RunRecord, line: FoundLine) -> None:
-    """`{'train_runtime': 512.3, …, 'train_steps_per_second': 0.195, …}`, or `train_runtime = 0:36:58.55` in a table."""
-    for name, pattern in (
-        ("runtime", r"train_runtime\W{1,20}?(\d[\d.:]{0,20})"),
-        ("per_s", r"train_steps_per_second\W{1,20}?([\d.]{1,20})"),
-    ):
-        if (hit := re.search(pattern, line.match.string)) is not None:
-            record.state[name] = str(_clock_s(hit[1].partition(".")[0])) if ":" in hit[1] else hit[1]
-
-
 def _take_summary(record: RunRecord) -> None:
-    """The mean of a whole run, by its steps where they are known, else by a rate whose digits say it to 1%."""
-    text = record.state.get("per_s", "")
-    runtime_s = number(record.state.get("runtime"))
+    """The mean of a whole run (`'train_runtime': 512.3`, or `0:36:58.55`), by its steps where they are known, else by a
+    rate whose digits say it to 1%."""
+    text, runtime = record.state.get("per_s", ""), record.state.get("runtime", "")
+    runtime_s = _clock_s(runtime.partition(".")[0]) if ":" in runtime else number(runtime)
     per_s = number(text)
     steps = int(record.facts.get("num_steps_asked", 0))
     half_unit = 0.5 * 10.0 ** -len(text.partition(".")[2])
@@ -377,11 +330,9 @@ def _function(name: str) -> Any:
 
 
 def _compiled(text: str) -> re.Pattern[str]:
-    return re.compile(
-        text.replace("<N>", r"[\d.,eE+-]{1,30}")
-        .replace("<K>", r"[\d.eE+-]{1,30}[KMGBT]?")
-        .replace("<S>", r"[\d.]{1,12} [KMG]iB")
-    )
+    for short, pattern in trainer_lines.TABLE["short"].items():
+        text = text.replace(short, pattern)
+    return re.compile(text)
 
 
 @dataclass(frozen=True, slots=True)
@@ -415,7 +366,8 @@ class LineRow:
                     numbers |= {"precision_fraction": half_unit / value} if name == "s" and value else {}
                     numbers[name] = value * UNITS[unit.removeprefix("short").strip()]
                 else:
-                    numbers[name] = number(text) * UNITS[text.rpartition(" ")[2] if unit == "size" else unit]
+                    size = UNITS.get(text.rpartition(" ")[2] if unit == "size" else unit)
+                    numbers[name] = number(text) * size if size else _clock_s(text)
         return FoundLine(match, numbers, rank)
 
 
@@ -429,7 +381,7 @@ def _taker(names: set[str], take: str = "", mark: str = "", fact: str = "", keep
     if counts:  # a number is a rank's own count since the begin
         return partial(_count, counts)
     if fact:
-        convert: Callable[[str], str | int | None] = text_of if fact == "hardware" else whole
+        convert: Callable[[str], str | int | None] = text_of if fact in ("hardware", "model") else whole
         return lambda record, line: record.facts.update({fact: value} if (value := convert(line.match[1])) else {})
     if keep:
         return lambda record, line: record.state.update({keep: " ".join(filter(None, line.match.groups()))})
@@ -440,8 +392,8 @@ def _taker(names: set[str], take: str = "", mark: str = "", fact: str = "", keep
 
 def _timers(each: re.Pattern[str], size: float, note: str, record: RunRecord, line: FoundLine) -> None:
     """Timers by name, of a line that has several."""
-    for name, value in each.findall(line.match.string):
-        record.timer(name, number(value) * size)
+    for found in each.findall(line.match.string):
+        trainer_lines.timed(record, size, *found)
     if note:
         record.note(note)
 

@@ -34,10 +34,14 @@ _ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\x1b\][^\x07]{0,200}\x07")
 _LAUNCHER = re.compile(
     r"\s*(?:"
     r"\[(?:default|rank)(\d+)\]:(?:\[titan\])?\s?"  # torchrun --tee, torchelastic
-    r"|\[\d{4}-\d\d-\d\dT[\d:.,]+Z?\]\s(?=\S)"  # container runtimes
-    r"|\d{4}-\d\d-\d\dT[\d:.]+Z\s(?=\S)"
+    r"|\[\d{4}-\d\d-\d\dT[\d:.,]+Z?\]\s"  # container runtimes
+    r"|\d{4}-\d\d-\d\dT[\d:.]+Z\s"
     r"|(\d{1,6}):\s"  # srun --label
-    r"|\[\d+,(\d+)\]<std(?:out|err)>:\s?"  # mpirun --tag-output
+    r"|\[\d+,(?:mpirank:)?(\d+)(?:,[\w-]{1,80})?\]<std(?:out|err)>:\s?"  # mpirun --tag-output, SageMaker
+    r"|\((?:[\w.-]{1,80},?\s)?(?:rank=(\d+),\s)?pid=\d+(?:,\sip=[\d.]+)?\)\s"  # Ray, SkyPilot
+    r"|\[pod/[^\]]{1,200}\]\s"  # kubectl logs --prefix
+    r"|(?!step|iter|epoch)[\w.-]{1,80}-\d+\s{1,20}\|\s"  # docker compose
+    r"|\[rank=(\d+)\]\s\|\|\s(?:[A-Z]+:\s)?"  # Determined
     r"|[\w.-]{1,80}:\s(?=\[\d{4}-|\[INFO\]|\[default|\[rank|\siteration\s)"  # pdsh: the host
     r"|(?:stdout|stderr|std(?:out|err)\sF)\s?[:F]?\s"
     r")"

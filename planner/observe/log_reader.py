@@ -14,7 +14,7 @@ from planner.observe.describe import described
 from planner.observe.formats import COLUMNS, COMMON_ROWS, GRAMMARS, LOOKS_LIKE, trainer_of
 from planner.observe.lines import Tally, cleaned, lines
 from planner.observe.observation import Observation, SourceFile
-from planner.observe.record import RunRecord, joined, moment, number, text_of
+from planner.observe.record import MOST, RunRecord, joined, moment, number, text_of
 from planner.observe.trainer_lines import json_object
 from planner.specs.base import Fields
 from planner.specs.reading import label, row_of
@@ -22,8 +22,9 @@ from planner.specs.reading import label, row_of
 _ROWS = tuple((index, row) for index, grammar in enumerate(GRAMMARS) for row in (*grammar.rows, *COMMON_ROWS))
 _NEEDLES = re.compile(b"|".join(sorted({re.escape(row.holds.encode()) for _, row in _ROWS})))
 """Words that lines worth a look hold."""
-_BAR = "progress bar"
 _RANKS = {grammar.name: grammar.rank for grammar in GRAMMARS}
+_MOST_RANK = 1
+"""Formats of more than it count where no other says a step."""
 _LEAST_MIXED, _LEAST_MIXED_FRACTION = 10, 0.2
 """Steps of two trainers, each at least so many, make a file a mixture."""
 _KIN = ({"megatron", "megatron-bridge"}, {"mlperf", "nemo", "dllogger"}, {"deepspeed", "megatron"})
@@ -46,6 +47,7 @@ class LogReader:
         self.looks_like: set[int] = set()
         """Rows of `LOOKS_LIKE` that the first lines matched."""
         self._looks_left = 20_000
+        self._rows = _ROWS
         self._table: StepTable | None = None
         self._begun = False
 
@@ -69,13 +71,15 @@ class LogReader:
             if self._looks_left:
                 self._look(line)
             text, rank = cleaned(line) if _NEEDLES.search(line) is not None else ("", None)
-            for index, row in _ROWS if text else ():
+            for index, row in self._rows if text else ():
                 if row.holds in text and (match := row.pattern.search(text)) is not None:
                     self.records[index].num_words += 1
                     row.take(self.records[index], row.found(match, rank))
 
     def _look(self, line: bytes) -> None:
         self._looks_left -= 1
+        if not self._looks_left and (best := self.leading()).numbers and _RANKS[best.grammar] <= _MOST_RANK:
+            self._rows = tuple(row for row in _ROWS if GRAMMARS[row[0]].rank <= _MOST_RANK)
         if (like := _LIKE.search(line[:500])) is not None:
             self.looks_like.add((like.lastindex or 1) - 1)
 
@@ -93,10 +97,12 @@ class LogReader:
 
 
 def _ranked(records: list[RunRecord]) -> list[RunRecord]:
-    """Records, the one that read most first; a bar's whole seconds count where nothing else says a step."""
+    """Records, the one that read most first."""
 
     def size(record: RunRecord) -> float:
-        return len(record.numbers) if record.grammar != _BAR else 0.5 * bool(record.numbers)
+        rank = _RANKS[record.grammar]
+        is_weak = record.numbers and (rank > _MOST_RANK or "weak" in record.state)
+        return 1 / (rank + 2) if is_weak else len(record.numbers)
 
     return sorted(
         records, key=lambda record: (-size(record), not record.timers, _RANKS[record.grammar], -record.num_words)
@@ -107,7 +113,7 @@ def _chosen(records: list[RunRecord], where: str) -> RunRecord:
     """The record of the format that read most; SpecError where two trainers wrote into one file."""
     first, *others = _ranked(records)
     for other in others:
-        steps = 0 if other.grammar == _BAR else len(other.numbers)
+        steps = 0 if _RANKS[other.grammar] > _MOST_RANK else len(other.numbers)
         mixed = steps >= _LEAST_MIXED and steps >= _LEAST_MIXED_FRACTION * len(first.numbers)
         is_kin = any({first.grammar, other.grammar} <= kin for kin in _KIN)
         if mixed and not is_kin:
@@ -240,6 +246,8 @@ class TableColumns:
 def recognises(first: bytes) -> bool:
     """True if a file whose first line is this one begins as a table of step times."""
     line = first.decode("utf-8-sig", errors="replace")
+    if line.strip() == "time (ms)":  # Megatron's, before timers of which none ran
+        return False
     return TableColumns(_names(line[:_HEAD])).tells_time or _is_number(line)
 
 
@@ -307,22 +315,19 @@ class StepTable:
         seconds = values.get("seconds", math.nan)
         speed = values.get("tokens_per_s", math.nan)
         step, at_s = values.get("step", math.nan), values.get("moment", math.nan)
-        covers = 1
-        if "seconds" not in values and "tokens_of_step" in values:
+        known = math.isfinite(step) and 0 <= step < 2**53
+        if "tokens_of_step" in values and "seconds" not in values:
             seconds = values["tokens_of_step"] / speed if speed > 0 else math.nan
-        elif "seconds" not in values and math.isfinite(step) and math.isfinite(at_s):
-            seconds, covers = record.clock_s(step, at_s), max(1, int(step - record.anchor[0]))
-            record.anchor = max(record.anchor, (step, at_s)) if math.isfinite(record.anchor[1]) else (step, at_s)
-        if not seconds > 0:
+        if seconds > 0:
+            count = (record.numbers[-1] if record.numbers else 0) + 1
+            record.step(int(step) if known else count, seconds, end_s=at_s, covers=1)
+        elif values.keys() & {"seconds", "tokens_of_step"} or not (known and record.clocked_step(step, at_s)):
             self._untimed += 1
             return
-        count = (record.numbers[-1] if record.numbers else 0) + 1
-        known = math.isfinite(step) and 0 <= step < 2**53
-        record.step(int(step) if known else count, seconds, end_s=at_s, covers=covers)
         record.take({name: value for name, value in values.items() if name not in _OF_STEPS})
         if "data" in values:
             record.timer("data_loading", values["data"])
-        if (retries := values.get("retries", math.nan)) >= 0:
+        if 0 <= (retries := values.get("retries", math.nan)) < MOST:
             record.counts["num_alloc_retries"] = max(record.counts["num_alloc_retries"], int(retries))
 
     def finished(self) -> RunRecord:

@@ -9,17 +9,21 @@ import math
 import re
 from array import array
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from datetime import datetime
+from itertools import compress
 from statistics import median
 
 from planner.observe.observation import FailedAllocation, HungCollective, JobFacts
 from planner.specs.base import Named
+from planner.specs.units import GB, GIB, KIB, MIB
 
 _ISO = re.compile(r"(\d{4})-?(\d\d)-?(\d\d)[ T](\d\d):(\d\d):(\d\d)(?:[.,](\d{1,6}))?")
 _AMERICAN = re.compile(r"(\d\d)/(\d\d)/(\d{4}) (\d\d):(\d\d):(\d\d)")
 _FLOAT = re.compile(r"[-+]?(?:\d{1,30}(?:\.\d{0,30})?|\.\d{1,30})(?:[eE][-+]?\d{1,3})?")
+UNITS = {"": 1.0, "s": 1.0, "ms": 1e-3, "MB": 1e6, "GB": GB, "KiB": KIB, "MiB": MIB, "GiB": GIB}
+"""Sizes of the units that the table of formats names."""
 MOST = 2**53
 """More of anything is no count: the first whole number that a float cannot tell from the next."""
 FACTS = ("num_gpus", "global_batch_size", "seq_length", "num_steps_asked", "num_parameters")
@@ -167,6 +171,10 @@ class RunRecord:
     last_s: float = math.nan
     duplicates: int = 0
     left_steps: int = 0
+    counts_covers: bool = False
+    """True where only the numbers of rows say how many steps each is the mean of."""
+    steady: Sequence[bool] = ()
+    """Which rows are behind the warm-up, once that is known."""
     num_words: int = 0
     """Lines that a row of the format's table matched."""
 
@@ -177,7 +185,7 @@ class RunRecord:
 
         `covers` is the number of steps that it is the mean of; 0 where only the row before says that.
         """
-        if not (math.isfinite(seconds) and 0 < seconds < 1e7) or not 0 <= number < 2**60:
+        if not (math.isfinite(seconds) and 1e-9 < seconds < 1e7) or not 0 <= number < 2**60:
             self.note("some lines of steps have impossible numbers and were left out")
             return False
         if rank is not None:
@@ -195,14 +203,21 @@ class RunRecord:
         self.numbers.append(number)
         self.seconds.append(seconds)
         self.covers.append(min(covers or max(1, number - before), 2**31 - 1))
+        self.counts_covers |= not covers
         self.ends.append(end_s)
         self.time(end_s)
         return True
 
-    def clock_s(self, step: float, at_s: float) -> float:
-        """Seconds of a step by the clock of the lines since the anchor; not a number where it does not say them."""
+    def clocked_step(self, step: float, at_s: float, said_s: float = math.nan, rank: int | None = None) -> bool:
+        """Take a row by the clock of the lines: of the steps since the anchor, which it moves; else of `said_s`."""
         first, first_s = self.anchor
-        return (at_s - first_s) / (step - first) if step > first and at_s > first_s else math.nan
+        follows = step > first and at_s > first_s
+        seconds = (at_s - first_s) / (step - first) if follows else said_s
+        covers = max(1, round(step - first)) if follows else 0
+        taken = seconds > 0 and self.step(int(step), seconds, end_s=at_s, covers=covers, rank=rank)
+        if taken or (math.isfinite(at_s) and not seconds > 0 and (step != first or math.isnan(first_s))):
+            self.anchor = (step, at_s)
+        return taken
 
     def _is_restart(self, number: int, end_s: float) -> bool:
         """True where a number that falls back is of a step made again, false where it was only printed again."""
@@ -246,6 +261,8 @@ class RunRecord:
 
     def only_from(self, row: int) -> None:
         """Leave out the rows of steps before one, and what was said beside them."""
+        if row and math.isfinite(self.ends[row - 1]):
+            self.first_s = self.ends[row - 1]
         for values in (self.numbers, self.seconds, self.covers, self.ends):
             del values[:row]
         for values in self.printed.values():
@@ -305,9 +322,8 @@ class RunRecord:
 
     def spread(self, name: str, low: Pair, high: Pair) -> None:
         """Take the least and the most of a number over the ranks, each with its rank."""
-        rows = self.spreads.setdefault(name, [])
-        if math.isfinite(low[0]) and math.isfinite(high[0]) and len(rows) < MAX_TIMER_VALUES:
-            rows.append((low, high))
+        if math.isfinite(low[0] + high[0]) and len(self.spreads.get(name, ())) < MAX_TIMER_VALUES:
+            self.spreads.setdefault(name, []).append((low, high))
 
     def take(self, numbers: Mapping[str, float], rank: int | None = None) -> None:
         """Take numbers by their names: facts of the job, bytes of a rank, and what the trainer works out itself."""
@@ -326,9 +342,10 @@ class RunRecord:
                 values.append(value)
 
     def middle(self, name: str) -> float | None:
-        """The median of what the trainer prints under a name; None where it does not."""
-        values = self.printed.get(name)
-        return median(values) if values else None
+        """The median of what the trainer prints under a name, behind the warm-up where that is known."""
+        values = self.printed.get(name, array("d"))
+        kept = [*compress(values, self.steady)] if len(self.steady) == len(values) else values
+        return median(kept) if kept else None
 
     def argument(self, name: str, value: str) -> None:
         """Take an argument of the trainer's dump; the last value of a name counts."""

@@ -13,7 +13,6 @@ import json
 import math
 import re
 from contextlib import suppress
-from functools import cache
 from typing import Any
 
 import yaml
@@ -30,6 +29,7 @@ from planner.observe.observation import JobFacts
 from planner.observe.record import (
     MAX_NAMES,
     MOST,
+    UNITS,
     FoundLine,
     RunRecord,
     moment,
@@ -40,7 +40,7 @@ from planner.observe.record import (
 )
 from planner.specs.base import Fields, Named, Texts
 from planner.specs.reading import InputLimits, parse_json, parse_yaml, shipped_table
-from planner.specs.units import GB, GIB, MIB, is_count
+from planner.specs.units import GIB, MIB, is_count
 
 TABLE: Fields = shipped_table("observe/log_formats.yaml")
 """The words that trainers print."""
@@ -192,36 +192,23 @@ def dllogger(record: RunRecord, line: FoundLine) -> None:
         record.restart()
     elif isinstance(step, int) and _TIMES[1] in data:
         # the printed value is the mean of up to five last steps; the clock of the lines says each one
-        seconds = _value(data[_TIMES[1]])
-        last = record.ends[-1] if record.ends else math.nan
-        if record.numbers and step == record.numbers[-1] + 1 and at_s > last:
-            seconds = at_s - last
+        said_s = _value(data[_TIMES[1]])
+        if record.clocked_step(step, at_s, said_s) and record.seconds[-1] != said_s:
             record.note("train_step_timing is a mean over the last steps: seconds are from the times of the lines")
-        record.step(step, seconds, end_s=at_s, covers=1)
 
 
-_UNITS = {"ms": 1e-3, "GiB": GIB, "GB": GB}
-
-
-@cache
-def line_fields() -> dict[str, tuple[str, float, str]]:
-    """Fields of the line by the trainers' own names: the quantity, its unit, and the trainer that alone prints it."""
-    rows = TABLE["iteration"].items()
-    return {name: (means, _UNITS.get(unit, 1.0), trainer) for name, (means, unit, trainer) in rows}
-
-
-_DEVICE_MEMORY = re.compile(r"(?:rocm|hip|cuda) mem usage/free/total/usage_ratio\S*: *([\d.]+) ?Gi?B")
-_RANKS = re.compile(r"\[rank-\d{1,7}/(\d{1,7})\]")
+_ELAPSED = re.compile(r"elapsed time per iteration \(m?s\): *[\d.]+(?:/[\d.]+)?(?!/?[\d.]*$)")
+"""Not cut off within the number."""
 _MEMORY = re.compile(r"\[Rank (\d{1,7})\] (?:\(after (\d{1,15}) iter)?[^|\[]{0,60}memory \(MB\)[^|\[]{0,20}\|([^\[]*)")
 
 
 def iteration(record: RunRecord, line: FoundLine) -> None:
     text = line.match.string
     found = (named_parts(line.before) if "|" in line.before else {}) | named_parts(line.match[3])
-    values: dict[str, float] = {}
-    for name, (means, unit, trainer) in line_fields().items():
+    values = dict(line.numbers)
+    for name, (means, unit, trainer) in TABLE["iteration"].items():
         if (said := found.get(name)) is not None:
-            values.setdefault(means, number(said) * unit)
+            values.setdefault(means, number(said) * UNITS[unit])
             # Primus prints now/average
             trainer = "primus" if means == "seconds" and "/" in said else trainer
             record.facts |= {"trainer": trainer} if trainer else {}
@@ -229,18 +216,16 @@ def iteration(record: RunRecord, line: FoundLine) -> None:
     covers, number_of = 0 if record.numbers else whole(record.arguments.get("log_interval")) or 0, int(line.match[1])
     if not record.numbers and abs(line.at_s - record.last_s - number_of * seconds) < 0.1 * number_of * seconds:
         covers = number_of  # as the time since the trainer said that it begins tells
-    if "elapsed time per iteration" not in text or not record.step(
+    if _ELAPSED.search(text) is None or not record.step(
         number_of, seconds, end_s=line.at_s, covers=covers, rank=line.rank
     ):
         return
+    if 0 < (skipped := values.pop("num_skipped", 0.0)) < MOST:
+        record.counts["num_skipped"] += int(skipped)
     batch = values.get("global_batch_size", 0)
     if record.facts.get("global_batch_size", batch) != batch and batch and len(record.numbers) > 1:
         record.state["batch"] = "grows"
-    if (used := _DEVICE_MEMORY.search(line.match[3])) is not None:
-        values["device_bytes"] = number(used[1]) * GIB  # a GB of Primus is a GiB: an MI300X has 191.98
-    if (ranks := _RANKS.search(line.before)) is not None:
-        values["num_gpus"] = int(ranks[1])
-    record.take({**values, "num_steps_asked": number(line.match[2])})  # a Megatron-RL job has `infinity`
+    record.take(values)
 
 
 def memory(record: RunRecord, line: FoundLine) -> None:
@@ -251,22 +236,13 @@ def memory(record: RunRecord, line: FoundLine) -> None:
         record.bytes_of(int(rank), whole(step), **kinds)
 
 
-def timer(record: RunRecord, line: FoundLine) -> None:
-    _timer(record, *line.match.groups())
-
-
-def _timer(record: RunRecord, name: str, low: str, high: str = "") -> None:
-    low_s = number(low) * 1e-3
-    high_s = number(high or low) * 1e-3
+def timed(record: RunRecord, size: float, name: str, low: str, high: str = "") -> None:
+    """Take what a timer shows over the ranks, and what happens between steps as a mark."""
+    low_s, high_s = number(low) * size, number(high or low) * size
     if low_s >= 0:
         record.timer(name, low_s, high_s)
         if kind := TABLE["timers_outside"].get(name):
             record.mark(kind, high_s)
-
-
-def timers_on_a_line(record: RunRecord, line: FoundLine) -> None:
-    for name, value in named_parts(line.match[1]).items():
-        _timer(record, name, value)
 
 
 def dump_begins(record: RunRecord, line: FoundLine) -> None:
@@ -285,7 +261,7 @@ def argument(record: RunRecord, line: FoundLine) -> None:
     if record.state.get("dump"):
         record.argument(name, value.strip())
     elif record.state.get("timers") and re.fullmatch(r"\d+\.\d+", value.strip()):
-        _timer(record, name, value)
+        timed(record, 1e-3, name, value)
 
 
 def sizes(record: RunRecord, line: FoundLine) -> None:
