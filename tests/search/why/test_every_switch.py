@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from planner import ClusterSpec, SearchLimits, TrainingSpec, load_model, load_runtime
+from planner.layout.price import reprice
 from planner.search.case import Case
 from planner.search.search import plan
 from planner.search.why import recipe as module
@@ -72,11 +73,10 @@ def test_consent_is_said(table: RecipeTable) -> None:
 def test_without_time_the_values_are_priced_on_the_chosen_layout() -> None:
     asked, ticks = case(), []
     now = plan(asked.model, asked.cluster, asked.training, limits=asked.limits, runtime=asked.runtime)
-    done = module._of_this_layout(asked, now)(OtherValue(switch="overlap_param_gather", value=False))
+    other, late = OtherValue(switch="overlap_param_gather", value=False), module.Deadline(0.0)
+    done = module._replanned(asked, reprice(now, now.best), late, other)
     assert done.step_s is not None
     assert done.step_s >= now.step.step_s
-    late = module.Deadline(0.0)
-    assert module._asked(asked, now.step.step_s, late, done) == done
     assert not done.replanned
     assert recipe_table(case(runtime="torch-eager"), lambda: ticks.append(1)).switches == ()
     assert len(ticks) == len(other_values(case(runtime="torch-eager"))) == 0
