@@ -166,14 +166,10 @@ def test_other_jobs_releases_and_runs_that_do_not_count_are_no_choice(other: dic
     assert not sweeps([run("a", 1, 10.0, 12.0), run("b", 2, 11.0, 10.0, **other)])
 
 
-def test_switches_are_a_choice_as_layouts_are() -> None:
+def test_switches_are_a_choice_as_layouts_are_and_what_has_no_price_is_none() -> None:
     (sweep,) = sweeps([run("a", 1, 10.0, 12.0), run("b", 1, 11.0, 10.0, run={"features": {"compile": True}})])
     assert sweep.regret == pytest.approx(0.2)
-
-
-def test_a_run_without_a_price_is_left_out() -> None:
-    unpriced = Scored(run("b", 2, 11.0, 10.0).row, None)
-    assert not sweeps([run("a", 1, 10.0, 12.0), unpriced])
+    assert not sweeps([run("a", 1, 10.0, 12.0), Scored(run("b", 2, 11.0, 10.0).row, None)])
 
 
 def test_a_family_counts_its_sweeps_and_names_the_worst() -> None:

@@ -55,17 +55,11 @@ def test_a_step_is_that_of_a_plan_with_the_switch_pinned(table: RecipeTable) -> 
     assert other.more_fraction == pytest.approx(found.step.step_s / table.step_s - 1)
 
 
-def test_a_value_that_needs_another_switch_takes_it_along(table: RecipeTable) -> None:
-    other = row(table, "overlap_grad_reduce", False)
+def test_a_value_says_what_goes_with_it_what_refuses_it_and_what_it_changes(table: RecipeTable) -> None:
+    other, refused = row(table, "overlap_grad_reduce", False), row(table, "fused_experts", True)
     assert (other.beside, other.rule) == ({"overlap_param_gather": False}, "")
-
-
-def test_a_value_that_nothing_makes_legal_names_its_rule(table: RecipeTable) -> None:
-    assert row(table, "fused_experts", True).rule.startswith("fused_experts needs experts")
-    assert row(table, "fused_experts", True).step_s is None
-
-
-def test_consent_is_said(table: RecipeTable) -> None:
+    assert refused.rule.startswith("fused_experts needs experts")
+    assert refused.step_s is None
     assert row(table, "bf16_gradients", True).changes == "numerics"
     assert row(table, "p2p_overlap", False).changes == ""
 
