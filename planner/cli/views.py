@@ -202,18 +202,20 @@ def memory_command(
     stage: Whole = None,
     alternative: Whole = None,
     json: bool = False,
+    plot: Word = None,
     snapshot: Word = None,
     output: Word = None,
     force: bool = False,
 ) -> None:
     """Show the tensors that are alive when a stage's memory is fullest: which, of what shape, and who frees them.
 
-    They add up to the plan's peak. What a change would free, and what it would cost, is priced. --snapshot
-    has the stage that --stage names, or the fullest.
+    They add up to the plan's peak. What a change would free, and what it would cost, is priced. --plot and --snapshot
+    show the stage that --stage names, or the fullest.
 
     \b
     Example:
       plan memory plan.json
+      plan memory plan.json --stage 0 --plot stage0.svg
       plan memory plan.json --stage 0 --snapshot stage0.pickle
     """
     from planner.layout.alive import explore, shown
@@ -221,9 +223,13 @@ def memory_command(
     from planner.plan_file import read_plan, with_alternative
     from planner.report.terminal import render_memory
 
-    refuse_files({"-o": output, "--snapshot": snapshot}, force)
+    refuse_files({"-o": output, "--plot": plot, "--snapshot": snapshot}, force)
     if snapshot == STDOUT:
         raise SpecError("--snapshot: - is no file", "name one, such as --snapshot stage.pickle")
+    if plot is not None:
+        from planner.report.plots import check_picture
+
+        check_picture(plot, "memory")
     chosen = with_alternative(read_plan(plan), alternative)
     num_stages = len(chosen.best.stages)
     if stage is not None and not 0 <= stage < num_stages:
@@ -233,6 +239,10 @@ def memory_command(
         answer = explore(chosen, chosen.best, candidate, range(num_stages) if stage is None else (stage,))
     _note_fewer(candidate, chosen.best.parallelism.num_microbatches)
     fullest = max(answer.stages, key=lambda one: one.memory.total_bytes)
+    if plot is not None:
+        from planner.report.plots import drawn_memory, write_picture
+
+        write_picture(drawn_memory(fullest), plot, force)
     if snapshot is not None:
         _write_snapshot(answer, fullest, candidate, snapshot, force)
     data = answer.model_dump(mode="json") if json or output is not None else None

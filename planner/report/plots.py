@@ -15,14 +15,18 @@ from pathlib import PurePath
 from threading import RLock
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+import numpy as np
+
 from planner.answer import Interval
 from planner.decide.sweep import Point, Sweep
 from planner.errors import SpecError
 from planner.files import write_bytes
+from planner.layout.alive import MemoryOfStage
 from planner.report.decisions import swept_axes
-from planner.report.format import large
-from planner.report.pictures import PALETTE
+from planner.report.format import gibibytes, large, unit_for
+from planner.report.pictures import MEMORY_COLOURS, PALETTE, envelope
 from planner.specs.base import grouped
+from planner.specs.units import GIB
 from planner.trainers.switches import written
 
 if TYPE_CHECKING:
@@ -65,6 +69,17 @@ def image(drawn: Figure, kind: Literal["png", "svg", "pdf"]) -> bytes:
     with drawing():
         drawn.savefig(file, format=kind, dpi=150, metadata=dates[kind])
     return file.getvalue()
+
+
+def draw_capacity(axes: Any, capacity_bytes: int, most_bytes: float) -> None:
+    """The line of the GPU's memory, and an axis of GiB that has room for it."""
+    capacity = capacity_bytes / GIB
+    axes.axhline(capacity, color=ALARM, linestyle="--", linewidth=1.1)
+    place = {"xycoords": ("axes fraction", "data"), "textcoords": "offset points", "ha": "right", "va": "bottom"}
+    axes.annotate(f"GPU {capacity:.1f}", (1.0, capacity), xytext=(0, 2), color=ALARM, fontsize=8, **place)
+    axes.set_ylim(0, 1.09 * max(capacity, most_bytes / GIB))
+    axes.yaxis.get_major_locator().set_params(nbins=5)
+    axes.set_ylabel("GiB")
 
 
 MARKERS = "osD^vPX"
@@ -193,3 +208,48 @@ def _errors(points: Sequence[Point], axis: Axis) -> list[list[float]] | None:
     if any(value is None or interval is None for value, interval in pairs):
         return None
     return [[v - i[0] for v, i in pairs if i and v], [i[1] - v for v, i in pairs if i and v]]
+
+
+COLUMNS = 600
+
+
+def drawn_memory(stage: MemoryOfStage) -> Figure:
+    """A stack of what is there all the time, then activations, then what is there for a moment, then the reserve."""
+    times_s, allocated = np.array(stage.curve, dtype=np.float64).T
+    factor, unit = unit_for(float(times_s[-1]))
+    memory = stage.memory
+    # of what happens within a column, the most is drawn
+    edges_s, _, total = envelope(times_s, allocated, COLUMNS)
+    held = envelope(times_s, np.array(stage.curve_activations_bytes, dtype=np.float64), COLUMNS).high
+    made = figure(8.0, 4.0)
+    with drawing():
+        axes = made.add_subplot()
+        below = np.zeros(len(total))
+        state = memory.weights_bytes + memory.gradients_bytes + memory.optimizer_bytes
+        layers: list[tuple[str, Any]] = [
+            ("weights", memory.weights_bytes),
+            ("gradients", memory.gradients_bytes),
+            ("optimizer", memory.optimizer_bytes),
+            ("activations", held),
+            ("logits" if memory.logits_bytes else "workspace", total - held - state),
+            ("reserved", memory.reserved_bytes),
+        ]
+        for name, size in layers:
+            above = below + size / GIB
+            colour = MEMORY_COLOURS[name]
+            axes.stairs(above, edges_s * factor, baseline=below, fill=True, color=colour, label=name)
+            below = above
+        peak = stage.peak_bytes + memory.reserved_bytes
+        axes.plot([stage.peak_s * factor], [peak / GIB], "v", color=INK, markersize=4)
+        draw_capacity(axes, stage.capacity_bytes, peak)
+        axes.set_xlim(0, float(times_s[-1]) * factor)
+        axes.set_xlabel(f"time in the step, {unit}")
+        axes.set_title(title(stage))
+        made.legend(loc="outside lower center", ncols=6, fontsize=8, handlelength=1, columnspacing=1.2)
+    return made
+
+
+def title(stage: MemoryOfStage) -> str:
+    """The stage and its peak."""
+    total = gibibytes(stage.memory.total_bytes)
+    return f"Stage {stage.stage}: {gibibytes(stage.peak_bytes)} GiB of tensors at the peak, {total} GiB in all"

@@ -294,10 +294,11 @@ def test_the_table_fits_a_terminal(plan_file_of_memory: str, capsys: pytest.Capt
     assert "recompute all layers" in text
 
 
-def test_a_snapshot(plan_file_of_memory: str, tmp_path: Path) -> None:
-    saved, pickled = (tmp_path / name for name in ("m.json", "m.pickle"))
-    options = ["--snapshot", str(pickled), "-o", str(saved)]
+def test_pictures_and_a_snapshot(plan_file_of_memory: str, tmp_path: Path) -> None:
+    picture, saved, pickled = (tmp_path / name for name in ("m.svg", "m.json", "m.pickle"))
+    options = ["--snapshot", str(pickled), "-o", str(saved), "--plot", str(picture)]
     assert main(["memory", plan_file_of_memory, "--stage", "0", *options]) == 0
+    assert "activations" in picture.read_text()
     assert pickle.loads(pickled.read_bytes())["device_traces"][0]
     assert [stage["stage"] for stage in json.loads(saved.read_text())["stages"]] == [0]
 
