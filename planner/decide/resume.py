@@ -194,7 +194,7 @@ class Exposed:
             num_gpus = int(split.shape.num_ranks)
             clock = clock.with_interim(num_gpus, split.step_s)
             found.append(_Fallback("splits", tokens_per_s(split) / rate, clock.standstill(num_gpus, loads).value_s))
-        other = fastest_for(job) if searches else None
+        other = fastest_for(job, job.case.training.global_batch_size) if searches else None
         if other is not None and (loads := loading(job, other, bool(found))) is not None:
             still = clock.standstill(int(other.shape.num_ranks), loads)
             found.append(_Fallback("reshards", tokens_per_s(other) / rate, still.value_s))

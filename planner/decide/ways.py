@@ -1,17 +1,18 @@
 """The ways in which a job can go on, each a layout that its checkpoint can be loaded as.
 
 The old layout is split over another number of data-parallel ranks, or any other one is loaded, written again or
-converted where its files ask for that; a batch near the one asked for is tried where the split divides it badly.
+converted where its files ask for that; batches near the one asked for are tried where the GPUs divide it badly.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
-from planner.answer import Plan
+from planner.answer import Layout, Plan
 from planner.decide.job import Closed, Kind, Loads, ResumedJob, way_to_load
 from planner.decide.phases import plan_of, refused
 from planner.errors import Infeasible, SolverError
@@ -25,6 +26,57 @@ from planner.search.layouts import find_layouts
 from planner.search.search import search
 from planner.search.why.remedy import with_remedy
 from planner.shape import NEAR_FRACTION, SIZES, divisors
+
+MOST_BATCHES = 2
+"""Batches for which layouts are searched; each takes a few tenths of a second."""
+AS_GOOD = 0.01
+"""Relative difference of scores within which the batch nearer to the one asked for is taken."""
+
+
+def near_batches(job: ResumedJob, layouts: Sequence[Layout]) -> list[int]:
+    """Batches within NEAR_FRACTION, one for each of the most promising numbers of replicas, the best first.
+
+    The score of a batch for dp replicas is the best, over numbers of stages, of
+
+        (dp · ranks of a copy / GPUs) · k / (k + (pp − 1) / chunks) · layers / (pp · ⌈layers / pp⌉)
+
+    with k micro-batches for each replica: GPUs that work, times a pipeline that is full, times stages that are level.
+    Tensor and context parallelism, and the least ranks of a copy that fit, are those of `layouts`. It is a screen: the
+    search decides.
+    """
+    batch = job.case.training.global_batch_size
+    by_dp: dict[int, dict[int, float]] = {}
+    for dp, near, score in _scores(job, layouts):
+        if near != batch:
+            scores = by_dp.setdefault(dp, {})
+            scores[near] = max(score, scores.get(near, 0.0))
+    ranked = sorted(by_dp.values(), key=lambda scores: -max(scores.values()))
+    return list(dict.fromkeys(_nearest(scores, batch) for scores in ranked))[:MOST_BATCHES]
+
+
+def _nearest(scores: dict[int, float], batch: int) -> int:
+    """The batch nearest to that asked for, among those with nearly the best score."""
+    least = (1 - AS_GOOD) * max(scores.values())
+    return min((near for near, score in scores.items() if score >= least), key=lambda near: abs(near - batch))
+
+
+def _scores(job: ResumedJob, layouts: Sequence[Layout]) -> Iterator[tuple[int, int, float]]:
+    """A number of replicas, a batch and its score, for each number of stages."""
+    batch, num_gpus, layers = job.case.training.global_batch_size, job.num_gpus, job.case.model.num_hidden_layers
+    interleaves = "interleaved-1f1b" in job.case.runtime.schedules
+    least = min(one.tp * one.cp * one.pp for one in layouts)
+    size = min(one.micro_batch_size for one in layouts)
+    for ranks, experts in {(one.tp * one.cp, one.ep * one.etp) for one in layouts}:
+        for pp in range(1, layers + 1):
+            dp = num_gpus // (ranks * pp)
+            if ranks * pp < least or not dp or ranks * dp % experts:
+                continue
+            level = dp * ranks * pp / num_gpus * layers / (pp * -(-layers // pp))
+            first, last = (batch * (1 + sign * NEAR_FRACTION) / (dp * size) for sign in (-1, 1))
+            for k in range(max(1, math.ceil(first)), math.floor(last) + 1):
+                chunks = max(1, layers // pp) if interleaves and k % pp == 0 else 1
+                yield dp, k * dp * size, level * k / (k + (pp - 1) / chunks)
+
 
 MOVED = ("dp", "micro_batch_size", "shard_size")
 """Axes that a split may move."""
@@ -158,7 +210,7 @@ def unchecked(job: ResumedJob, dp: int, micro_batch_size: int, batch: int) -> Ca
 
 
 ROUGH_GAP_FRACTION = 0.02
-"""Gap of the searches for layouts after failures that may come."""
+"""Gap of the searches for layouts beside the answer: other batches, and after failures that may come."""
 
 
 def case_of(job: ResumedJob) -> Case | str:
@@ -190,12 +242,13 @@ def reshard_for(job: ResumedJob) -> Plan | Infeasible | str:
         return "no layout was found in time: raise --time-limit"
 
 
-def fastest_for(job: ResumedJob) -> Candidate | None:
-    """The fastest layout, within a rough gap, that can be loaded; None if none was found in time."""
+def fastest_for(job: ResumedJob, batch: int) -> Candidate | None:
+    """The fastest layout for another batch, within a rough gap, that can be loaded; None if none was found in time."""
     case = case_of(job)
     if not isinstance(case, str) and not job.deadline.passed:
         with suppress(Infeasible, SolverError):
-            return find_layouts(case.limited(gap_fraction=ROUGH_GAP_FRACTION), [case.runtime], job.deadline).best
+            case = case.with_batch(batch).limited(gap_fraction=ROUGH_GAP_FRACTION)
+            return find_layouts(case, [case.runtime], job.deadline).best
     return None
 
 
@@ -298,14 +351,24 @@ class Ways:
     def _batch(self) -> int:
         return self.job.case.training.global_batch_size
 
-    def _near(self) -> list[Way]:
-        """The fastest split under a batch nearby, unless the user asks for another batch than the old."""
+    def _near(self) -> Iterator[Way]:
+        """The fastest way of each kind under a batch nearby, unless the user asks for another batch than the old."""
         job = self.job
+        if job.moves_batch:
+            return
         least = max((int(way.candidate.shape.dp) for way in self.open if way.kind != "reshard"), default=0)
         most = job.num_gpus // job.copy_gpus
-        split = split_near(job, most, least) if most > least and not job.moves_batch else ""
-        way = None if isinstance(split, str) else self._loadable(Way("split", split))
-        return [] if way is None else [way]
+        split = split_near(job, most, least) if most > least else ""
+        if not isinstance(split, str) and (way := self._loadable(Way("split", split))) is not None:
+            yield way
+        searched = next((way.found for way in self.open if way.found is not None), None)
+        if searched is None:
+            return
+        layouts = [job.layout, searched.parallelism, *(other.parallelism for other in searched.alternatives)]
+        others = [fastest_for(job, batch) for batch in near_batches(job, layouts)]
+        loadable = [other for other in others if other is not None and self.loading(other) is not None]
+        if loadable:
+            yield Way("reshard", max(loadable, key=tokens_per_s))
 
     def infeasible(self) -> Infeasible:
         """The error of a job that cannot go on at all, with a remedy where one is found."""
