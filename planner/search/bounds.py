@@ -8,13 +8,14 @@ model.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from functools import reduce
 from typing import Literal
 
 import numpy as np
 
+from planner.layout.seconds import reduce_overlap_fraction
 from planner.physics.cost import PartCost
 from planner.physics.optimizers import update_s
 from planner.physics.stage_memory import relaxed_peak_bytes
@@ -23,7 +24,7 @@ from planner.schedule.orders import SCHEDULES, chunks_in_flight, in_flight_micro
 from planner.search.chunks import fewest_of_kinds
 from planner.search.ilp.node import FULL, Whole, recurring
 from planner.search.priced_shapes import PartName, PricedShapes, least_sum
-from planner.shape import BoolArray, FloatArray, IntArray, Number
+from planner.shape import BoolArray, FloatArray, IntArray, Number, Shape
 from planner.specs.model import ModelSpec
 from planner.specs.training import Recompute
 
@@ -154,54 +155,98 @@ def cheapest(parts: Sequence[PartCost]) -> PartCost:
     return PartCost(forward_s=least("total_s"), **{name: least(name) for name in names})
 
 
-def with_ends_s(shapes: PricedShapes, pipeline_s: FloatArray, base: Recompute) -> FloatArray:
-    """A lower bound of the step from a bound of the pipeline.
+def with_ends_s(shapes: PricedShapes, pipeline_s: FloatArray, base: Recompute, exchanging: Recompute) -> FloatArray:
+    """A lower bound of the step from a bound of the pipeline; layers in mode `exchanging` hide the exchange.
 
-    Of the first rank's exchange it has the seconds that show however much is hidden. The optimizer takes at least its
-    mean over the ranks. The tail is the same on all ranks.
+    Two bounds hold for the part of the first rank's exchange that shows: the seconds that nothing hides, and a fraction
+    of the whole exchange. The greater one is taken. The optimizer takes at least its mean over the ranks. The tail is
+    the same on all ranks.
     """
-    optimizer_s = all_optimizers_s(shapes) / np.asarray(shapes.shape.pp, dtype=float)
-    return np.asarray(_with_exchange_s(shapes, pipeline_s, base) + optimizer_s + shapes.tail_s)
+    pps = np.asarray(shapes.shape.pp, dtype=float)
+    bounds = [
+        _with_exchange_s(shapes, pipeline_s, base, exchanging, exchange_s_of) for exchange_s_of in (beyond_s, showing_s)
+    ]
+    return np.asarray(np.maximum(*bounds) + all_optimizers_s(shapes) / pps + shapes.tail_s)
 
 
-def _with_exchange_s(shapes: PricedShapes, pipeline_s: FloatArray, base: Recompute) -> FloatArray:
-    """A lower bound of pipeline and exchange.
+def _with_exchange_s(
+    shapes: PricedShapes,
+    pipeline_s: FloatArray,
+    base: Recompute,
+    exchanging: Recompute,
+    exchange_s_of: Callable[[PricedShapes, PartName, PartCost], FloatArray],
+) -> FloatArray:
+    """A lower bound of pipeline and exchange; `exchange_s_of` gives the seconds that a part on the first rank adds.
 
     With n layers on the first rank, the step takes at least max(pipeline, M·(work − n·t)/(pp − 1)) + x(n), since the
     other ranks hold the layers that the first does not. Here t is the time of the slowest kind of layer, and x(n) the
     exchange of the n layers that exchange least. Both terms are convex and piecewise linear, so the least value is
-    where a piece ends: where the two terms of the maximum meet, where the next kind begins, or at the fewest layers
-    that the first rank may hold (its full chunks if stages interleave, otherwise none). Without a pipeline n = L.
+    where a piece ends: where the two terms of the maximum meet, where the next kind begins, where x becomes positive,
+    or at the fewest layers that the first rank may hold (its full chunks if stages interleave, otherwise none). Without
+    a pipeline n = L.
     """
     pricing, shape, table = shapes.pricing, shapes.shape, shapes.table
     layers, counts = pricing.model.num_hidden_layers, np.array(list(pricing.kind_counts.values()))
     pps, vpps, steps = np.asarray(shape.pp, dtype=float), shape.vpp, shape.num_microbatches
-    layer_exchange_s = np.array([showing_s(shapes, kind, table.layers[kind, "none"]) for kind in pricing.kind_counts])
-    first_s = showing_s(shapes, "embedding", table.embedding)
-    alone_s = counts @ layer_exchange_s + first_s + sum(showing_s(shapes, *part) for part in shapes.last_parts.items())
+    layer_exchange_s = np.array(
+        [exchange_s_of(shapes, kind, table.layers[kind, exchanging]) for kind in pricing.kind_counts]
+    )
+    embedding = exchange_s_of(shapes, "embedding", table.embedding)
+    last = exchange_s_of(shapes, "head", table.head)
+    if table.mtp is not None:
+        last = last + exchange_s_of(shapes, "mtp", table.mtp_recomputed.get(exchanging, table.mtp))
+    alone = counts @ layer_exchange_s + embedding + last
+    ends_s = embedding + np.where(shapes.folded, np.minimum(last, 0.0), 0.0)
     work, slowest = shapes.work_s(base) - shapes.ends_s(), shapes.layer_s(base).max(axis=0)
     others = np.maximum(pps - 1, 1)
 
     fewest = np.maximum(vpps - 1 - shapes.folded, 0) * np.ceil(layers / (pps * vpps))
     breaks = [fewest, (work - pipeline_s * others / steps) / slowest]
-    breaks += [*np.cumsum(counts[np.argsort(layer_exchange_s, axis=0)], axis=0)[:-1]]
+    before, exposed_s = np.zeros_like(work), ends_s
+    order = np.argsort(layer_exchange_s, axis=0)
+    for more_s, count in zip(np.take_along_axis(layer_exchange_s, order, axis=0), counts[order], strict=True):
+        until_positive = np.where(more_s > 0, -exposed_s / np.where(more_s > 0, more_s, 1.0), count)
+        breaks.append(before + np.clip(until_positive, 0, count))
+        before, exposed_s = before + count, exposed_s + count * more_s
     held = np.clip(breaks, fewest, layers)
-    exposed_s = first_s + least_sum(layer_exchange_s[:, None], counts, held)
+    exposed_s = ends_s + least_sum(layer_exchange_s[:, None], counts, held)
     held_by_others_s = steps * (work - held * slowest) / others
-    piped = (np.maximum(pipeline_s, held_by_others_s) + exposed_s).min(axis=0)
-    return np.asarray(np.where(pps == 1, pipeline_s + alone_s, piped))
+    piped = (np.maximum(pipeline_s, held_by_others_s) + np.maximum(exposed_s, 0.0)).min(axis=0)
+    return np.asarray(np.where(pps == 1, pipeline_s + np.maximum(alone, 0.0), piped))
+
+
+def beyond_s(shapes: PricedShapes, name: PartName, part: PartCost) -> FloatArray:
+    """Seconds of data-parallel exchange of one part, less the seconds that hide it.
+
+    If every micro-batch exchanges, they are added up over all micro-batches. If stages interleave, they are those of
+    the chunk that exchanges last, which are no more than the seconds that show.
+    """
+    runtime, shape = shapes.pricing.runtime, shapes.shape
+    reduce_s, gather_s = shapes.exchanges_s(name, part)
+    forward, backward = shapes.part(part, "forward_total_s"), shapes.part(part, "backward_total_s")
+    gathered = gather_s - runtime.parameter_overlap_fraction * forward
+    once = reduce_s - reduce_overlap_fraction(runtime, shape) * backward + gathered
+    gradients = reduce_s - runtime.gradient_overlap_fraction * backward
+    weights = 2 * gather_s + reduce_s - runtime.fsdp_overlap_fraction * (forward + backward)
+    return _each_time(shape, once / shape.vpp, gradients, gathered, weights)
 
 
 def showing_s(shapes: PricedShapes, name: PartName, part: PartCost) -> FloatArray:
-    """Seconds of the data-parallel exchange of one part that show however much is hidden, over all micro-batches.
-
-    Without a pipeline they are M · gradients + gathered under ZeRO-2 and M · (gradients + 2 · gathered) under ZeRO-3.
-    """
-    shape, fraction = shapes.shape, shapes.pricing.runtime.contention_fraction
+    """Seconds of the data-parallel exchange of one part that show however much is hidden, over all micro-batches."""
+    fraction = shapes.pricing.runtime.contention_fraction
     reduce_s, gather_s = (fraction * seconds for seconds in shapes.exchanges_s(name, part))
+    return _each_time(shapes.shape, reduce_s + gather_s, reduce_s, gather_s, reduce_s + 2 * gather_s)
+
+
+def _each_time(shape: Shape, once: Number, gradients: Number, gathered: Number, weights: Number) -> FloatArray:
+    """Seconds of exchange in a step.
+
+    Without a pipeline they are M · gradients + gathered under ZeRO-2 and M · weights under ZeRO-3; otherwise `once`.
+    """
     steps, zero, alone = shape.num_microbatches, shape.zero_stage, shape.pp == 1
-    each_time = [steps * reduce_s + gather_s, steps * (reduce_s + 2 * gather_s)]
-    return np.asarray(np.select([alone & (zero == 2), alone & (zero == 3)], each_time, reduce_s + gather_s))
+    return np.asarray(
+        np.select([alone & (zero == 2), alone & (zero == 3)], [steps * gradients + gathered, steps * weights], once)
+    )
 
 
 def all_optimizers_s(shapes: PricedShapes) -> FloatArray:

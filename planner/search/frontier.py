@@ -141,24 +141,28 @@ class Nodes:
     def bound_s(self, choice: RecomputeChoice) -> FloatArray:
         """A lower bound of each row's step in seconds, recomputing as `choice` says; infinite if it cannot fit.
 
-        If one number of recomputed layers holds for all ranks, recomputing adds no less to the step than it hides: the
-        step is then also no shorter than without recompute and with boundless memory.
+        Recomputed layers hide more of an exchange. So if some layers may be recomputed, the bound takes all of them to
+        be recomputed during the exchange. If one number of recomputed layers holds for all ranks, recomputing adds no
+        less to the step than it hides: the step is then also no shorter than without recompute and with boundless
+        memory.
         """
         if choice.whole in ("none", "all"):
-            return self._step_s(self.shapes, choice.mode)
+            return self._step_s(self.shapes, choice.mode, choice.mode)
         if choice.whole == "any_modules":
-            return self._step_s(self.shapes.with_any_modules(), "none", choice.whole)
-        bound_s = self._step_s(self.shapes, choice.mode, choice.whole)
+            return self._step_s(self.shapes.with_any_modules(), "none", "selective", choice.whole)
+        bound_s = self._step_s(self.shapes, choice.mode, "full", choice.whole)
         if choice.whole == "one_count":
             boundless = replace(self.shapes, pricing=replace(self.shapes.pricing, headroom_bytes=-BOUNDLESS_BYTES))
-            bound_s = np.maximum(bound_s, self._step_s(boundless, choice.mode))
+            bound_s = np.maximum(bound_s, self._step_s(boundless, choice.mode, choice.mode))
         return bound_s
 
-    def _step_s(self, shapes: PricedShapes, base: Recompute, whole: Whole = "none") -> FloatArray:
+    def _step_s(
+        self, shapes: PricedShapes, base: Recompute, exchanging: Recompute, whole: Whole = "none"
+    ) -> FloatArray:
         rows, step_s = rows_with_room(shapes, base, whole, self.orders), np.full(len(shapes.kernel), np.inf)
         shapes, orders = shapes.take(rows), self.orders.take(rows)
         pipeline_s = pipeline_bound_s(shapes, base, whole, orders)
-        step_s[rows] = np.where(np.isfinite(pipeline_s), with_ends_s(shapes, pipeline_s, base), np.inf)
+        step_s[rows] = np.where(np.isfinite(pipeline_s), with_ends_s(shapes, pipeline_s, base, exchanging), np.inf)
         return step_s
 
     def guess_s(self, choice: RecomputeChoice) -> FloatArray:

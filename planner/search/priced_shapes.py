@@ -133,16 +133,17 @@ class ModuleSets:
         """A table for one lower bound of all sets: a mixture of its plain and full layers is no dearer than any set.
 
         A layer in its full mode keeps the least bytes of any set, and each byte saved costs the fewest seconds that
-        any set takes for it. So the layers of a set cost no less than some mixture of plain layers with these.
+        any set takes for it. So the layers of a set cost no less than some mixture of plain layers with these. A layer
+        in its selective mode has the longest backward of any set, and hides the most of an exchange.
         """
         tables = list(self.tables.values())
         layers, mtp, mtp_recomputed = dict(tables[0].layers), tables[0].mtp, tables[0].mtp_recomputed
         for kind in dict.fromkeys(kind for kind, _ in layers):
             plain, sets = layers[kind, "none"], [table.layers[kind, "selective"] for table in tables]
-            layers[kind, "full"] = _cheapest_mixture(plain, sets)
+            layers[kind, "full"], layers[kind, "selective"] = _cheapest_mixture(plain, sets), _slowest(plain, sets)
         if mtp is not None and mtp_recomputed:
             sets = [table.mtp_recomputed["selective"] for table in tables]
-            mtp_recomputed = {"full": _cheapest_mixture(mtp, sets)}
+            mtp_recomputed = {"full": _cheapest_mixture(mtp, sets), "selective": _slowest(mtp, sets)}
         return replace(tables[0], layers=layers, mtp_recomputed=mtp_recomputed)
 
 
@@ -157,6 +158,12 @@ def _cheapest_mixture(plain: PartCost, sets: Sequence[PartCost]) -> PartCost:
         input_grad_s=plain.input_grad_s + np.where(np.isfinite(s_per_byte), s_per_byte, 0.0) * most,
         live_bytes=plain.live_bytes - most,
     )
+
+
+def _slowest(plain: PartCost, sets: Sequence[PartCost]) -> PartCost:
+    """A part whose backward is the longest of any of `sets`, and so hides the most of an exchange."""
+    longest_s = np.max([np.asarray(part.backward_total_s, dtype=float) for part in sets], axis=0)
+    return replace(plain, input_grad_s=plain.input_grad_s + longest_s - plain.backward_total_s)
 
 
 _PRICES = (

@@ -31,7 +31,7 @@ from planner.physics.passes import Passes
 from planner.physics.pricing import Pricing
 from planner.schedule.orders import SCHEDULES
 from planner.schedule.replay import makespan_s
-from planner.search.bounds import all_optimizers_s, coarse_bound_s, showing_s, with_ends_s
+from planner.search.bounds import all_optimizers_s, beyond_s, coarse_bound_s, showing_s, with_ends_s
 from planner.search.case import Case
 from planner.search.enumerate import Bar, enumerate_shapes, scalar, schedules_tried
 from planner.search.frontier import Nodes, bound_of_shapes_s, nodes_of
@@ -270,16 +270,19 @@ def test_the_first_rank_exchanges_what_it_holds(network_gb_per_s: float) -> None
     shapes, _ = enumerate_shapes(case_of(problem))
     priced = priced_shapes(problem.pricing, shapes.take(np.flatnonzero(np.asarray(shapes.pp) > 1)))
     table, kinds, steps = priced.table, problem.model.kinds, np.asarray(priced.shape.num_microbatches)
-    each = np.array([showing_s(priced, kind, table.layers[kind, "none"]) for kind in kinds])
+    each = [np.array([f(priced, kind, table.layers[kind, "none"]) for kind in kinds]) for f in (beyond_s, showing_s)]
     times = priced.layer_s("none")
     work, others = priced.work_s("none") - priced.ends_s(), np.asarray(priced.shape.pp) - 1
     pipeline_s = steps * work / np.asarray(priced.shape.pp)
     least = np.full(len(work), np.inf)
     for held in product(range(4), range(4)):
-        showing = showing_s(priced, "embedding", table.embedding) + np.asarray(held) @ each
+        beyond, showing = (
+            f(priced, "embedding", table.embedding) + np.asarray(held) @ of_kind
+            for f, of_kind in zip((beyond_s, showing_s), each, strict=True)
+        )
         elsewhere = steps * (work - sum(held) * times.max(axis=0)) / others
-        least = np.minimum(least, np.maximum(pipeline_s, elsewhere) + showing)
-    found = with_ends_s(priced, pipeline_s, "none")
+        least = np.minimum(least, np.maximum(pipeline_s, elsewhere) + np.maximum(beyond, showing))
+    found = with_ends_s(priced, pipeline_s, "none", "none")
     beside = all_optimizers_s(priced) / np.asarray(priced.shape.pp) + problem.pricing.tail_s(priced.shape)
     assert (found - beside <= least * (1 + RELATIVE)).all()
     assert (found - beside >= 0.97 * least).all()
