@@ -250,7 +250,7 @@ def plan_phases(asked: PlanOptions, path: str, as_json: bool, output: str | None
     said = set[str]()
     phases = [_phase(asked, spec, path, said) for spec in file.phases]
     paths = _paths(output, [phase.name for phase in phases], force)
-    with progress("planning phases", 2 * len(phases)) as advance:
+    with progress("planning phases", len(phases)) as advance:
         run = answer_of(course_of(phases, file.reshard_hours, advance), command_line(asked))
     # printed first, so that a file that cannot be written loses nothing
     if as_json and output != STDOUT:

@@ -8,7 +8,7 @@ answer is written of it: what each phase takes, the stops between them, the sums
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -16,7 +16,6 @@ from planner.answer import Interval, Plan, PricedLayout
 from planner.decide.job import CONVERSIONS, Loads, transfer, way_to_load
 from planner.decide.phases import (
     GRID,
-    Asked,
     BatchStep,
     LayoutChange,
     Phase,
@@ -24,13 +23,11 @@ from planner.decide.phases import (
     PhaseLayouts,
     PhaseRun,
     PhasesAnswer,
-    Pins,
     RunTotal,
     found,
-    grid_of,
+    layouts_of,
     plan_in,
     run_in,
-    tried,
 )
 from planner.errors import PlannerError, SpecError
 from planner.months.losses import SECONDS_PER_DAY, losses_of
@@ -96,42 +93,17 @@ class Course:
         pairs = [(layout, number) for number, plan in enumerate(self.found) for layout in plan.layouts]
         return {key_of(layout): (layout, number) for layout, number in reversed(pairs)}
 
-    def neighbours(self, number: int) -> list[int]:
-        """The other phases whose layouts may pay in a phase: those between which and it the job goes on.
-
-        Behind a stop any layout can be chosen, so that others matter only where resharding itself costs something.
-        """
-        phases = self.phases
-        goes_on = [i > 0 and phase.goes_on_from(phases[i - 1]) for i, phase in enumerate(phases)]
-        others = (i for i in range(len(phases)) if i != number)
-        return [i for i in others if self.reshard_s or all(goes_on[min(i, number) + 1 : max(i, number) + 1])]
-
-    def of_neighbours(self, number: int) -> list[Key]:
-        """Layouts of other phases that a phase is to be tried in: their best, and those found for others' sake."""
-        plans = [self.found[other] for other in self.neighbours(number)]
-        keys = dict.fromkeys(key_of(layout) for plan in plans for layout in (plan.layouts[0], *plan.for_others))
-        return [key for key in keys if (number, key) not in self.known]
-
-    def searches(self, number: int) -> tuple[Pins, ...]:
-        """Searches beside a phase's own: behind a stop the best layout that leaves all ranks what they hold,
-        and the best one for each kind of checkpoint that other phases' layouts write."""
-        layouts, case = [plan.layouts[0] for plan in self.found], self.phases[number].case
-        goes_on = number == 0 or self.phases[number].goes_on_from(self.phases[number - 1])
-        searches = [] if goes_on else [grid_of(layouts[number - 1])]
+    def other_kinds(self, number: int) -> list[tuple[int, ...]]:
+        """ZeRO stages that a phase may have beside its plan's, of each kind of checkpoint that other phases write."""
+        case = self.phases[number].case
         stages = [self._checkpoint(plan.plan, plan.layouts[0]).zero_stages for plan in self.found]
         may_have = case.limits.zero_stage or case.runtime.zero_stages
-        for kind in dict.fromkeys(stages):
-            if kind != stages[number] and (chosen := tuple(stage for stage in may_have if stage in kind)):
-                searches.append((("zero_stage", chosen),))
-        return tuple(searches)
+        kinds = dict.fromkeys(kind for kind in stages if kind != stages[number])
+        chosen = [tuple(stage for stage in may_have if stage in kind) for kind in kinds]
+        return [some for some in chosen if some]
 
     def _checkpoint(self, plan: Plan, layout: PricedLayout) -> Checkpoint:
         return checkpoint_of(layout.runtime_spec or plan.runtime_spec, layout.parallelism.zero_stage)
-
-    def asked(self, number: int, keys: Iterable[Key], searches: tuple[Pins, ...] = ()) -> Asked:
-        """Layouts that are to be tried in a phase."""
-        layouts = tuple(self.in_phase(number, key) for key in keys)
-        return Asked(self.phases[number], self.found[number].plan, layouts, searches)
 
     def kept(self, number: int, before: Key) -> tuple[Key, PhaseRun | str]:
         """The best layout of a phase in which ranks hold what they held before, and its run or why it has none.
@@ -212,17 +184,15 @@ class Course:
                 )
         return path
 
-    def learn(self, number: int, keys: Iterable[Key], answers: Iterable[PhaseRun | str]) -> None:
-        """Note what a phase takes in some layouts."""
-        self.known.update({(number, key): answer for key, answer in zip(keys, answers, strict=True)})
-
     def runs_of(self, number: int) -> dict[Key, PhaseRun]:
-        """The runs of a phase in the layouts that were tried, as far as it can run there."""
-        return {key: run for (at, key), run in self.known.items() if at == number and isinstance(run, PhaseRun)}
+        """The runs of a phase in its own layouts and in the best of each other phase, as far as it can run there."""
+        tried = [*self.found[number].layouts, *(plan.layouts[0] for plan in self.found)]
+        runs = {key: self.run(number, key) for key in dict.fromkeys(map(key_of, tried))}
+        return {key: run for key, run in runs.items() if isinstance(run, PhaseRun)}
 
 
 def course_of(phases: Sequence[Phase], reshard_hours: float = 0.0, tick: Callable[[], None] = lambda: None) -> Course:
-    """Plan every phase, and try it in the layouts of the others; `tick` is called after each.
+    """Plan every phase, also for the checkpoints that others write; `tick` is called after each.
 
     Raises the error of a phase that cannot be planned.
     """
@@ -234,21 +204,14 @@ def course_of(phases: Sequence[Phase], reshard_hours: float = 0.0, tick: Callabl
             raise plan
         plans.append(plan)
     course = Course(tuple(phases), tuple(plans), reshard_hours * SECONDS_PER_HOUR)
-    numbers = range(len(phases))
-    own = {number: [key_of(layout) for layout in plans[number].layouts] for number in numbers}
-    asked = [course.asked(number, own[number], course.searches(number)) for number in numbers]
-    for number, (answers, more) in enumerate(side_by_side(tried, asked, PHASE_S, tick)):
-        layouts = tuple(layout for layout, _ in more)
-        plans[number] = replace(plans[number], layouts=plans[number].layouts + layouts, for_others=layouts)
-        course.learn(number, map(key_of, layouts), (run for _, run in more))
-        course.learn(number, own[number], answers)
-        if not course.runs_of(number):
-            raise _no_layout(phases[number], plans[number], str(answers[0]))
+    asked = [(number, stages) for number in range(len(phases)) for stages in course.other_kinds(number)]
+    cases = [phases[number].case.limited(zero_stage=stages, top=1) for number, stages in asked]
+    for (number, _), more in zip(asked, side_by_side(layouts_of, cases, PHASE_S), strict=True):
+        plans[number] = replace(plans[number], layouts=plans[number].layouts + more)
     course = replace(course, found=tuple(plans))
-    waiting = {number: keys for number in numbers if (keys := course.of_neighbours(number))}
-    asked = [course.asked(number, keys) for number, keys in waiting.items()]
-    for number, (answers, _) in zip(waiting, side_by_side(tried, asked, PHASE_S, tick), strict=True):
-        course.learn(number, waiting[number], answers)
+    for number, plan in enumerate(plans):
+        if not course.runs_of(number):
+            raise _no_layout(phases[number], plan, str(course.run(number, key_of(plan.layouts[0]))))
     return course
 
 

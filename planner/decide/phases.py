@@ -237,8 +237,6 @@ class PhaseLayouts:
 
     plan: Plan
     layouts: tuple[PricedLayout, ...]
-    for_others: tuple[PricedLayout, ...] = ()
-    """Layouts among these that were searched for other phases."""
 
 
 def found(phase: Phase) -> PhaseLayouts | PlannerError:
@@ -254,9 +252,15 @@ def found(phase: Phase) -> PhaseLayouts | PlannerError:
         return error
     layouts = _layouts(own)
     if phase.grows:
-        with suppress(PlannerError):
-            layouts += _layouts(search(case.with_batch(phase.divisor)))
+        layouts += layouts_of(case.with_batch(phase.divisor))
     return PhaseLayouts(own, layouts)
+
+
+def layouts_of(case: Case) -> tuple[PricedLayout, ...]:
+    """The best layouts of a case; none where nothing is found."""
+    with suppress(PlannerError):
+        return _layouts(search(case))
+    return ()
 
 
 def _layouts(found: Plan) -> tuple[PricedLayout, ...]:
@@ -281,41 +285,6 @@ class PhaseRun:
         return self.cost.days * SECONDS_PER_DAY
 
 
-Pins = tuple[tuple[str, tuple[object, ...]], ...]
-"""Axes that a search is held to, with the values that they may have."""
-
-
-@dataclass(frozen=True, slots=True)
-class Asked:
-    """A phase, its own plan, and layouts of other phases that it is to be tried in."""
-
-    phase: Phase
-    own: Plan
-    layouts: tuple[tuple[PricedLayout, RuntimeSpec], ...]
-    """Layouts with the runtimes under which they run in this phase."""
-    searches: tuple[Pins, ...] = ()
-    """Searches for layouts that suit the checkpoints of other phases."""
-
-
-def grid_of(layout: PricedLayout) -> Pins:
-    """Pins that keep what each rank holds in a layout; everything else is planned anew."""
-    return tuple((axis, (getattr(layout.parallelism, axis),)) for axis in GRID)
-
-
-def tried(asked: Asked) -> tuple[list[PhaseRun | str], list[tuple[PricedLayout, PhaseRun | str]]]:
-    """The run of a phase in each layout, or the reason why it cannot run there; then what the searches found."""
-    phase, own = asked.phase, asked.own
-    answers = [run_in(phase, own, layout, runtime) for layout, runtime in asked.layouts]
-    more = []
-    for pins in asked.searches:
-        if any(set(values).isdisjoint(phase.case.pins.get(axis, values)) for axis, values in pins):
-            continue
-        with suppress(PlannerError):
-            layout = _layouts(search(phase.case.limited(**dict(pins), top=1)))[0]
-            more.append((layout, run_in(phase, own, layout, layout.runtime_spec or own.runtime_spec)))
-    return answers, more
-
-
 def run_in(phase: Phase, own: Plan, layout: PricedLayout, runtime: RuntimeSpec) -> PhaseRun | str:
     """The run of a phase in a layout, with every batch of it."""
     is_own = layout.model_copy(update={"runtime_spec": None}) == own.best
@@ -338,9 +307,10 @@ def _with_each_batch(phase: Phase, own: Plan, layout: PricedLayout, runtime: Run
     """The layout with each of the phase's batches, or the reason why one of them cannot be run."""
     # what the search took with a warning, where nothing is as safe as was asked for, is legal here too
     case = phase.case.filling if exceeds_risk(own, phase.case) else phase.case
-    for axis, value in grid_of(layout):
-        if value[0] not in case.pins.get(axis, value):
-            return f"{axis} is pinned, and not to {value[0]}"
+    for axis in GRID:
+        size = getattr(layout.parallelism, axis)
+        if size not in case.pins.get(axis, (size,)):
+            return f"{axis} is pinned, and not to {size}"
     candidates = []
     for batch in phase.batches:
         training = case.training.model_copy(update={"global_batch_size": batch.global_batch_size})

@@ -26,13 +26,11 @@ from planner.validate.choices import (
     regrets,
     run_pairs,
     scores,
-    spreads,
     sweeps,
     switch_of,
 )
 from planner.validate.rows import HELD_OUT
 from planner.validate.score import (
-    GROUPS,
     Scored,
     by_family,
     load_memory_rows,
@@ -43,8 +41,6 @@ from planner.validate.score import (
     says_production,
 )
 
-RANKED_RIGHT = 0.95
-"""A rank correlation that calls for no remark."""
 PAIRS = "ablations"
 """The name of the published pairs on the command line."""
 
@@ -75,12 +71,9 @@ def render_agreement(scored: Sequence[Scored], pairs: Sequence[PricedPair]) -> P
     if pairs:
         found = harm([*pairs, *run_pairs(scored)])
         yield from sentences("agreement_pairs", pairs=PAIRS, all=scores(pairs)[-1], harm=found)
-        for total in regrets(sweeps(scored), {})[-1:]:
+        for total in regrets(sweeps(scored))[-1:]:
             yield from sentences("agreement_regret", total=total, fine=_fine)
         yield from _says_memory(scored)
-        for score in families:
-            if score.name not in (*GROUPS, "all"):
-                yield from sentences("agreement_noise", score=score, right=RANKED_RIGHT)
         reasons = Counter(f"{run.row.family}: {run.error}" for run in scored if run.layout is None and run.row.counts)
         yield from (f"{count} unsupported of {reason}" for reason, count in reasons.most_common())
         yield f"held out, so that nothing is fitted to it: {', '.join(HELD_OUT)}"
@@ -148,7 +141,7 @@ def render_regret(scored: Sequence[Scored], each: bool) -> Parts:
 
 def _regrets(scored: Sequence[Scored]) -> tuple[list[PublishedSweep], list[Regret]]:
     found = sweeps(scored)
-    return found, regrets(found, spreads(answer.row for answer in scored))
+    return found, regrets(found)
 
 
 def _sweep_json(sweep: PublishedSweep) -> dict[str, object]:
@@ -171,9 +164,8 @@ def sweep_table(found: Sequence[PublishedSweep]) -> Table:
 
 
 def remarks(totals: Sequence[Regret]) -> Iterator[str]:
-    """The words for the columns, the worst sweep, and the families whose noise decides."""
-    noisy = [score for score in totals if score.is_noisy]
-    return sentences("regret_remarks", last=totals[-1], noisy=noisy, fine=_fine)
+    """The words for the columns, and the worst sweep."""
+    return sentences("regret_remarks", last=totals[-1])
 
 
 def _fine(value: float | None) -> str:

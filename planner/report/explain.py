@@ -178,7 +178,7 @@ def render_recipe_table(answer: RecipeTable) -> Parts:
     if not answer.switches:
         yield Text("The planner knows no switches of this trainer.")
         return
-    yield section("Every switch, and the step with another value, everything else planned again", _worths(answer))
+    yield section("Every switch, and the step with another value, the layout planned again", _worths(answer))
     others = [other for switch in answer.switches if switch.has_effect for other in switch.others]
     refused = [f"{named(other.switch, other.value)}: {other.rule}" for other in others if other.rule]
     if refused:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from statistics import median
@@ -27,20 +27,12 @@ from pydantic import Field
 from planner.errors import PlannerError
 from planner.layout.runs import parse_run
 from planner.shape import FloatArray
-from planner.specs.base import Fields, PositiveFloat, Spec, Texts, filled, grouped
+from planner.specs.base import Fields, PositiveFloat, Spec, Texts, grouped
 from planner.trainers.stated import consent_of, least_gain
 from planner.trainers.switches import SWITCHES
 from planner.validate.rows import PublishedRun, rows_of
-from planner.validate.score import NUM_DRAWS, Scored, repeat_spread, weighted_quantile
+from planner.validate.score import Scored, weighted_quantile
 
-OTHER_SPREADS = {"vtrain-single": 0.16, "vtrain-multi": 0.05, "ultrascale": 0.017}
-"""Standard deviation of log seconds of families that measured nothing twice, read from what should not differ.
-
-vtrain-single: 14 pairs of TP and micro-batch at which a layer's time is its host's, and the host does the same. At two
-of them twice the tokens take a fifth less time. vtrain-multi: 20 layouts beside the mean of those with half and twice
-as many stages. ultrascale: 50 pairs of ZeRO-0 and ZeRO-1, beside the difference predicted."""
-NOISY = 0.02
-"""A family is called noisy where its spread is more than this, which is more than its best layouts differ by."""
 TIE = 1e-9
 """Layouts whose predictions are apart by less than this fraction share a place."""
 _RELEASE = re.compile(r"\d\d\.\d\d[.\w]*|[A-Z]\w+ 20\d\d")
@@ -56,7 +48,6 @@ class PublishedSweep:
     predicted_s: FloatArray
     measured_s: FloatArray
     """The geometric mean of all runs of the layout."""
-    num_runs: FloatArray
 
     @property
     def best(self) -> int:
@@ -77,13 +68,6 @@ class PublishedSweep:
     def random_regret(self) -> float:
         """The regret that a layout drawn by chance has on average."""
         return float(self.measured_s.mean() / self.measured_s.min() - 1)
-
-    def noise_regret(self, spread: float) -> float:
-        """The mean regret of a perfect prediction: measurements are predictions times lognormal noise of `spread`."""
-        rng = np.random.default_rng(0)
-        noise = rng.normal(0.0, spread / np.sqrt(self.num_runs), (NUM_DRAWS, len(self.ids)))
-        seen = self.predicted_s * np.exp(noise)
-        return float(np.mean(seen[:, self.predicted_s.argmin()] / seen.min(axis=1) - 1))
 
     @property
     def _first(self) -> list[int]:
@@ -108,15 +92,6 @@ class Regret:
     best_id: str
     random_mean: float
     """The mean of layouts drawn by chance."""
-    spread: float | None
-    """Noise of the family's measurements, a standard deviation of log seconds; None where none is known."""
-    noise_mean: float | None
-    """The mean of a perfect prediction beside that noise."""
-
-    @property
-    def is_noisy(self) -> bool:
-        """True where noise decides which of the best layouts was measured best."""
-        return self.spread is not None and self.spread > NOISY
 
 
 def sweeps(scored: Iterable[Scored]) -> list[PublishedSweep]:
@@ -140,32 +115,19 @@ def _sweep(layouts: Sequence[Sequence[Scored]]) -> PublishedSweep:
         ids=tuple(runs[0].row.id for runs in layouts),
         predicted_s=np.array([runs[0].layout.step.step_s for runs in layouts if runs[0].layout is not None]),
         measured_s=np.array([float(np.exp(log.mean())) for log in logs]),
-        num_runs=np.array([float(len(log)) for log in logs]),
     )
 
 
-def spreads(rows: Iterable[PublishedRun]) -> dict[str, float]:
-    """The noise of each family of which it is known: of runs measured again, or of what should not differ."""
-    families = grouped((row.family, row) for row in rows if row.counts)
-    found = {name: repeat_spread(members) or OTHER_SPREADS.get(name) for name, members in families.items()}
-    return filled(found.items())
-
-
-def regrets(found: Sequence[PublishedSweep], noise: Mapping[str, float]) -> list[Regret]:
-    """The regret of each family, in order of appearance; then of all that are not noisy, and of all sweeps."""
+def regrets(found: Sequence[PublishedSweep]) -> list[Regret]:
+    """The regret of each family, in order of appearance, then of all sweeps."""
     families = grouped((sweep.family, sweep) for sweep in found)
-    scores = [_regret(name, members, noise) for name, members in families.items()]
-    quiet = {score.name for score in scores if not score.is_noisy}
-    rest = [sweep for sweep in found if sweep.family in quiet]
-    together = [("without the noisy", rest)] if 0 < len(rest) < len(found) else []
-    return scores + [_regret(name, members, noise) for name, members in (*together, ("all", found)) if members]
+    return [_regret(name, members) for name, members in (*families.items(), ("all", found)) if members]
 
 
-def _regret(name: str, members: Sequence[PublishedSweep], noise: Mapping[str, float]) -> Regret:
+def _regret(name: str, members: Sequence[PublishedSweep]) -> Regret:
     values = np.array([sweep.regret for sweep in members])
     weights = np.ones(len(members))
     worst = members[int(values.argmax())]
-    known = [sweep.noise_regret(noise.get(sweep.family, 0.0)) for sweep in members]
     return Regret(
         name=name,
         num_sweeps=len(members),
@@ -177,8 +139,6 @@ def _regret(name: str, members: Sequence[PublishedSweep], noise: Mapping[str, fl
         worst_id=worst.ids[worst.chosen],
         best_id=worst.ids[worst.best],
         random_mean=float(np.mean([sweep.random_regret for sweep in members])),
-        spread=noise.get(name),
-        noise_mean=float(np.mean(known)) if any(sweep.family in noise for sweep in members) else None,
     )
 
 

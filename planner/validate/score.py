@@ -26,10 +26,6 @@ from planner.validate.rows import PRODUCTION, PublishedRun, load_rows, rows_of
 
 MIN_RANKED = 3
 """The fewest layouts in a group whose order says something."""
-MIN_REPEATS = 5
-"""The fewest repeated measurements that tell how far two measurements of the same run are apart."""
-NUM_DRAWS = 200
-"""Number of draws of noise for the rank correlation that a perfect prediction would seem to have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,10 +86,6 @@ class Score:
     rank_correlation: float | None
     """Spearman's rank correlation within groups of the same model, GPUs and sequence length, averaged over rows; None
     without groups."""
-    repeat_spread: float | None
-    """Standard deviation of log seconds over repeated measurements of the same run; None if too few are published."""
-    rank_ceiling: float | None
-    """The rank correlation that a perfect prediction would have with measurements of that spread."""
     memory_mean: float | None
     """Mean |memory error| of the rows that report memory; `memory_worst` is the largest of them."""
     memory_worst: float | None
@@ -152,8 +144,6 @@ def score(name: str, scored: Iterable[Scored], naive: Mapping[str, float] | None
     sizes = np.abs(errors)
     worst = int(sizes.argmax())
     memory = [(abs(p.memory_error), p.row.weight) for p in priced if p.memory_error is not None]
-    spread = repeat_spread([answer.row for answer in priced])
-    groups = _ranked(priced)
     covered = [(float(p.in_interval), p.row.weight) for p in priced if p.in_interval is not None]
     intervals = [(p.layout.step.step_s_interval, p.row.weight) for p in priced if p.layout is not None]
     widths = [(half_width(interval), weight) for interval, weight in intervals if interval is not None]
@@ -168,9 +158,7 @@ def score(name: str, scored: Iterable[Scored], naive: Mapping[str, float] | None
         bias=float(np.average(errors, weights=weights)),
         worst=float(errors[worst]),
         worst_id=priced[worst].row.id,
-        rank_correlation=_mean([(spearman(*_per_sequence(group)), len(group)) for group in groups]),
-        repeat_spread=spread,
-        rank_ceiling=None if spread is None else _rank_ceiling(groups, spread),
+        rank_correlation=_mean([(spearman(*_per_sequence(group)), len(group)) for group in _ranked(priced)]),
         memory_mean=_mean(memory),
         memory_worst=max((error for error, _ in memory), default=None),
         num_memory_rows=len(memory),
@@ -248,15 +236,6 @@ def _mean(pairs: Sequence[tuple[float, float]]) -> float | None:
     return sum(value * weight for value, weight in pairs) / sum(weight for _, weight in pairs) if pairs else None
 
 
-def repeat_spread(rows: Sequence[PublishedRun]) -> float | None:
-    """Spread of repeated measurements: √( Σ (log seconds − their mean)² / Σ (n − 1) ), runs measured n > 1 times."""
-    log_seconds = grouped((row.run_key, np.log(row.measured.step_s)) for row in rows)
-    num_repeats = sum(len(logs) - 1 for logs in log_seconds.values())
-    if num_repeats < MIN_REPEATS:
-        return None
-    return float(np.sqrt(sum(len(logs) * np.var(logs) for logs in log_seconds.values()) / num_repeats))
-
-
 def _ranked(priced: list[Scored]) -> list[list[Scored]]:
     """Groups of the same model, GPUs and sequence length, large enough to rank."""
     pairs = ((answer.row.run, answer) for answer in priced)
@@ -270,23 +249,6 @@ def _per_sequence(scored: Sequence[Scored]) -> tuple[FloatArray, FloatArray]:
     """Predicted and measured seconds per sequence."""
     predicted = [s.layout.step.step_s / s.row.run["global_batch_size"] for s in scored if s.layout is not None]
     return np.array(predicted), np.array([s.row.measured.step_s / s.row.run["global_batch_size"] for s in scored])
-
-
-def _rank_ceiling(groups: Sequence[Sequence[Scored]], spread: float) -> float | None:
-    """The mean rank correlation of the predictions with themselves times lognormal noise.
-
-    The predictions are taken for the truth, and the noise for errors of measurement.
-    """
-    rng = np.random.default_rng(0)
-    ceilings = []
-    for group in groups:
-        truth, _ = _per_sequence(group)
-        ranks = _ranks(truth)
-        noise = np.exp(rng.normal(0.0, spread, (NUM_DRAWS, len(truth))))
-        # noise leaves no ties: positions in sorted order are the ranks
-        seen = np.corrcoef(ranks, (truth * noise).argsort(axis=1).argsort(axis=1))[0, 1:] if ranks.std() else 0.0
-        ceilings.append((float(np.mean(seen)), len(group)))
-    return _mean(ceilings)
 
 
 def spearman(a: FloatArray, b: FloatArray) -> float:

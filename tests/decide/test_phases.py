@@ -83,7 +83,8 @@ def test_shortest_is_the_best_of_all_sequences(data: st.DataObject) -> None:
 
 def test_the_course_is_the_best_of_all_sequences_of_layouts(course: Course) -> None:
     tables = [course.runs_of(number) for number in range(len(PHASES))]
-    assert all(len(table) > 3 for table in tables)  # layouts of other phases are among them
+    own = [len(plan.layouts) for plan in course.found]
+    assert any(len(table) > number for table, number in zip(tables, own, strict=True))  # of other phases too
 
     def total(path: tuple[Any, ...]) -> float:
         stops = sum(course.change_s(n, a, b) for n, (a, b) in enumerate(itertools.pairwise(path), start=1))

@@ -1,4 +1,4 @@
-"""The worth of every switch: each is set to each of its other values, and the whole search is done again.
+"""The worth of every switch: each is set to each of its other values, and layouts are searched again.
 
 These searches run side by side, in as many processes as there are processors.
 """
@@ -8,22 +8,24 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from typing import Any, Literal, TypeVar
 
 from pydantic import Field
 
-from planner.answer import SCHEMA_VERSION, Layout, Plan
+from planner.answer import SCHEMA_VERSION, Layout
 from planner.errors import Infeasible, SolverError
-from planner.layout.price import reprice
+from planner.layout.candidate import Candidate
+from planner.layout.price import parallelism_of, reprice
 from planner.search.case import Case, Deadline
+from planner.search.layouts import find_layouts
 from planner.search.recipes import Recipes, pinned
-from planner.search.search import planned, search
+from planner.search.search import planned
 from planner.specs.base import Spec
 from planner.trainers.load import switches_of
 from planner.trainers.rules.recipe import Setting, broken_recipe_rules
@@ -35,7 +37,7 @@ LONGEST_SEARCH_S = 10.0
 
 
 class OtherValue(Spec):
-    """A switch at another value than the chosen one, with everything else planned again."""
+    """A switch at another value than the chosen one, with the layout planned again."""
 
     switch: str
     value: Value
@@ -85,7 +87,7 @@ def other_values(case: Case) -> Sequence[tuple[str, Value]]:
 
 
 def recipe_table(case: Case, tick: Callable[[], None] = lambda: None) -> RecipeTable:
-    """Every switch at each of its other values, with the rest planned again until the case's time limit.
+    """Every switch at each of its other values, with the layout planned again until the case's time limit.
 
     What there is no time to plan again is priced on the chosen layout. `tick` is called once a value of `other_values`.
     Raises Infeasible if nothing fits.
@@ -94,20 +96,12 @@ def recipe_table(case: Case, tick: Callable[[], None] = lambda: None) -> RecipeT
     best = planned(case)
     case = replace(case, training=best.training)  # whose dtype consent may have changed
     chosen = read_recipe(best.runtime_spec, switches_of(case.runtime)) | best.best.recipe
-    rows: dict[tuple[str, Value], OtherValue] = {}
-    on_this_layout = _of_this_layout(case, best)
+    now = reprice(best, best.best, headroom_bytes=case.headroom_bytes)
+    others = defaultdict[str, list[OtherValue]](list)
     for name, value in other_values(case):
         if value != chosen[name]:
-            rows[name, value] = on_this_layout(_legal(case, name, value))
-    legal = [key for key, row in rows.items() if not row.rule]
-    # what asks for another layout first, then what matters most on this one
-    tried = sorted(legal, key=lambda key: -abs(1.0 if (more := rows[key].more_fraction) is None else more))
-    for _ in range(len(other_values(case)) - len(tried)):
+            others[name].append(_replanned(case, now, deadline, _legal(case, name, value)))
         tick()
-    assert best.search is not None, "the best layout was searched"
-    asked, search_s = partial(_asked, case, best.step.step_s, deadline), best.search.seconds or 0.0
-    for found in side_by_side(asked, [rows[key] for key in tried], search_s, tick):
-        rows[found.switch, found.value] = found
     return RecipeTable(
         job=f"{case.model.name} on {case.cluster.num_gpus:,} × {case.cluster.hardware.name}, {case.runtime.name}",
         step_s=best.step.step_s,
@@ -118,9 +112,9 @@ def recipe_table(case: Case, tick: Callable[[], None] = lambda: None) -> RecipeT
                 says=SWITCHES[name].says,
                 value=chosen[name],
                 has_effect=name in best.best.recipe,
-                others=tuple(rows[name, value] for value in values if value != chosen[name]),
+                others=tuple(others[name]),
             )
-            for name, values in switches_of(case.runtime).items()
+            for name in switches_of(case.runtime)
         ),
     )
 
@@ -142,44 +136,25 @@ def _legal(case: Case, name: str, value: Value) -> OtherValue:
         beside[partner[0]] = partner[1]
 
 
-def _asked(case: Case, now_s: float, deadline: Deadline, asked: OtherValue) -> OtherValue:
-    """The value with the step of the best layout for it; as it was where there is no time."""
-    if deadline.passed:
+def _replanned(case: Case, now: Candidate, deadline: Deadline, asked: OtherValue) -> OtherValue:
+    """The value with the step of the best layout for it beside the rest of the recipe; of this layout if late."""
+    if asked.rule:
         return asked
-    held = case.limits.switches
-    recipe = read_recipe(case.runtime, switches_of(case.runtime)) if held == "default" else dict(held or {})
-    limited = case.limited(
-        switches=recipe | {asked.switch: asked.value, **asked.beside},
-        top=1,
-        time_limit_s=min(LONGEST_SEARCH_S, deadline.left_s),
-    )
-    try:
-        found = search(pinned(limited))
-    except SolverError:
-        return asked
-    except Infeasible:
-        return asked.model_copy(update={"step_s": None, "more_fraction": None, "replanned": True})
-    if asked.step_s is not None and asked.step_s < found.step.step_s:
-        # the search stopped short of the layout that is chosen now
-        return asked.model_copy(update={"replanned": True})
-    more_fraction = found.step.step_s / now_s - 1
-    update = {"step_s": found.step.step_s, "more_fraction": more_fraction, "parallelism": found.parallelism}
-    return asked.model_copy(update={**update, "replanned": True})
-
-
-def _of_this_layout(case: Case, best: Plan) -> Callable[[OtherValue], OtherValue]:
-    """A function that adds the step of the best layout with a value, where rules allow it there and it fits."""
-    recipes, candidate = Recipes.of(case), reprice(best, best.best, headroom_bytes=case.headroom_bytes)
-
-    def priced(asked: OtherValue) -> OtherValue:
-        other = None if asked.rule else recipes.moved(candidate, {asked.switch: asked.value, **asked.beside})
-        if other is None or not other.fits:
-            return asked
-        more_fraction = other.step_s / candidate.step_s - 1
-        update = {"step_s": other.step_s, "more_fraction": more_fraction, "parallelism": best.parallelism}
-        return asked.model_copy(update=update)
-
-    return priced
+    runtime = switched(now.pricing.runtime, {asked.switch: asked.value, **asked.beside})
+    here = Recipes.of(case).priced(now, runtime)
+    found, is_replanned = here if here is not None and here.fits else None, not deadline.passed
+    if is_replanned:
+        left = Deadline(min(LONGEST_SEARCH_S, deadline.left_s), patient=False)
+        try:
+            found = find_layouts(case.limited(top=1), [runtime], left, found).best
+        except Infeasible:
+            found = None
+        except SolverError:
+            is_replanned = False
+    if found is None:
+        return asked.model_copy(update={"replanned": is_replanned})
+    step = {"step_s": found.step_s, "more_fraction": found.step_s / now.step_s - 1}
+    return asked.model_copy(update={**step, "parallelism": parallelism_of(found), "replanned": is_replanned})
 
 
 A = TypeVar("A")

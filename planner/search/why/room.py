@@ -8,6 +8,7 @@ what becomes of the specs, and one function prices them all.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from functools import cache
 from math import floor, inf, isfinite
@@ -18,17 +19,14 @@ from planner.answer import Change, LargestModel, LongestSequence, Method, Plan, 
 from planner.answer import is_small as is_small_job
 from planner.errors import SpecError
 from planner.layout.candidate import Candidate
-from planner.layout.evaluate import pricing_of
-from planner.layout.given import given_layout
 from planner.layout.price import reprice
 from planner.layout.variation import Variation, other_values, setting_of, varied
 from planner.physics.layers import model_totals
 from planner.search.case import Case
-from planner.shape import Shape
+from planner.search.why.misses import least_lack_bytes
 from planner.specs.model import ModelSpec
 from planner.specs.registry import load_model, model_names
-from planner.specs.training import AdapterSpec, Bits, Parallelism, Recompute
-from planner.trainers.rules.recipe import rules_for
+from planner.specs.training import AdapterSpec, Bits, Recompute
 from planner.trainers.spec import PACKED_BYTES, RuntimeSpec
 from planner.trainers.stated import switched
 from planner.trainers.switches import SWITCHES, written
@@ -146,47 +144,23 @@ def catalogue(runtime: RuntimeSpec) -> tuple[tuple[int, ModelSpec], ...]:
 
 
 def _largest(case: Case, method: Method, bits: int | None, sizes: tuple[tuple[int, ModelSpec], ...]) -> LargestModel:
-    dp, runtime = case.cluster.num_gpus, case.runtime
+    """The first of the models that fits one sequence at a time on each GPU, with every layer recomputed."""
+    gpus, runtime = case.cluster.num_gpus, case.runtime
     given = case.training.adapters or AdapterSpec()
     adapters = None if bits is None else given.model_copy(update={"base_bits": bits})
-    of_job = case.trained(adapters=adapters, global_batch_size=dp)
+    of_job = (
+        case.free()
+        .trained(adapters=adapters, global_batch_size=gpus)
+        .limited(recompute=("full",), micro_batch_size=(1,), tp=(1,), pp=(1,), cp=(1,), ep=(1,), dp=(gpus,))
+    )
     states = runtime.weight_bytes + runtime.gradient_bytes + runtime.optimizer_bytes
     least_bytes = states if bits is None else PACKED_BYTES[bits]
     for num_parameters, model in sizes:
-        stages = _legal_stages(of_job, model)
-        is_sharded = dp > 1 and 3 in stages
-        room = case.cluster.hardware.memory_bytes * (dp if is_sharded else 1)
-        if stages and num_parameters * least_bytes < room and _fits_model(of_job, model, stages):
-            return LargestModel(method=method, name=model.name, num_parameters=num_parameters)
+        if num_parameters * least_bytes < case.cluster.hardware.memory_bytes * gpus:
+            with suppress(SpecError):
+                if least_lack_bytes(replace(of_job, model=model)) <= 0:
+                    return LargestModel(method=method, name=model.name, num_parameters=num_parameters)
     return LargestModel(method=method, name=None)
-
-
-def _legal_stages(case: Case, model: ModelSpec) -> list[int]:
-    """The ways in which ZeRO may shard a model over all GPUs, one sequence at a time; none where that is too long."""
-    most, dp = model.max_position_embeddings, case.cluster.num_gpus
-    if most is not None and most < case.training.seq_length:
-        return []
-    rules = rules_for(case.runtime)
-    shapes = {
-        stage: Shape.of(dp=dp, seq_length=case.training.seq_length, zero_stage=stage)
-        for stage in sorted(case.runtime.zero_stages, reverse=True)
-    }
-    return [stage for stage, shape in shapes.items() if all(rule.holds(model, case.training, shape) for rule in rules)]
-
-
-def _fits_model(case: Case, model: ModelSpec, stages: list[int]) -> bool:
-    """True if one sequence at a time fits on each GPU, with every layer recomputed, sharded in one of these ways."""
-    try:
-        pricing = pricing_of(model, case.cluster, case.training, case.runtime, case.limits)
-        for stage in stages:
-            layout = Parallelism(dp=case.cluster.num_gpus, micro_batch_size=1, recompute="full")
-            given = given_layout(pricing, layout.model_copy(update={"zero_stage": stage}))
-            table = pricing.table(given.shape, given.split.priced_modes)
-            if not given.warnings and Candidate(pricing, table, given.split, given.schedule).fits:
-                return True
-    except SpecError:
-        pass
-    return False
 
 
 LEAST_BYTES, LEAST_SHARE = 2**26, 0.005

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from planner import ClusterSpec, SearchLimits, TrainingSpec, load_model, load_runtime
+from planner.layout.price import reprice
 from planner.search.case import Case
 from planner.search.search import plan
 from planner.search.why import recipe as module
@@ -54,17 +55,11 @@ def test_a_step_is_that_of_a_plan_with_the_switch_pinned(table: RecipeTable) -> 
     assert other.more_fraction == pytest.approx(found.step.step_s / table.step_s - 1)
 
 
-def test_a_value_that_needs_another_switch_takes_it_along(table: RecipeTable) -> None:
-    other = row(table, "overlap_grad_reduce", False)
+def test_a_value_says_what_goes_with_it_what_refuses_it_and_what_it_changes(table: RecipeTable) -> None:
+    other, refused = row(table, "overlap_grad_reduce", False), row(table, "fused_experts", True)
     assert (other.beside, other.rule) == ({"overlap_param_gather": False}, "")
-
-
-def test_a_value_that_nothing_makes_legal_names_its_rule(table: RecipeTable) -> None:
-    assert row(table, "fused_experts", True).rule.startswith("fused_experts needs experts")
-    assert row(table, "fused_experts", True).step_s is None
-
-
-def test_consent_is_said(table: RecipeTable) -> None:
+    assert refused.rule.startswith("fused_experts needs experts")
+    assert refused.step_s is None
     assert row(table, "bf16_gradients", True).changes == "numerics"
     assert row(table, "p2p_overlap", False).changes == ""
 
@@ -72,11 +67,10 @@ def test_consent_is_said(table: RecipeTable) -> None:
 def test_without_time_the_values_are_priced_on_the_chosen_layout() -> None:
     asked, ticks = case(), []
     now = plan(asked.model, asked.cluster, asked.training, limits=asked.limits, runtime=asked.runtime)
-    done = module._of_this_layout(asked, now)(OtherValue(switch="overlap_param_gather", value=False))
+    other, late = OtherValue(switch="overlap_param_gather", value=False), module.Deadline(0.0)
+    done = module._replanned(asked, reprice(now, now.best), late, other)
     assert done.step_s is not None
     assert done.step_s >= now.step.step_s
-    late = module.Deadline(0.0)
-    assert module._asked(asked, now.step.step_s, late, done) == done
     assert not done.replanned
     assert recipe_table(case(runtime="torch-eager"), lambda: ticks.append(1)).switches == ()
     assert len(ticks) == len(other_values(case(runtime="torch-eager"))) == 0
