@@ -59,8 +59,10 @@ def model_of_flavor(name: str, flavor: str) -> Model | None:
 
 def flavor_of(module: str, function: str) -> tuple[str, str] | None:
     """The (module, flavor) that a registered function configures: `llama3_405b` of llama3 is its 405B."""
-    flavor = function.removeprefix(f"{module}_").replace("_", "-").lower()
-    return next((names for names in FLAVORS if (names[0], names[1].lower()) == (module, flavor)), None)
+    size = function.removeprefix(f"{module}_").removeprefix(f"{module.replace('_', '')}_").lower()
+    flavor = re.sub(r"(\d)_(?=\d)", r"\1.", size).replace("_", "-")
+    found = next((names for names in FLAVORS if (names[0], names[1].lower()) == (module, flavor)), (module, flavor))
+    return found if model_of_flavor(*found) else None
 
 
 _REGISTRY = table()["torchtitan"]["registry"]

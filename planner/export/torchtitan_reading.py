@@ -168,7 +168,7 @@ def of_today(settings: Fields) -> Fields:
 def _of_file(config: ConfigFile) -> Fields:
     """Settings of the TOML that a launch names; of one that is not beside it, the model that its path says."""
     named = re.search(
-        r"(?:\bCONFIG_FILE=|--job[._]config_file[ =])[\"']?(?:\$\{\w+:-)?[\"']?([\w./-]+\.toml)", config.text
+        r"(?:\bCONFIG_FILE=|--job[._]config_file[ =])[\"']?(?:\$\{\w+:-)?[\"']?([\w./$-]+\.toml)", config.text
     )
     if named is None:
         return {}
@@ -195,7 +195,10 @@ def _toml(text: str) -> Fields:
 
 def override_settings(script: Script) -> Fields:
     """`--section.key value`; a bare option is true, `--section.no-key` is false."""
-    settings: Fields = {}
+    # run_train.sh takes the recipe from its surroundings
+    settings: Fields = {
+        name.lower(): script.variables[name][0] for name in ("MODULE", "CONFIG") if script.variables.get(name)
+    }
     for option, words in options_of(script.words).items():
         key = option[2:].replace("-", "_") if "." in option else option[2:]
         section, _, name = key.rpartition(".")
@@ -205,7 +208,7 @@ def override_settings(script: Script) -> Fields:
             settings[key] = _literal(words[0]) if words else True
     if isinstance(config := settings.get("config"), str):
         flavor = flavor_of(str(settings.get("module", "")), config)
-        settings |= {"model.name": flavor[0], "model.flavor": flavor[1]} if flavor else {}
+        settings |= {"base": config, "model.name": flavor[0], "model.flavor": flavor[1]} if flavor else {}
     return settings
 
 

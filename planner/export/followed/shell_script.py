@@ -45,10 +45,14 @@ class Script:
     lost: list[list[str]] = field(default_factory=list)
     """Words that bash takes for a command: options behind a comment or an empty line, which ends the one before."""
 
+    alone: list[str] = field(default_factory=list)
+    """Assignments that a comment parts from the command behind it, which is then started without them."""
+
     @property
     def unpassed(self) -> Named:
         """The same as settings that nobody reads."""
-        return {"bash ends the command before": " ".join(chain(*self.lost))[:200]} if self.lost else {}
+        found = {"bash ends the command before": self.lost, "bash ends the line, and does not pass on": [self.alone]}
+        return {name: " ".join(chain(*words))[:200] for name, words in found.items() if any(words)}
 
 
 def launched_on(num_gpus: Any) -> Script:
@@ -60,7 +64,7 @@ def read_shell(text: str, files: Files = lambda name: None) -> Script:
     """Read `text`; unknown variables are empty, and most commands in `$(…)` give nothing."""
     if "\\\n" not in text:  # pasted without the backslashes: no command begins with --
         text = _GOES_ON.sub(r"\1 ", text)
-    script = Script(directives=_directives(text))
+    script = Script(directives=_directives(text), alone=" ".join(_PARTED.findall(text)).replace("\\\n", " ").split())
     reader = _Reader(script, files)
     nodes = script.directives.get("nodes") or script.directives.get("N")
     if nodes and nodes.isdigit():
@@ -87,9 +91,12 @@ def read_shell(text: str, files: Files = lambda name: None) -> Script:
 _OPTION_WORD = r"(?:--[A-Za-z]|\+{0,2}[A-Za-z_]\w*(?:\.\w+)+=)"
 _OPTION = re.compile(_OPTION_WORD)
 _GOES_ON = re.compile(
-    r"^([^#\n]*[^#\s\\])(?:[ \t]+#[^\n\"']*|[ \t]*)\n(?:[ \t]*#[^\n]*\n)*(?=[ \t]*" + _OPTION_WORD + ")", re.MULTILINE
+    r"^((?:[^#\n]|(?<=\S)#)*[^#\s\\])(?:[ \t]+#[^\n\"']*|[ \t]*)\n(?:[ \t]*#[^\n]*\n)*(?=[ \t]*" + _OPTION_WORD + ")",
+    re.MULTILINE,
 )
 """A line, with its comment and those below it, that is followed by one of options."""
+_PARTED = re.compile(r"^((?:[ \t]*[A-Za-z_]\w*=\S*[ \t]*\\\n)+)[ \t]*#", re.MULTILINE)
+"""Lines of assignments that go on to a comment."""
 _BEHIND_OPTION = re.compile(
     r"(?:(--[A-Za-z][\w-]*)[ =]+|(?<![\w.])([A-Za-z_]\w*(?:\.\w+)+)=|^[ \t]+)"
     r"[\"']?\$\{?([A-Za-z_]\w*)(?:\[[@*]\]|:?\?[^}]*)?\}?[\"']?(?=\s|$)",

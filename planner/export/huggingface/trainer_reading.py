@@ -77,7 +77,7 @@ _SAME = {
 }
 _ROW = dialect("huggingface")
 _READ = {*_ROW.read, *_GRID, *(name for names in _SPELLED.values() for name in names)}
-_TOOLS = tuple(map(dialect, ("llamafactory", "axolotl", "ms-swift", "trl", "transformers")))
+_TOOLS = tuple(map(dialect, ("llamafactory", "axolotl", "ms-swift", "deepspeed-chat", "trl", "transformers")))
 """Trainers around Hugging Face's, of which the first is meant whose marks the settings have."""
 _BY_ACCELERATE = ("trl", "transformers")
 """Trainers whose launch says how they are sharded, in a file of Accelerate's."""
@@ -154,8 +154,9 @@ def run_of_arguments(keyed: KeyedSettings, config: ConfigFile, tool: Dialect | N
         layout["micro_batch_size"] = batch
     steps = number(said, "gradient_accumulation_steps")
     imported.microbatches_per_rank = steps or imported.microbatches_per_rank or (1 if batch else None)
-    stage = {} if is_off(settings.get("deepspeed")) else {"zero_stage": layout.get("zero_stage")}
-    known = {**settings, **stage, "said": said, "num_gpus": run["num_gpus"]}
+    by = "zero_stage" if run["runtime"] == DEEPSPEED_RUNTIME else "fsdp"
+    sharded = {by: layout["zero_stage"]} if layout["zero_stage"] else {}
+    known = {**settings, **sharded, "said": said, "num_gpus": run["num_gpus"]}
     imported.refused += refused_settings(known, "huggingface", "accelerate", tool.name)
     beside = deepspeed_beside(config, settings.get("deepspeed")) or {}
     imported.refused += _other_batches(imported, said, beside)

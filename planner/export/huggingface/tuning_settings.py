@@ -285,16 +285,20 @@ def bits_of(settings: Said) -> int:
     return 8 if is_on(settings.get("load_in_8bit")) or named == "8" else 16
 
 
+_PACKED: Named = table()["peft"]["packed"]
+
+
 def _targets(settings: Said) -> tuple[list[str], list[str]]:
     """Targets that the planner knows, and names that it does not."""
     given = first(settings, "target_modules", "lora_target_modules", "lora_target")
     named = [*_listed(given), *_listed(settings.get("target_parameters"))]
-    short = [name for name in map(_short, map(str, named)) if name]
+    short = [part for name in map(_short, map(str, named)) for part in _PACKED.get(name, name).split()]
     if "all" in short or EVERY_LINEAR in short or settings.get("lora_target_linear") in (True, "true"):
         return [EVERY_LINEAR, *(name for name in short if name in TARGETS and name not in GROUPS[EVERY_LINEAR])], []
     known = [name for name in dict.fromkeys(short) if name in TARGETS]
-    # peft adapts the projections of queries and values where nothing is named, and Unsloth all
-    unnamed = [EVERY_LINEAR] if named or is_on(settings.get("use_unsloth")) else ["q_proj", "v_proj"]
+    # peft adapts the projections of queries and values where nothing is named; Unsloth and DeepSpeed-Chat all
+    all_unasked = named or "lora_dim" in settings or is_on(settings.get("use_unsloth"))
+    unnamed = [EVERY_LINEAR] if all_unasked else ["q_proj", "v_proj"]
     layers = [str(given)] if re.search(r"layers\W{1,4}\d", str(given)) else []
     return known or unnamed, [*layers, *(n for n in short if n not in TARGETS)]
 
