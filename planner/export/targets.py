@@ -118,8 +118,8 @@ _TRAINERS = (
     ),
     TrainerTarget(
         "nemo", None, "megatron.nemo_reading:read_nemo",
-        mark=r"nemo_run|MegatronStrategy|trainer\.(strategy(?![:=] ?fsdp)|num_nodes|devices)|^trainer:\s*$(?s:.*)^model:\s*$"
-        r"|^model:\s*$(?s:.*)^trainer:\s*$",
+        mark=r"nemo_run|MegatronStrategy|trainer\.(strategy(?![:=] ?fsdp)|num_nodes|devices)"
+        r"|^trainer:\s*$(?s:.*)^model:\s*$|^model:\s*$(?s:.*)^trainer:\s*$",
     ),
     TrainerTarget(
         "torchtitan", "torchtitan_files:export_torchtitan", "torchtitan_reading:read_torchtitan",

@@ -178,8 +178,7 @@ def _of_file(config: ConfigFile) -> Fields:
     stem = named[1].rpartition("/")[2].removesuffix(".toml")
     first = stem.partition("_")[0]  # until 2025 the folder of llama3_8b.toml was `llama`
     name = module[1] if module and all(own != first for own, _ in FLAVORS) else first
-    stem = stem.removeprefix(f"{name}_")
-    flavor = next((flavor for own, flavor in FLAVORS if (own, flavor.lower()) == (name, stem.lower())), stem)
+    name, flavor = flavor_of(name, stem) or (name, stem)
     return {"model.name": name, "model.flavor": flavor, "base": named[1]}
 
 
@@ -196,9 +195,8 @@ def _toml(text: str) -> Fields:
 def override_settings(script: Script) -> Fields:
     """`--section.key value`; a bare option is true, `--section.no-key` is false."""
     # run_train.sh takes the recipe from its surroundings
-    settings: Fields = {
-        name.lower(): script.variables[name][0] for name in ("MODULE", "CONFIG") if script.variables.get(name)
-    }
+    around = {name.lower(): script.variables.get(name) for name in ("MODULE", "CONFIG")}
+    settings: Fields = {name: words[0] for name, words in around.items() if words}
     for option, words in options_of(script.words).items():
         key = option[2:].replace("-", "_") if "." in option else option[2:]
         section, _, name = key.rpartition(".")

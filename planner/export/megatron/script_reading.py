@@ -112,10 +112,9 @@ def read_megatron(config: ConfigFile) -> ImportedRun:
 def _what_it_is(words: Sequence[str], starts: str) -> str:
     """A hint by the words of the launch: whose script it looks like."""
     text = " ".join(words)
-    unknown = (
-        "name the trainer that it is built on with --from" if starts else "give the script that calls pretrain_gpt.py"
-    )
-    return next((hint for mark, hint in _ROW["looks_like"].items() if re.search(mark, text)), unknown)
+    known = (hint for mark, hint in _ROW["looks_like"].items() if re.search(mark, text))
+    own = "name the trainer that it is built on with --from"
+    return next(known, own if starts else "give the script that calls pretrain_gpt.py")
 
 
 def _words(script: Script) -> list[str]:
