@@ -181,6 +181,24 @@ def _of_list(text: str) -> str:
     return text if listed is None else shlex.join(word[1:-1] for word in re.findall(_TEXT, listed[1]))
 
 
+_IN_STRING = re.compile(
+    r"""f?(["'])(\s*--[A-Za-z][^"'\n]*)\1(?:\s*,\s*(?:f?(["'])([^"'\n-][^"'\n]*)\3|(?:str\()?([A-Za-z_]\w*)\b))?"""
+)
+"""Options in a string, and the string or the name behind an option of a list."""
+_NAMED_TEXT = re.compile(r"^\s*(\w+)(?:: \w+)? = (?:[\"']([\w./-]+)[\"']|(\d+))$", re.MULTILINE)
+
+
+def _of_program(text: str) -> str:
+    """The command whose options a program in Python keeps in its strings, every branch's; else the text."""
+    found = list(_IN_STRING.finditer(re.sub(r"^\s*#.*$|add_argument\([^()]*", "", text, flags=re.MULTILINE)))
+    if len(found) < 4 or not re.search(r"^(import|from) ", text, re.MULTILINE) or "Trainer(" in text:
+        return text
+    words = [f"{each[2]} {each[4] or ''}{f'${each[5]}' if each[5] else ''}" for each in found]
+    command = re.sub(r"\{(?:\w+\.)?(\w+)\}", r"$\1", " ".join(words))
+    texts = [f"{name}={value}{number}" for name, value, number in _NAMED_TEXT.findall(text)]
+    return "\n".join([*texts, "python train.py " + re.sub(r"\{[^{}]*\}|[()&|;<>`]", "", command)])
+
+
 def _is_code(cell: object) -> bool:
     return isinstance(cell, dict) and cell.get("cell_type") == "code"
 
@@ -208,7 +226,9 @@ def _recognised(text: str) -> str | None:
 
 def read_file(config: ConfigFile, source: str | None) -> ImportedRun:
     """The run of a configuration, as `read` gives it; of a manifest, that of the script it starts."""
-    config = replace(config, text=_of_list(_of_notebook(config.text)))
+    plain = _of_list(_of_notebook(config.text))
+    config = replace(config, text=_of_program(plain))
+    is_program = config.text is not plain
     job = job_of(config.text)
     if job is not None:
         config = replace(config, text=job.script)
@@ -236,6 +256,8 @@ def read_file(config: ConfigFile, source: str | None) -> ImportedRun:
         if not is_told:
             _refuse_unread(config)
         raise
+    if is_program:
+        imported.notes.append("a program puts its command together: the options of all its branches are taken")
     if job is not None:
         imported.run["num_gpus"] = imported.run.get("num_gpus") or job.num_gpus
         imported.run.setdefault("hardware", job.hardware)

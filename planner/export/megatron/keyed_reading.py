@@ -97,7 +97,7 @@ def read_keys(
     unread, known = imported.unknown | imported.ignored, {*imported.ignored}
     imported.unknown, imported.ignored = {}, {}
     for option, value in unread.items():
-        key = said.get(option, option if option.startswith("$") else "")
+        key = said.get(option, "" if option.startswith("--") else option)
         if key and key not in row.read:
             said_off = is_off(written.get(key, value)) or re.fullmatch(r"0(\.0*)?", str(value))
             is_known = option in known or said_off or row.is_harmless(key)
