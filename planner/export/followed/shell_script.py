@@ -295,7 +295,12 @@ class _Reader:
     def _collect(self, words: list[str]) -> None:
         """Keep a command's words; `bash -c "torchrun …"` also as those of the command inside."""
         for index, word in enumerate(words):
-            if word == "-c" and index and words[index - 1].rpartition("/")[2] in ("bash", "sh") and words[index + 1 :]:
+            if (
+                re.fullmatch(r"-\w*c", word)
+                and index
+                and words[index - 1].rpartition("/")[2] in ("bash", "sh")
+                and words[index + 1 :]
+            ):
                 self._inner(words[index + 1], words[: index - 1], words[index + 3 :])
                 return
             if word.startswith("--wrap="):
@@ -358,6 +363,9 @@ class _Reader:
 
     def _outcome(self, command: str) -> str | None:
         """The output of a command that prints what it is given; None for any other."""
+        command = _SPACED.sub("", command)
+        if (choice := _CHOICE.fullmatch(command.strip())) is not None:
+            return self._outcome(choice[2 if holds(choice[1].split(), self.words) else 3])
         *before, command = [part.strip() for part in command.split(";")]
         if before:
             return self._subshell(before, command)
@@ -393,6 +401,11 @@ class _Reader:
         output = self._outcome(command)
         self.words.variables = outer
         return output
+
+
+_CHOICE = re.compile(r"(\[.*\])\s*&&\s*(.*?)\s*\|\|\s*(.*)")
+_SPACED = re.compile(r"\s*\|\s*(?:tr '\\n' ' '|sed 's/ +\\\+/ /g'|xargs)(?=\s*(?:\||$))")
+"""Commands behind a pipe that change nothing but the white space between words."""
 
 
 def _printed(form: str, values: list[str]) -> str:
