@@ -77,7 +77,7 @@ def read_shell(text: str, files: Files = lambda name: None) -> Script:
         for inner in [text for text in script.files.values() if re.search(r"^\s*--[a-z]", text, re.MULTILINE)]:
             reader.block(reader.parsed(inner))
         script.words = max(script.commands, key=_num_options, default=[])
-    if script.lost and not (_num_options(script.words) or any(map(_OPTION.match, script.words))):
+    if script.lost and not _num_options(script.words):
         script.words = max(script.lost, key=len)  # a list of options below a text
         script.lost.remove(script.words)
     script.words = _behind_srun(script.words, script.directives)
@@ -132,7 +132,8 @@ def _behind_srun(words: list[str], directives: Named) -> list[str]:
 
 
 def _num_options(words: list[str]) -> int:
-    return sum(word.startswith("--") for word in words)
+    """Options and overrides of a command, which the one that trains has most of."""
+    return sum(_OPTION.match(word) is not None for word in words)
 
 
 _CHUNKS = re.compile(r"^#PBS\s+-l\s+select=(\d+)\S*?:ngpus=(\d+)", re.MULTILINE)
