@@ -25,7 +25,7 @@ from planner.export.keyed_settings import (
     table,
     word,
 )
-from planner.export.named_models import has_plain_attention, has_towers, model_called, num_layers_of
+from planner.export.named_models import has_plain_attention, has_towers, model_called, moe_of, num_layers_of
 from planner.export.trainer_files import settings as settings_file
 from planner.specs.base import Fields, Named, Said
 from planner.specs.model import ModelSpec
@@ -137,7 +137,7 @@ def read_fine_tuning(
         if str(settings.get(kind)).lower() not in ("none", "full", *_WORDS):
             imported.unknown[kind] = f"{settings[kind]}, priced as {'lora' if run.get('adapters') else 'all weights'}"
     of_run = {"runtime": run["runtime"], "adapters": run.get("adapters"), "layers": num_layers_of(run["model"])}
-    of_run["gpus"] = run["num_gpus"]
+    of_run |= {"gpus": run["num_gpus"], "experts": moe_of(run["model"]) is not None}
     of_layout = {"layout": layout, "zero": layout.get("zero_stage", 0), "said_length": said_length, "kinds": _KINDS}
     of_layout["of_deepspeed"] = of_deepspeed
     of_layout["is_plain"] = has_plain_attention(run["model"])
