@@ -153,15 +153,11 @@ def _of_megatron(settings: Settings, gpus: int | None) -> ImportedRun:
     off = tuple(
         path.removesuffix("enabled") for path, on in settings.items() if path[-8:] == ".enabled" and not is_on(on)
     )
-    for path, value in settings.items():
-        key = path.removeprefix(start).rpartition(".")[2]
-        if (
-            path.startswith(start)
-            and not path.startswith(off)
-            and not row.is_harmless(path.removeprefix(start))
-            and key != "enabled"
-        ):
-            keys[key], names[key] = value, path
+    for path in [path for path in settings if path.startswith(start) and not path.startswith(off)]:
+        inner = path.removeprefix(start)
+        key = inner.rpartition(".")[2]
+        if key != "enabled" and not row.is_harmless(inner):
+            keys[key], names[key] = settings[path], path
     if is_on(keys.pop("activation_checkpointing", False)):
         keys = {"recompute_granularity": "full", **filled(keys.items())}
         if keys["recompute_granularity"] == "full":

@@ -158,7 +158,11 @@ def _of_notebook(text: str) -> str:
     code = text
     if re.match(r'\s*\{\s*"(cells|nbformat|metadata)"', text):
         cells = json_of(text, "give the notebook").get("cells")
-        sources = (cell.get("source") or "" for cell in cells or () if _is_code(cell))
+        sources = (
+            cell.get("source") or ""
+            for cell in cells or ()
+            if isinstance(cell, dict) and cell.get("cell_type") == "code"
+        )
         code = "\n".join("".join(map(str, source)) for source in sources)
     # a line that goes on begins with a space of its own there
     lines = re.sub(r"\\\n\s*", " ", code).splitlines() if code is not text or text.startswith("!") else []
@@ -197,10 +201,6 @@ def _of_program(text: str) -> str:
     command = re.sub(r"\{(?:\w+\.)?(\w+)\}", r"$\1", " ".join(words))
     texts = [f"{name}={value}{number}" for name, value, number in _NAMED_TEXT.findall(text)]
     return "\n".join([*texts, "python train.py " + re.sub(r"\{[^{}]*\}|[()&|;<>`]", "", command)])
-
-
-def _is_code(cell: object) -> bool:
-    return isinstance(cell, dict) and cell.get("cell_type") == "code"
 
 
 def _refuse_unread(config: ConfigFile) -> None:

@@ -45,14 +45,8 @@ class Script:
     lost: list[list[str]] = field(default_factory=list)
     """Words that bash takes for a command: options behind a comment or an empty line, which ends the one before."""
 
-    alone: list[str] = field(default_factory=list)
-    """Assignments that a comment parts from the command behind it, which is then started without them."""
-
-    @property
-    def unpassed(self) -> Named:
-        """The same as settings that nobody reads."""
-        found = {"bash ends the command before": self.lost, "bash ends the line, and does not pass on": [self.alone]}
-        return {name: " ".join(chain(*words))[:200] for name, words in found.items() if any(words)}
+    unpassed: Named = field(default_factory=dict)
+    """The same as settings that nobody reads, and assignments that a comment parts from the command behind it."""
 
 
 def launched_on(num_gpus: Any) -> Script:
@@ -64,7 +58,7 @@ def read_shell(text: str, files: Files = lambda name: None) -> Script:
     """Read `text`; unknown variables are empty, and most commands in `$(…)` give nothing."""
     if "\\\n" not in text:  # pasted without the backslashes: no command begins with --
         text = _GOES_ON.sub(r"\1 ", text)
-    script = Script(directives=_directives(text), alone=" ".join(_PARTED.findall(text)).replace("\\\n", " ").split())
+    script = Script(directives=_directives(text))
     reader = _Reader(script, files)
     nodes = script.directives.get("nodes") or script.directives.get("N")
     if nodes and nodes.isdigit():
@@ -80,6 +74,9 @@ def read_shell(text: str, files: Files = lambda name: None) -> Script:
     if script.lost and not _num_options(script.words):
         script.words = max(script.lost, key=len)  # a list of options below a text
         script.lost.remove(script.words)
+    alone = re.sub(r"[\\\s]+", " ", "".join(_PARTED.findall(text)))
+    told = {"command before": " ".join(chain(*script.lost)), "line, and does not pass on": alone.strip()}
+    script.unpassed = {f"bash ends the {where}": words[:200] for where, words in told.items() if words}
     script.words = _behind_srun(script.words, script.directives)
     script.variables = {name: words for name, words in reader.words.variables.items() if name[0].isalpha()}
     for option, key, name in _BEHIND_OPTION.findall(text):

@@ -17,10 +17,10 @@ from planner.export.keyed_settings import (
     flat,
     is_empty,
     num_gpus,
+    overrides_of,
     readings,
     resolved,
     table,
-    value_of,
 )
 from planner.export.megatron.bridge_reading import fields_of, plain, precision_named, read_peft, run_of_fields
 from planner.export.megatron.keyed_reading import add_lora
@@ -163,20 +163,14 @@ def _callbacks(record: CallRecord) -> Fields:
 
 def _record_of_overrides(words: Sequence[str]) -> CallRecord:
     """Overrides of a command line, or of MODEL_ARGS, as the record that they change."""
-    pairs = [word.lstrip("-").split("=", 1) for word in words if "=" in word]
-    pairs += [
-        [word.lstrip("-"), words[i + 1]]
-        for i, word in enumerate(words[:-1])
-        if word.startswith("--") and "=" not in word
-    ]
     record = CallRecord("")
-    for path, text in pairs:
+    for path, value in overrides_of(words).items():
         owner = record
         *parents, name = path.split(".")[:_MAX_DEPTH]
         for parent in parents:
             inner = owner.fields.setdefault(parent, CallRecord(""))
             owner = inner if isinstance(inner, CallRecord) else CallRecord("")
-        owner.fields[name] = value_of(text)
+        owner.fields[name] = value
     return record
 
 
