@@ -57,7 +57,7 @@ def _overrides(config: ConfigFile) -> tuple[Settings, str]:
         data = yaml_of(config.text, "give the configuration's file")
         return resolved(flat(data) if isinstance(data, dict) else {}), ""
     script = read_script(config.text, config.beside)
-    words = max(script.commands, key=lambda words: sum("=" in word for word in words), default=[])
+    words = script.words
     found = {
         path: f"${{{script.unset[path]}}}" if value is None and path in script.unset else value
         for path, value in overrides_of(words).items()

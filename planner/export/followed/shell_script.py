@@ -429,10 +429,7 @@ def _sequence(bounds: list[str]) -> str | None:
 def _counted(raw: str) -> list[str]:
     """`{1..4}` as its numbers; any other word as it is."""
     match = re.fullmatch(r"\{(\d{1,6})\.\.(\d{1,6})\}", raw)
-    if match is None:
-        return [raw]
-    first, last = int(match[1]), int(match[2])
-    return [str(number) for number in range(first, min(last, first + _MAX_ITERATIONS) + 1)]
+    return [raw] if match is None else (_sequence([*match.groups()]) or "").split()
 
 
 def _uncommented(text: str) -> str:

@@ -172,14 +172,14 @@ def run_of_fields(
 ) -> ImportedRun:
     """The run that fields of Bridge's tree describe; of those that are not read `listed` are noted, or all."""
     imported = run_of(options_of_fields(fields), launched_on(world), source, named=named)
-    imported.run["runtime"] = "bridge"
-    imported.unknown.clear()
     _sort_fields(fields if listed is None else listed, imported)
     return imported
 
 
 def _sort_fields(fields: Said, imported: ImportedRun) -> None:
     """Note every field that is not read as ignored where it is known to be harmless or off, else as unknown."""
+    imported.run["runtime"] = "bridge"
+    imported.unknown.clear()
     for path, value in fields.items():
         is_off = value is None or value is False or value in ([], "", "none", "float32")
         if isinstance(value, Unread) and not IGNORED.match(path):
@@ -313,11 +313,9 @@ def _run(fields: Said, script: Script, recipe: str, hub_name: str = "") -> Impor
         options.setdefault("--moe-token-dispatcher-type", ["alltoall"])
         options.setdefault("--hidden-dropout", ["0.0"])
     imported = run_of(options, script, "bridge", named=named)
-    imported.run["runtime"] = "bridge"
     if imported.run["model"] is not None and named is None:
         names = {"recipe": recipe, "recipes": OF_BRIDGE["recipes"], "tanh": TANH}
         imported.run["model"] |= readings("bridge-model", fields, **names)["model"]
-    imported.unknown.clear()
     _sort_fields(fields, imported)
     if named is not None:
         # a model by name has these layers
