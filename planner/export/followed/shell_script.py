@@ -344,7 +344,8 @@ class _Reader:
         name, index, adds, rest = match[1], match[2], match[3], raw[match.end() :]
         before = self.words.variables.get(name, [])
         if rest.startswith("("):
-            value = self._expanded(re.sub(r"\n", " \\\n", _uncommented(rest[1:-1])))
+            inner = re.sub(r"(?m)(^|[ \t])#.*$", r"\1", rest[1:-1])
+            value = self._expanded(inner.replace("\n", " \\\n"))
             self.words.spend(len(before) if adds else 0)
             self.words.variables[name] = [*before, *value] if adds else value
             return
@@ -367,22 +368,21 @@ class _Reader:
         *before, command = [part.strip() for part in command.split(";")]
         if before:
             return self._subshell(before, command)
-        words = command.split(None, 1)
-        if not words:
-            return ""
-        if words[0] == "seq" and len(words) > 1:
-            return _sequence(self._expanded(words[1]))
-        if words[0] == "printf" and len(words) > 1:
-            form, *values = self._expanded(words[1]) or [""]
-            return _printed(form, values)
-        if words[0] == "echo" and "|" not in command:
-            return " ".join(self.words.expand(words[1])) if len(words) > 1 else ""
-        if words[0] == "expr" and len(words) > 1:
-            value = self.words.arithmetic(words[1].replace("\\*", "*"))
-            return None if value is None else str(value)
-        if words[0] == "basename" and len(words) > 1:
-            return self.words.text(words[1].split()[0]).rpartition("/")[2]
-        return None
+        [name, said] = [*command.split(None, 1), "", ""][:2]
+        match name if said else "":
+            case "seq":
+                return _sequence(self._expanded(said))
+            case "printf":
+                form, *values = self._expanded(said) or [""]
+                return _printed(form, values)
+            case "echo" if "|" not in said:
+                return " ".join(self.words.expand(said))
+            case "expr":
+                value = self.words.arithmetic(said.replace("\\*", "*"))
+                return None if value is None else str(value)
+            case "basename":
+                return self.words.text(said.split()[0]).rpartition("/")[2]
+        return "" if name in ("", "echo") and not said else None
 
     def _expanded(self, text: str) -> list[str]:
         """The words of a text that has several."""
@@ -430,11 +430,6 @@ def _counted(raw: str) -> list[str]:
     """`{1..4}` as its numbers; any other word as it is."""
     match = re.fullmatch(r"\{(\d{1,6})\.\.(\d{1,6})\}", raw)
     return [raw] if match is None else (_sequence([*match.groups()]) or "").split()
-
-
-def _uncommented(text: str) -> str:
-    """The lines of an array without comments."""
-    return re.sub(r"(?m)(^|[ \t])#.*$", r"\1", text)
 
 
 def read_script(text: str, files: Files = lambda name: None) -> Script:
