@@ -185,20 +185,20 @@ def _of_list(text: str) -> str:
     return text if listed is None else shlex.join(word[1:-1] for word in re.findall(_TEXT, listed[1]))
 
 
-_IN_STRING = re.compile(
-    r"""f?(["'])(\s*--[A-Za-z][^"'\n]*)\1(?:\s*,\s*(?:f?(["'])([^"'\n-][^"'\n]*)\3|(?:str\()?([A-Za-z_]\w*)\b))?"""
-)
-"""Options in a string, and the string or the name behind an option of a list."""
+_IN_LIST = re.compile(r"""(["']--[\w-]+["']\s*,\s*)(?:str\()?([A-Za-z_]\w*)\b(?!["'])""")
+_IN_STRING = re.compile(r"""(["'])(\s*--[A-Za-z][^"'\n]*)\1(?:\s*,\s*f?["']([^"'\n-][^"'\n]*))?""")
+"""An option of a list and the name behind it; options in a string, and the string behind an option of a list."""
 _NAMED_TEXT = re.compile(r"^\s*(\w+)(?:: \w+)? = (?:[\"']([\w./-]+)[\"']|(\d+))$", re.MULTILINE)
 
 
 def _of_program(text: str) -> str:
     """The command whose options a program in Python keeps in its strings, every branch's; else the text."""
-    found = list(_IN_STRING.finditer(re.sub(r"^\s*#.*$|add_argument\([^()]*", "", text, flags=re.MULTILINE)))
+    bare = re.sub(r"^\s*#.*$|add_argument\([^()]*", "", text, flags=re.MULTILINE)
+    found = _IN_STRING.findall(_IN_LIST.sub(r"\1'{\2}'", bare))
     if len(found) < 4 or not re.search(r"^(import|from) ", text, re.MULTILINE) or "Trainer(" in text:
         return text
-    words = [f"{each[2]} {each[4] or ''}{f'${each[5]}' if each[5] else ''}" for each in found]
-    command = re.sub(r"\{(?:\w+\.)?(\w+)\}", r"$\1", " ".join(words))
+    words = " ".join(f"{option} {value}" for _, option, value in found)
+    command = re.sub(r"\{(?:\w+\.)?(\w+)\}", r"$\1", words)
     texts = [f"{name}={value}{number}" for name, value, number in _NAMED_TEXT.findall(text)]
     return "\n".join([*texts, "python train.py " + re.sub(r"\{[^{}]*\}|[()&|;<>`]", "", command)])
 

@@ -133,22 +133,16 @@ def _num_options(words: list[str]) -> int:
     return sum(_OPTION.match(word) is not None for word in words)
 
 
-_CHUNKS = re.compile(r"^#PBS\s+-l\s+select=(\d+)\S*?:ngpus=(\d+)", re.MULTILINE)
-_BATCH_NODES, _BATCH_GPUS = (
-    re.compile(r"^#BSUB\s+-nnodes\s+(\d+)", re.M),
-    re.compile(r"^#BSUB\s+-gpu.*?\bnum=(\d+)", re.M),
-)
-"""Nodes, and GPUs of each, as PBS and LSF are asked for them."""
+_ASKED = {
+    "nodes": re.compile(r"^#(?:PBS\s+-l\s+select=|BSUB\s+-nnodes\s+)(\d+)", re.MULTILINE),
+    "gpus-per-node": re.compile(r"^#(?:PBS\s+-l\s+select=\S*?:ngpus=|BSUB\s+-gpu.*?\bnum=)(\d+)", re.MULTILINE),
+}
+"""Nodes, and GPUs of each, as PBS and LSF are asked for them, by Slurm's names."""
 
 
 def _directives(text: str) -> Named:
     """Options of the lines that begin with #SBATCH; nodes and GPUs of PBS's and LSF's as Slurm calls them."""
-    directives: Named = {}
-    if (chunks := _CHUNKS.search(text)) is not None:
-        directives = {"nodes": chunks[1], "gpus-per-node": chunks[2]}
-    nodes, gpus = _BATCH_NODES.search(text), _BATCH_GPUS.search(text)
-    if nodes is not None and gpus is not None:
-        directives = {"nodes": nodes[1], "gpus-per-node": gpus[1]}
+    directives = {name: said[1] for name, mark in _ASKED.items() if (said := mark.search(text)) is not None}
     for line in re.findall(r"^#SBATCH[ \t]+(.+?)[ \t]*(?:#.*)?$", text, re.MULTILINE):
         for name, value in re.findall(r"--?([A-Za-z][\w-]*)(?:[=\s]+([^\s-]\S*))?", line):
             directives[name] = value

@@ -384,11 +384,11 @@ _PLACES = {name: path for path, names in _ROW["arguments"].items() for name in n
 
 def _field(word: str) -> tuple[str, Any]:
     """An override's path and value."""
-    path, _, value = word.partition("=")
+    path, _, value = word.lstrip("+").partition("=")
     if value.startswith("{"):
         # Hydra writes keys without quotes
         value = re.sub(r"([{,])(\w+):", r'\1"\2":', value)
     try:
-        return path.lstrip("+"), json_of(value, "")
+        return path, json_of(value, "")
     except SpecError:
-        return path.lstrip("+"), {"True": True, "False": False, "None": None}.get(value, value)
+        return path, {"True": True, "False": False, "None": None}.get(value, value)

@@ -99,13 +99,9 @@ def _second_version(record: CallRecord) -> ImportedRun:
     optimizer = record.get("optim")
     if isinstance(optimizer, CallRecord) and re.search(r"distributed_fused_adam|Megatron", optimizer.kind):
         fields.setdefault("optimizer.use_distributed_optimizer", True)
-    nodes, devices = (
-        next(filter(None, map(record.get, names)), None)
-        for names in (
-            ("trainer.num_nodes", "num_nodes"),
-            ("trainer.devices", "trainer.num_gpus_per_node", "num_gpus_per_node"),
-        )
-    )
+    nodes = record.get("trainer.num_nodes") or record.get("num_nodes")
+    names = ("trainer.devices", "trainer.num_gpus_per_node", "num_gpus_per_node")
+    devices = next(filter(None, map(record.get, names)), None)
     kind = model.kind.rpartition(".")[2] if isinstance(model, CallRecord) else ""
     # a recipe of NeMo's own that lies in no file here
     own = re.search(r"(\w+)\.(?:pretrain|finetune)_recipe$", record.kind)
