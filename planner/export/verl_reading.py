@@ -150,7 +150,7 @@ def read_roll(config: ConfigFile) -> ImportedRun:
     worker = next((name for name in _TRAINED if any(path.startswith(f"{name}.") for path in given)), None)
     if worker is None:
         raise SpecError("no worker of ROLL's trains", f"one of {', '.join(_TRAINED)}")
-    own = {path.removeprefix(f"{worker}."): value for path, value in given.items() if path.startswith(worker)}
+    own = {path.removeprefix(f"{worker}."): value for path, value in given.items() if path.startswith(f"{worker}.")}
     said = readings("roll-arguments", given | own, gpus=_gpus_of(str(own.get("device_mapping", ""))))
     arguments, gpus = said["arguments"], said["num_gpus"]
     model = str(arguments["model_name_or_path"] or "")
@@ -166,6 +166,7 @@ def read_roll(config: ConfigFile) -> ImportedRun:
         add_adapters(imported, arguments)
     else:
         imported = run_of_arguments(KeyedSettings(arguments, Script(), gpus), ConfigFile(""), _OF_ROLL)
+    dialect("roll-worker").sort(imported, {path: v for path, v in own.items() if not path.startswith(_STRATEGY)})
     imported.source, imported.predicts_further = "roll", False
     imported.model_name = "" if imported.run["model"] else model
     imported.put(readings("roll", given | own, layout=imported.run["parallelism"], **said))
