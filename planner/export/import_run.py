@@ -18,7 +18,7 @@ from pydantic import BaseModel, Field, PositiveInt, ValidationError
 from planner.errors import SpecError
 from planner.export.imported_run import ConfigFile, json_of
 from planner.export.imported_run import ImportedRun as ImportedRun
-from planner.export.keyed_settings import table
+from planner.export.keyed_settings import beginnings, table
 from planner.export.targets import READERS, SOURCES, UNMARKED
 from planner.specs.base import Fields, Named, Said
 from planner.specs.reading import STDIN, label, parse_yaml, read_configuration_text, shipped_table, text_beside
@@ -289,9 +289,8 @@ def job_of(text: str) -> StartedScript | None:
     """The job of a manifest, or of a script with Slurm's directives; None for any other text."""
     for row in shipped_table("export/dialects.yaml")["manifests"].values():
         if all(re.search(mark, text, re.MULTILINE) for mark in row["marks"]):
-            documents = [
-                parse_yaml(part, "", _MANIFEST_HINT, keeps_last=True) for part in re.split(r"(?m)^---\s*$", text)
-            ]
+            parts = re.split(r"(?m)^---\s*$", text)
+            documents = (parse_yaml(part, "", _MANIFEST_HINT, keeps_last=True) for part in parts)
             found = [document for document in documents if isinstance(document, Mapping)]
             if "script" not in row:
                 return _of_kubernetes(found, row)
@@ -327,10 +326,8 @@ def _unread(data: Said, row: Said) -> dict[str, str]:
     inner = {part: value for part, value in data.items() if part in parts and isinstance(value, Mapping)}
     paths = {name: value for name, value in data.items() if name not in inner}
     paths |= {f"{part}.{name}": value for part, values in inner.items() for name, value in values.items()}
-    harmless = re.compile("|".join(f"(?:{part})" for part in re.sub(r"\s+(?=\|)", "", row["harmless"]).split()))
-    return {
-        path: str(value)[:200] for path, value in paths.items() if path not in read and not harmless.fullmatch(path)
-    }
+    harmless = beginnings(row["harmless"])
+    return {path: str(said)[:200] for path, said in paths.items() if path not in read and not harmless.fullmatch(path)}
 
 
 def _parts(part: Any, replicas: int = 1, depth: int = 0) -> Iterator[tuple[Said, int]]:
@@ -345,9 +342,9 @@ def _parts(part: Any, replicas: int = 1, depth: int = 0) -> Iterator[tuple[Said,
         yield from _parts(inner, replicas, depth + 1)
 
 
-def _is_uncounted(name: str, value: Any, harmless: str) -> bool:
+def _is_uncounted(name: str, value: Any, harmless: re.Pattern[str]) -> bool:
     """A key of Kubernetes, whose number could be one of replicas, workers or GPUs, is not read."""
-    is_read = name in _REPLICAS or _GPU.fullmatch(name) or re.fullmatch(harmless, name)
+    is_read = name in _REPLICAS or _GPU.fullmatch(name) or harmless.fullmatch(name)
     return bool(re.search(r"(?i)replica|node|worker|parallel|gpu", name)) and (_count(value) or 0) > 1 and not is_read
 
 
@@ -375,7 +372,7 @@ def _of_kubernetes(documents: list[Said], row: Said) -> StartedScript:
     held = {str(name): str(inner) for data in maps if isinstance(data, Mapping) for name, inner in data.items()}
     held_too = "".join(f"\n{inner}" for name, inner in held.items() if re.search(rf"/{re.escape(name)}\b", script))
     keys = ((str(name), value) for part, _ in parts for name, value in part.items())
-    harmless = row["harmless"].replace(" ", "|")
+    harmless = beginnings(row["harmless"])
     unknown = {name: str(value) for name, value in keys if _is_uncounted(name, value, harmless)}
     num_gpus = sum(replicas * each for replicas, each in asks) or None
     return StartedScript(_with(given, script + held_too), num_gpus, unknown=unknown)

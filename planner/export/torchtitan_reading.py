@@ -52,13 +52,12 @@ def read_recipe(config: ConfigFile) -> tuple[Fields, Named]:
         value = record.get(section)
         for path, setting in value.flat(f"{section}.") if isinstance(value, CallRecord) else ():
             if isinstance(setting, (Unknown, CallRecord)):
-                unreadable[path] = str(setting if isinstance(setting, Unknown) else setting.kind)[
-                    :_MAX_SHOWN_CHARACTERS
-                ]
+                told = setting.kind if isinstance(setting, CallRecord) else setting
+                unreadable[path] = str(told)[:_MAX_SHOWN_CHARACTERS]
             else:
                 settings[path] = setting
     settings |= _policy(record, evaluator) | _model(record, config)
-    if isinstance(debug := record.get("debug"), CallRecord) and debug.get("deterministic") is True:
+    if record.get("debug.deterministic") is True:
         settings["debug.deterministic"] = True
     if isinstance(optimizer := record.get("optimizer"), CallRecord):
         groups = optimizer.get("param_groups")

@@ -8,7 +8,7 @@ from collections.abc import Collection
 from planner.errors import SpecError
 from planner.export.followed.shell_script import Script, read_script
 from planner.export.huggingface.trainer_reading import run_of_arguments
-from planner.export.imported_run import ConfigFile, ImportedRun, yaml_of
+from planner.export.imported_run import ConfigFile, ImportedRun
 from planner.export.keyed_settings import (
     KeyedSettings,
     Settings,
@@ -16,6 +16,7 @@ from planner.export.keyed_settings import (
     first,
     flat,
     is_on,
+    mapping_of,
     number,
     overrides_of,
     readings,
@@ -54,8 +55,7 @@ def read_verl(config: ConfigFile) -> ImportedRun:
 def _overrides(config: ConfigFile) -> tuple[Settings, str]:
     """The overrides by their paths, and the words of the launch."""
     if re.search(r"^\w+:\s*$", config.text, re.MULTILINE) and not re.search(r"^\S+ .*\\$", config.text, re.MULTILINE):
-        data = yaml_of(config.text, "give the configuration's file")
-        return resolved(flat(data) if isinstance(data, dict) else {}), ""
+        return resolved(flat(mapping_of(config.text))), ""
     script = read_script(config.text, config.beside)
     words = script.words
     found = {
@@ -145,8 +145,7 @@ _OF_ROLL = dialect("roll")
 
 def read_roll(config: ConfigFile) -> ImportedRun:
     """The run of ROLL's YAML: what its worker that trains does. Raises SpecError where none does."""
-    data = yaml_of(config.text, "give the configuration's file")
-    given = resolved(flat(data) if isinstance(data, dict) else {})
+    given = resolved(flat(mapping_of(config.text)))
     worker = next((name for name in _TRAINED if any(path.startswith(f"{name}.") for path in given)), None)
     if worker is None:
         raise SpecError("no worker of ROLL's trains", f"one of {', '.join(_TRAINED)}")

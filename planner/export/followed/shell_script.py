@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any
 
@@ -242,7 +242,7 @@ class _Reader:
                     self._assign(match, word)
             return True
         if raw[0] == "!":
-            status = self._simple(Simple(raw[1:], command.here, command.here_is_literal, command.output))
+            status = self._simple(replace(command, words=raw[1:]))
             return None if status is None else not status
         words = [word for part in raw for word in self.words.expand(part)]
         return self._command(words, command) if words else True

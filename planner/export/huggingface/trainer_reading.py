@@ -24,7 +24,7 @@ from planner.export.huggingface.tuning_settings import (
     read_fine_tuning,
     set_model,
 )
-from planner.export.imported_run import ConfigFile, ImportedRun, json_of, new_run, positive_number, yaml_of
+from planner.export.imported_run import ConfigFile, ImportedRun, json_of, new_run, positive_number
 from planner.export.keyed_settings import (
     Dialect,
     KeyedSettings,
@@ -284,7 +284,7 @@ def _read_sharding(imported: ImportedRun, settings: Fields, config: ConfigFile) 
             imported.put(readings("zero-by-name", settings, name=str(name), stage=int(named[1])))
         else:
             imported.unknown["deepspeed"] = f"{name} is not beside the file: ZeRO 0 is assumed"
-    elif settings.get("fsdp") or settings.get("fsdp_config") or settings.get("fsdp_version"):
+    elif any(map(settings.get, ("fsdp", "fsdp_config", "fsdp_version"))):
         options, words = settings.get("fsdp_config"), settings.get("fsdp")
         if isinstance(options, str) and options.endswith(".json"):
             options = json_of(config.beside(options) or "{}", f"mend {options}")
@@ -298,8 +298,7 @@ def _list_unread(imported: ImportedRun, settings: Fields) -> None:
         if settings.get(name) not in _FULL:
             imported.unknown[name] = str(settings[name])
     packs = is_any_on(settings, *_PACKING) or "block_size" in settings
-    packs |= "objective" in imported.run
-    if not packs:
+    if not packs and "objective" not in imported.run:
         imported.note_unpacked()
 
 
@@ -360,8 +359,7 @@ def _recipe_of(config: ConfigFile) -> tuple[Fields, Fields, int | None]:
             is_shipped = not name.endswith((".yaml", ".yml"))
             hint = f"tune cp {name} {own}, then plan import {own}" if is_shipped else "put it there"
             raise SpecError(f"{name or '--config'} is not beside the file", hint)
-    data = yaml_of(text, _HINT)
-    data = data if isinstance(data, dict) else {}
+    data = mapping_of(text)
     ranks = re.search(r"--nproc[-_]per[-_]node[ =](\d{1,4})", text)
     said = int(ranks[1]) if ranks is not None else 1 if "single_device" in config.text + text else None
     return data, {**flat(data), **overrides}, gpus or exported_gpus(text) or said

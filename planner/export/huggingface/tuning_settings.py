@@ -136,13 +136,21 @@ def read_fine_tuning(
     for kind in _KINDS:
         if str(settings.get(kind)).lower() not in ("none", "full", *_WORDS):
             imported.unknown[kind] = f"{settings[kind]}, priced as {'lora' if run.get('adapters') else 'all weights'}"
-    of_run = {"runtime": run["runtime"], "adapters": run.get("adapters"), "layers": num_layers_of(run["model"])}
-    of_run |= {"gpus": run["num_gpus"], "experts": moe_of(run["model"]) is not None}
-    of_layout = {"layout": layout, "zero": layout.get("zero_stage", 0), "said_length": said_length, "kinds": _KINDS}
-    of_layout["of_deepspeed"] = of_deepspeed
-    of_layout["is_plain"] = has_plain_attention(run["model"])
-    of_layout["switched"] = switches_of(load_runtime(HF_RUNTIME))["optimizer"]
-    found = readings("huggingface", settings, **_WORDS_OF_TRAINERS, **of_run, **of_layout)
+    names = _WORDS_OF_TRAINERS | {
+        "runtime": run["runtime"],
+        "adapters": run.get("adapters"),
+        "gpus": run["num_gpus"],
+        "layers": num_layers_of(run["model"]),
+        "experts": moe_of(run["model"]) is not None,
+        "is_plain": has_plain_attention(run["model"]),
+        "layout": layout,
+        "zero": layout.get("zero_stage", 0),
+        "said_length": said_length,
+        "kinds": _KINDS,
+        "of_deepspeed": of_deepspeed,
+        "switched": switches_of(load_runtime(HF_RUNTIME))["optimizer"],
+    }
+    found = readings("huggingface", settings, **names)
     if found["features"].get("sharding") == "deepspeed":
         run["features"] = {name: run["features"][name] for name in _OFFLOADS if run["features"].get(name)}
     imported.put(found)
@@ -271,6 +279,17 @@ def read_adapters(settings: Said, bits: int | None = None) -> tuple[Fields, Name
     if kind != "LORA":
         unknown["peft_type"] = kind
     return adapters, unknown
+
+
+EXPERT_TARGETS = ("experts.gate_up_proj", "experts.down_proj")
+
+
+def put_adapters(imported: ImportedRun, settings: Said, has_experts: bool = True) -> None:
+    """Put adapters into a run of a trainer whose all-linear has the experts too."""
+    adapters, unknown = read_adapters(settings)
+    if has_experts and "all-linear" in adapters["targets"]:
+        adapters["targets"] = [*adapters["targets"], *EXPERT_TARGETS]
+    imported.run["adapters"], imported.unknown = adapters, imported.unknown | unknown
 
 
 _IN_4_BITS = re.compile(r"(?i)[-_](gptq(?!.{0,5}int8)|bnb-4bit|int4|nf4)\b")

@@ -10,12 +10,13 @@ from planner.errors import SpecError
 from planner.export.followed.python_recipe import Evaluator, chosen_recipe
 from planner.export.followed.python_values import CallRecord
 from planner.export.followed.shell_script import read_script
-from planner.export.imported_run import ConfigFile, ImportedRun, yaml_of
+from planner.export.imported_run import ConfigFile, ImportedRun
 from planner.export.keyed_settings import (
     beginnings,
     dialect,
     flat,
     is_empty,
+    mapping_of,
     num_gpus,
     overrides_of,
     readings,
@@ -172,9 +173,8 @@ def _record_of_overrides(words: Sequence[str]) -> CallRecord:
 
 def _first_version(text: str) -> ImportedRun:
     """`trainer:` and `model:` of a YAML file, as megatron_gpt_config.yaml has them."""
-    data = yaml_of(text, "give the configuration's file")
-    model = data.get("model") if isinstance(data, Mapping) else None
-    if not isinstance(model, Mapping):
+    data = mapping_of(text)
+    if not isinstance(model := data.get("model"), Mapping):
         raise SpecError("the file has no model:", "give a configuration of NeMo, such as megatron_gpt_config.yaml")
     what = _OTHERS.search(f"{data.get('name')} {model.get('name')} {' '.join(map(str, data))}")
     if what is not None:
