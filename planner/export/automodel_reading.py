@@ -7,7 +7,7 @@ from itertools import pairwise
 
 from planner.errors import SpecError
 from planner.export.followed.shell_script import read_script
-from planner.export.huggingface.tuning_settings import read_adapters
+from planner.export.huggingface.tuning_settings import put_adapters
 from planner.export.imported_run import ConfigFile, ImportedRun
 from planner.export.keyed_settings import (
     Dialect,
@@ -22,7 +22,7 @@ from planner.export.keyed_settings import (
     resolved,
     table,
 )
-from planner.export.megatron.keyed_reading import EXPERT_TARGETS, add_lora, read_keys
+from planner.export.megatron.keyed_reading import add_lora, read_keys
 from planner.export.megatron.option_rows import options_of
 from planner.export.named_models import model_called, moe_of
 from planner.export.torchtitan_reading import run_of_settings
@@ -87,10 +87,7 @@ def _add_adapters(imported: ImportedRun, found: Settings) -> None:
     if not found.get("rank") or str(found.get("trains_adapters", True)) == "False":
         return
     said = readings("automodel-adapters", found)
-    adapters, unknown = read_adapters(said["arguments"])
-    if said["every"] and moe_of(imported.run["model"]) is not None:
-        adapters["targets"] = [*adapters["targets"], *EXPERT_TARGETS]
-    imported.run["adapters"], imported.unknown = adapters, imported.unknown | unknown
+    put_adapters(imported, said["arguments"], bool(said["every"]) and moe_of(imported.run["model"]) is not None)
 
 
 def _list_unread(imported: ImportedRun, row: Dialect, settings: Settings, found: Settings) -> None:
@@ -153,15 +150,11 @@ def _of_megatron(settings: Settings, gpus: int | None) -> ImportedRun:
     off = tuple(
         path.removesuffix("enabled") for path, on in settings.items() if path[-8:] == ".enabled" and not is_on(on)
     )
-    for path, value in settings.items():
-        key = path.removeprefix(start).rpartition(".")[2]
-        if (
-            path.startswith(start)
-            and not path.startswith(off)
-            and not row.is_harmless(path.removeprefix(start))
-            and key != "enabled"
-        ):
-            keys[key], names[key] = value, path
+    for path in [path for path in settings if path.startswith(start) and not path.startswith(off)]:
+        inner = path.removeprefix(start)
+        key = inner.rpartition(".")[2]
+        if key != "enabled" and not row.is_harmless(inner):
+            keys[key], names[key] = settings[path], path
     if is_on(keys.pop("activation_checkpointing", False)):
         keys = {"recompute_granularity": "full", **filled(keys.items())}
         if keys["recompute_granularity"] == "full":

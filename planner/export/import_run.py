@@ -18,7 +18,7 @@ from pydantic import BaseModel, Field, PositiveInt, ValidationError
 from planner.errors import SpecError
 from planner.export.imported_run import ConfigFile, json_of
 from planner.export.imported_run import ImportedRun as ImportedRun
-from planner.export.keyed_settings import table
+from planner.export.keyed_settings import beginnings, table
 from planner.export.targets import READERS, SOURCES, UNMARKED
 from planner.specs.base import Fields, Named, Said
 from planner.specs.reading import STDIN, label, parse_yaml, read_configuration_text, shipped_table, text_beside
@@ -158,7 +158,11 @@ def _of_notebook(text: str) -> str:
     code = text
     if re.match(r'\s*\{\s*"(cells|nbformat|metadata)"', text):
         cells = json_of(text, "give the notebook").get("cells")
-        sources = (cell.get("source") or "" for cell in cells or () if _is_code(cell))
+        sources = (
+            cell.get("source") or ""
+            for cell in cells or ()
+            if isinstance(cell, dict) and cell.get("cell_type") == "code"
+        )
         code = "\n".join("".join(map(str, source)) for source in sources)
     # a line that goes on begins with a space of its own there
     lines = re.sub(r"\\\n\s*", " ", code).splitlines() if code is not text or text.startswith("!") else []
@@ -181,8 +185,22 @@ def _of_list(text: str) -> str:
     return text if listed is None else shlex.join(word[1:-1] for word in re.findall(_TEXT, listed[1]))
 
 
-def _is_code(cell: object) -> bool:
-    return isinstance(cell, dict) and cell.get("cell_type") == "code"
+_IN_LIST = re.compile(r"""(["']--[\w-]+["']\s*,\s*)(?:str\()?([A-Za-z_]\w*)\b(?!["'])""")
+_IN_STRING = re.compile(r"""(["'])(\s*--[A-Za-z][^"'\n]*)\1(?:\s*,\s*f?["']([^"'\n-][^"'\n]*))?""")
+"""An option of a list and the name behind it; options in a string, and the string behind an option of a list."""
+_NAMED_TEXT = re.compile(r"^\s*(\w+)(?:: \w+)? = (?:[\"']([\w./-]+)[\"']|(\d+))$", re.MULTILINE)
+
+
+def _of_program(text: str) -> str:
+    """The command whose options a program in Python keeps in its strings, every branch's; else the text."""
+    bare = re.sub(r"^\s*#.*$|add_argument\([^()]*", "", text, flags=re.MULTILINE)
+    found = _IN_STRING.findall(_IN_LIST.sub(r"\1'{\2}'", bare))
+    if len(found) < 4 or not re.search(r"^(import|from) ", text, re.MULTILINE) or "Trainer(" in text:
+        return text
+    words = " ".join(f"{option} {value}" for _, option, value in found)
+    command = re.sub(r"\{(?:\w+\.)?(\w+)\}", r"$\1", words)
+    texts = [f"{name}={value}{number}" for name, value, number in _NAMED_TEXT.findall(text)]
+    return "\n".join([*texts, "python train.py " + re.sub(r"\{[^{}]*\}|[()&|;<>`]", "", command)])
 
 
 def _refuse_unread(config: ConfigFile) -> None:
@@ -208,7 +226,9 @@ def _recognised(text: str) -> str | None:
 
 def read_file(config: ConfigFile, source: str | None) -> ImportedRun:
     """The run of a configuration, as `read` gives it; of a manifest, that of the script it starts."""
-    config = replace(config, text=_of_list(_of_notebook(config.text)))
+    plain = _of_list(_of_notebook(config.text))
+    config = replace(config, text=_of_program(plain))
+    is_program = config.text is not plain
     job = job_of(config.text)
     if job is not None:
         config = replace(config, text=job.script)
@@ -236,6 +256,8 @@ def read_file(config: ConfigFile, source: str | None) -> ImportedRun:
         if not is_told:
             _refuse_unread(config)
         raise
+    if is_program:
+        imported.notes.append("a program puts its command together: the options of all its branches are taken")
     if job is not None:
         imported.run["num_gpus"] = imported.run.get("num_gpus") or job.num_gpus
         imported.run.setdefault("hardware", job.hardware)
@@ -267,9 +289,8 @@ def job_of(text: str) -> StartedScript | None:
     """The job of a manifest, or of a script with Slurm's directives; None for any other text."""
     for row in shipped_table("export/dialects.yaml")["manifests"].values():
         if all(re.search(mark, text, re.MULTILINE) for mark in row["marks"]):
-            documents = [
-                parse_yaml(part, "", _MANIFEST_HINT, keeps_last=True) for part in re.split(r"(?m)^---\s*$", text)
-            ]
+            parts = re.split(r"(?m)^---\s*$", text)
+            documents = (parse_yaml(part, "", _MANIFEST_HINT, keeps_last=True) for part in parts)
             found = [document for document in documents if isinstance(document, Mapping)]
             if "script" not in row:
                 return _of_kubernetes(found, row)
@@ -305,10 +326,8 @@ def _unread(data: Said, row: Said) -> dict[str, str]:
     inner = {part: value for part, value in data.items() if part in parts and isinstance(value, Mapping)}
     paths = {name: value for name, value in data.items() if name not in inner}
     paths |= {f"{part}.{name}": value for part, values in inner.items() for name, value in values.items()}
-    harmless = re.compile("|".join(f"(?:{part})" for part in re.sub(r"\s+(?=\|)", "", row["harmless"]).split()))
-    return {
-        path: str(value)[:200] for path, value in paths.items() if path not in read and not harmless.fullmatch(path)
-    }
+    harmless = beginnings(row["harmless"])
+    return {path: str(said)[:200] for path, said in paths.items() if path not in read and not harmless.fullmatch(path)}
 
 
 def _parts(part: Any, replicas: int = 1, depth: int = 0) -> Iterator[tuple[Said, int]]:
@@ -323,9 +342,9 @@ def _parts(part: Any, replicas: int = 1, depth: int = 0) -> Iterator[tuple[Said,
         yield from _parts(inner, replicas, depth + 1)
 
 
-def _is_uncounted(name: str, value: Any, harmless: str) -> bool:
+def _is_uncounted(name: str, value: Any, harmless: re.Pattern[str]) -> bool:
     """A key of Kubernetes, whose number could be one of replicas, workers or GPUs, is not read."""
-    is_read = name in _REPLICAS or _GPU.fullmatch(name) or re.fullmatch(harmless, name)
+    is_read = name in _REPLICAS or _GPU.fullmatch(name) or harmless.fullmatch(name)
     return bool(re.search(r"(?i)replica|node|worker|parallel|gpu", name)) and (_count(value) or 0) > 1 and not is_read
 
 
@@ -353,7 +372,7 @@ def _of_kubernetes(documents: list[Said], row: Said) -> StartedScript:
     held = {str(name): str(inner) for data in maps if isinstance(data, Mapping) for name, inner in data.items()}
     held_too = "".join(f"\n{inner}" for name, inner in held.items() if re.search(rf"/{re.escape(name)}\b", script))
     keys = ((str(name), value) for part, _ in parts for name, value in part.items())
-    harmless = row["harmless"].replace(" ", "|")
+    harmless = beginnings(row["harmless"])
     unknown = {name: str(value) for name, value in keys if _is_uncounted(name, value, harmless)}
     num_gpus = sum(replicas * each for replicas, each in asks) or None
     return StartedScript(_with(given, script + held_too), num_gpus, unknown=unknown)

@@ -223,7 +223,7 @@ class ImportedRun:
         if isinstance(run["model"], dict):
             run["model"] = self._model(run["model"], vocab_size)
         ranks = max(1, layout.get("tp", 1) * layout.get("pp", 1) * layout.get("cp", 1))
-        if run.get("num_gpus") is not None and run["num_gpus"] % ranks and "num_gpus" not in added:
+        if (run.get("num_gpus") or 0) % ranks and "num_gpus" not in added:
             raise LayoutError(
                 f"{self.source}: it starts {run['num_gpus']} GPUs, which tp·cp·pp ({ranks}) does not divide",
                 f"add --gpus N, a multiple of {ranks}",
@@ -247,7 +247,9 @@ class ImportedRun:
     def _refuse_missing(self, run: Fields) -> None:
         """Raise SpecError for a field that is still missing, or whose model nobody knows."""
         for name, hint in _REQUIRED.items():
-            if run.get(name) is None and name == "model" and self.model_name:
+            if run.get(name) is not None:
+                continue
+            if name == "model" and self.model_name:
                 if (variable := re.fullmatch(r"\$\{(\w+)\}", self.model_name)) is not None:
                     told = f"{self.source}: the model: ${variable[1]} is not set in the script"
                     raise SpecError(told, f"add --model NAME, or --set {variable[1]}=VALUE")
@@ -255,10 +257,9 @@ class ImportedRun:
                     f"{self.source}: unknown model {printable(self.model_name, 80)!r}",
                     "add --model with a name that `plan models` lists, or with the model's config.json",
                 )
-            if run.get(name) is None:
-                least = least_gpus(run["parallelism"])
-                multiple = f", a multiple of {least}" if name == "num_gpus" and least > 1 else ""
-                raise SpecError(f"{self.source}: {name} is not in the configuration", hint + multiple)
+            least = least_gpus(run["parallelism"])
+            multiple = f", a multiple of {least}" if name == "num_gpus" and least > 1 else ""
+            raise SpecError(f"{self.source}: {name} is not in the configuration", hint + multiple)
 
     def put(self, said: Said) -> None:
         """Put in what settings say (readings.yaml): fields, layout, features, what is not understood, and texts."""

@@ -73,11 +73,9 @@ def beginnings(words: str, before: str = "") -> re.Pattern[str]:
     return re.compile(f"{before}({'|'.join(words.split())})")
 
 
-@cache
 def table() -> dict[str, Fields]:
     """dialects.yaml as it stands."""
-    found: dict[str, Fields] = shipped_table("export/dialects.yaml")
-    return found
+    return shipped_table("export/dialects.yaml")
 
 
 @cache
@@ -284,8 +282,7 @@ def _of_python(text: str, calls: re.Pattern[str] | None, given: Settings | None 
         said = {key: _literal(expression, names) for key, expression in keywords.items()}
         keyed.settings |= {key: value for key, value in said.items() if value is not ...}
         for key in said.keys() - keyed.settings.keys() - _OBJECTS:
-            line = keywords[key].lineno
-            keyed.unread[key] = f"{ast.unparse(keywords[key])[:80]} (line {line})"
+            keyed.unread[key] = f"{ast.unparse(keywords[key])[:80]} (line {keywords[key].lineno})"
     return keyed
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
-from functools import cache
 
 from planner.answer import Plan
 from planner.errors import SpecError
@@ -256,16 +255,10 @@ _BY_THREADS = ("efa", "slingshot", "tcp")
 """Networks that no InfiniBand verbs drive, so that NCCL's variables for them mean nothing."""
 
 
-@cache
-def networks() -> dict[str, Fields]:
-    """The needs of each kind of network: the rows of networks.yaml."""
-    found: dict[str, Fields] = shipped_table("export/networks.yaml")
-    return found
-
-
 def network_of(plan: Plan) -> Fields:
     """The row of the network between the plan's nodes; empty where nobody names its kind, or there is one node."""
-    return networks().get(plan.cluster.hardware.network, {}) if _has_nodes(plan) else {}
+    rows: dict[str, Fields] = shipped_table("export/networks.yaml") if _has_nodes(plan) else {}
+    return rows.get(plan.cluster.hardware.network, {})
 
 
 def variables(plan: Plan, *names: str) -> Named:

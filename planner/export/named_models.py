@@ -17,15 +17,19 @@ Model = str | Fields
 _HEADER = re.compile(r"^# (\S+) on ([\d,]+) of [\d,]+ GPUs", re.MULTILINE)
 
 
+def _header_of(text: str) -> re.Match[str] | None:
+    return _HEADER.search(text) if "exported by planner" in text else None
+
+
 def exported_model(text: str) -> str | None:
     """The name of the model in the header that our exports begin with; None where it is no shipped model."""
-    match = _HEADER.search(text) if "exported by planner" in text else None
+    match = _header_of(text)
     return match[1] if match is not None and match[1] in model_names() else None
 
 
 def exported_gpus(text: str) -> int | None:
     """The GPUs of the layout in the header that our exports begin with; None in a text of another's."""
-    match = _HEADER.search(text) if "exported by planner" in text else None
+    match = _header_of(text)
     return int(match[2].replace(",", "")) if match is not None else None
 
 
@@ -59,8 +63,10 @@ def model_of_flavor(name: str, flavor: str) -> Model | None:
 
 def flavor_of(module: str, function: str) -> tuple[str, str] | None:
     """The (module, flavor) that a registered function configures: `llama3_405b` of llama3 is its 405B."""
-    flavor = function.removeprefix(f"{module}_").replace("_", "-").lower()
-    return next((names for names in FLAVORS if (names[0], names[1].lower()) == (module, flavor)), None)
+    size = function.removeprefix(f"{module}_").removeprefix(f"{module.replace('_', '')}_").lower()
+    flavor = re.sub(r"(\d)_(?=\d)", r"\1.", size).replace("_", "-")
+    found = next((names for names in FLAVORS if (names[0], names[1].lower()) == (module, flavor)), (module, flavor))
+    return found if model_of_flavor(*found) else None
 
 
 _REGISTRY = table()["torchtitan"]["registry"]

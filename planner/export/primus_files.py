@@ -61,8 +61,10 @@ def _flavor(model: ModelSpec) -> tuple[str, str] | None:
     """The family and flavor of torchtitan's registry that is this model; None where none has all of its fields."""
     unsaid = {"training", "source", "rope_scaling", "max_position_embeddings"}
     for names, published in FLAVORS.items():
-        if published == model.name and load_model(published).model_dump(exclude=unsaid) == model.model_dump(
-            exclude=unsaid
+        if (
+            names[0] in _PRESETS
+            and published == model.name
+            and load_model(published).model_dump(exclude=unsaid) == model.model_dump(exclude=unsaid)
         ):
             return names
     return None

@@ -100,7 +100,7 @@ _TRAINERS = (
         "bridge", "megatron.bridge_files:export_bridge", "megatron.bridge_reading:read_bridge",
         mark=r'"overrides": \[|run_recipe\.py|run_script\.py|setup_experiment\.py|megatron\.bridge|ConfigContainer'
         r"|cfg\.model\.tensor_model_parallel"
-        r"|^train:\s*$(?s:.*)^  (train_iters|global_batch_size):",
+        r"|\A(?s:(?!.*^  (model|train)_path:).*)^train:\s*$(?s:.*)^  (train_iters|global_batch_size):",
         runtimes=("bridge",),
     ),
     TrainerTarget(
@@ -118,8 +118,8 @@ _TRAINERS = (
     ),
     TrainerTarget(
         "nemo", None, "megatron.nemo_reading:read_nemo",
-        mark=r"nemo_run|MegatronStrategy|trainer\.(strategy|num_nodes|devices)|^trainer:\s*$(?s:.*)^model:\s*$"
-        r"|^model:\s*$(?s:.*)^trainer:\s*$",
+        mark=r"nemo_run|MegatronStrategy|trainer\.(strategy(?![:=] ?fsdp)|num_nodes|devices)"
+        r"|^trainer:\s*$(?s:.*)^model:\s*$|^model:\s*$(?s:.*)^trainer:\s*$",
     ),
     TrainerTarget(
         "torchtitan", "torchtitan_files:export_torchtitan", "torchtitan_reading:read_torchtitan",
@@ -128,7 +128,7 @@ _TRAINERS = (
     ),
     TrainerTarget(
         "verl", None, "verl_reading:read_verl",
-        mark=r"actor_rollout_ref\.|verl\.trainer|^actor_rollout_ref:",
+        mark=r"actor_rollout_ref\.|verl\.trainer(?!\.main\b)|^actor_rollout_ref:",
     ),
     TrainerTarget(
         "roll", None, "verl_reading:read_roll", mark=r"^(actor_train|sft_train):|^    strategy_name: *\w+_train\b",
@@ -163,7 +163,7 @@ _TRAINERS = (
     ),
     TrainerTarget(
         "huggingface", None, "huggingface.trainer_reading:read_trainer",
-        mark=r"per_device_train_batch_size|^(model_class|finetuning_type|infer_backend|export_dir):|TrainingArguments\("
+        mark=r"per[_-]device[_-]train[_-]batch[_-]size|^(model_class|finetuning_type|infer_backend|export_dir):|TrainingArguments\("
         r"|(SFT|DPO|KTO|ORPO|CPO|GRPO|RLOO|Reward)(Config|Trainer)\(|--model_name_or_path|^base_model:|FastLanguageModel\."
         r"|accelerate launch|\"peft_type\":|\b(swift|trl)\s+(sft|pt|rlhf|dpo|grpo|kto)\b"
         r"|llamafactory-cli train|swift/cli/|\baxolotl(\.cli\.train| train)\b",

@@ -52,13 +52,12 @@ def read_recipe(config: ConfigFile) -> tuple[Fields, Named]:
         value = record.get(section)
         for path, setting in value.flat(f"{section}.") if isinstance(value, CallRecord) else ():
             if isinstance(setting, (Unknown, CallRecord)):
-                unreadable[path] = str(setting if isinstance(setting, Unknown) else setting.kind)[
-                    :_MAX_SHOWN_CHARACTERS
-                ]
+                told = setting.kind if isinstance(setting, CallRecord) else setting
+                unreadable[path] = str(told)[:_MAX_SHOWN_CHARACTERS]
             else:
                 settings[path] = setting
     settings |= _policy(record, evaluator) | _model(record, config)
-    if isinstance(debug := record.get("debug"), CallRecord) and debug.get("deterministic") is True:
+    if record.get("debug.deterministic") is True:
         settings["debug.deterministic"] = True
     if isinstance(optimizer := record.get("optimizer"), CallRecord):
         groups = optimizer.get("param_groups")
@@ -168,7 +167,7 @@ def of_today(settings: Fields) -> Fields:
 def _of_file(config: ConfigFile) -> Fields:
     """Settings of the TOML that a launch names; of one that is not beside it, the model that its path says."""
     named = re.search(
-        r"(?:\bCONFIG_FILE=|--job[._]config_file[ =])[\"']?(?:\$\{\w+:-)?[\"']?([\w./-]+\.toml)", config.text
+        r"(?:\bCONFIG_FILE=|--job[._]config_file[ =])[\"']?(?:\$\{\w+:-)?[\"']?([\w./$-]+\.toml)", config.text
     )
     if named is None:
         return {}
@@ -178,8 +177,7 @@ def _of_file(config: ConfigFile) -> Fields:
     stem = named[1].rpartition("/")[2].removesuffix(".toml")
     first = stem.partition("_")[0]  # until 2025 the folder of llama3_8b.toml was `llama`
     name = module[1] if module and all(own != first for own, _ in FLAVORS) else first
-    stem = stem.removeprefix(f"{name}_")
-    flavor = next((flavor for own, flavor in FLAVORS if (own, flavor.lower()) == (name, stem.lower())), stem)
+    name, flavor = flavor_of(name, stem) or (name, stem)
     return {"model.name": name, "model.flavor": flavor, "base": named[1]}
 
 
@@ -195,7 +193,9 @@ def _toml(text: str) -> Fields:
 
 def override_settings(script: Script) -> Fields:
     """`--section.key value`; a bare option is true, `--section.no-key` is false."""
-    settings: Fields = {}
+    # run_train.sh takes the recipe from its surroundings
+    around = {name.lower(): script.variables.get(name) for name in ("MODULE", "CONFIG")}
+    settings: Fields = {name: words[0] for name, words in around.items() if words}
     for option, words in options_of(script.words).items():
         key = option[2:].replace("-", "_") if "." in option else option[2:]
         section, _, name = key.rpartition(".")
@@ -205,7 +205,7 @@ def override_settings(script: Script) -> Fields:
             settings[key] = _literal(words[0]) if words else True
     if isinstance(config := settings.get("config"), str):
         flavor = flavor_of(str(settings.get("module", "")), config)
-        settings |= {"model.name": flavor[0], "model.flavor": flavor[1]} if flavor else {}
+        settings |= {"base": config, "model.name": flavor[0], "model.flavor": flavor[1]} if flavor else {}
     return settings
 
 

@@ -8,7 +8,7 @@ from collections.abc import Collection
 from planner.errors import SpecError
 from planner.export.followed.shell_script import Script, read_script
 from planner.export.huggingface.trainer_reading import run_of_arguments
-from planner.export.imported_run import ConfigFile, ImportedRun, yaml_of
+from planner.export.imported_run import ConfigFile, ImportedRun
 from planner.export.keyed_settings import (
     KeyedSettings,
     Settings,
@@ -16,6 +16,7 @@ from planner.export.keyed_settings import (
     first,
     flat,
     is_on,
+    mapping_of,
     number,
     overrides_of,
     readings,
@@ -54,10 +55,9 @@ def read_verl(config: ConfigFile) -> ImportedRun:
 def _overrides(config: ConfigFile) -> tuple[Settings, str]:
     """The overrides by their paths, and the words of the launch."""
     if re.search(r"^\w+:\s*$", config.text, re.MULTILINE) and not re.search(r"^\S+ .*\\$", config.text, re.MULTILINE):
-        data = yaml_of(config.text, "give the configuration's file")
-        return resolved(flat(data) if isinstance(data, dict) else {}), ""
+        return resolved(flat(mapping_of(config.text))), ""
     script = read_script(config.text, config.beside)
-    words = max(script.commands, key=lambda words: sum("=" in word for word in words), default=[])
+    words = script.words
     found = {
         path: f"${{{script.unset[path]}}}" if value is None and path in script.unset else value
         for path, value in overrides_of(words).items()
@@ -145,12 +145,11 @@ _OF_ROLL = dialect("roll")
 
 def read_roll(config: ConfigFile) -> ImportedRun:
     """The run of ROLL's YAML: what its worker that trains does. Raises SpecError where none does."""
-    data = yaml_of(config.text, "give the configuration's file")
-    given = resolved(flat(data) if isinstance(data, dict) else {})
+    given = resolved(flat(mapping_of(config.text)))
     worker = next((name for name in _TRAINED if any(path.startswith(f"{name}.") for path in given)), None)
     if worker is None:
         raise SpecError("no worker of ROLL's trains", f"one of {', '.join(_TRAINED)}")
-    own = {path.removeprefix(f"{worker}."): value for path, value in given.items() if path.startswith(worker)}
+    own = {path.removeprefix(f"{worker}."): value for path, value in given.items() if path.startswith(f"{worker}.")}
     said = readings("roll-arguments", given | own, gpus=_gpus_of(str(own.get("device_mapping", ""))))
     arguments, gpus = said["arguments"], said["num_gpus"]
     model = str(arguments["model_name_or_path"] or "")
@@ -166,6 +165,7 @@ def read_roll(config: ConfigFile) -> ImportedRun:
         add_adapters(imported, arguments)
     else:
         imported = run_of_arguments(KeyedSettings(arguments, Script(), gpus), ConfigFile(""), _OF_ROLL)
+    dialect("roll-worker").sort(imported, {path: v for path, v in own.items() if not path.startswith(_STRATEGY)})
     imported.source, imported.predicts_further = "roll", False
     imported.model_name = "" if imported.run["model"] else model
     imported.put(readings("roll", given | own, layout=imported.run["parallelism"], **said))

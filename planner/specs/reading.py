@@ -374,10 +374,11 @@ def _refuse_duplicates(root: Node, where: str) -> None:
 
 
 @cache
-def shipped_table(name: str) -> Any:
+def shipped_table(name: str) -> dict[str, Any]:
     """A YAML of the package, by its path below planner/, read once and without the checks of a user's."""
     text = (Path(__file__).resolve().parents[1] / name).read_text(encoding="utf-8")
-    return yaml.load(text, Loader=SafeLoader)
+    table: dict[str, Any] = yaml.load(text, Loader=SafeLoader)
+    return table
 
 
 def load_yaml(path: str | Path, limits: InputLimits = JSON) -> dict[str, Any]:

@@ -325,6 +325,9 @@ def test_a_trainer_without_a_reader_is_named() -> None:
         ("MaxText", "python3 -m MaxText.train MaxText/configs/base.yml per_device_batch_size=4"),
         ("XTuner", "from mmengine.dataset import DefaultSampler\nmax_length = 200\nbatch_size = 1"),
         ("LitGPT", "checkpoint_dir: a/b\nlora_r: 8\ntrain:\n  global_batch_size: 16\n  micro_batch_size: 1\n"),
+        ("VeOmni", "model:\n  model_path: a/b\ntrain:\n  global_batch_size: 16\n  micro_batch_size: 1\n"),
+        ("EasyR1", "python -m verl.trainer.main config=a.yaml worker.actor.global_batch_size=8 trainer.nnodes=1"),
+        ("SkyRL", "trainer.policy.model.path: a/b\ntrainer.strategy: fsdp2\n"),
     ):
         with pytest.raises(SpecError, match=f"{name}, which is not read"):
             read_configuration(text)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any
 
@@ -45,10 +45,8 @@ class Script:
     lost: list[list[str]] = field(default_factory=list)
     """Words that bash takes for a command: options behind a comment or an empty line, which ends the one before."""
 
-    @property
-    def unpassed(self) -> Named:
-        """The same as settings that nobody reads."""
-        return {"bash ends the command before": " ".join(chain(*self.lost))[:200]} if self.lost else {}
+    unpassed: Named = field(default_factory=dict)
+    """The same as settings that nobody reads, and assignments that a comment parts from the command behind it."""
 
 
 def launched_on(num_gpus: Any) -> Script:
@@ -73,9 +71,12 @@ def read_shell(text: str, files: Files = lambda name: None) -> Script:
         for inner in [text for text in script.files.values() if re.search(r"^\s*--[a-z]", text, re.MULTILINE)]:
             reader.block(reader.parsed(inner))
         script.words = max(script.commands, key=_num_options, default=[])
-    if script.lost and not (_num_options(script.words) or any(map(_OPTION.match, script.words))):
+    if script.lost and not _num_options(script.words):
         script.words = max(script.lost, key=len)  # a list of options below a text
         script.lost.remove(script.words)
+    alone = re.sub(r"[\\\s]+", " ", "".join(_PARTED.findall(text)))
+    told = {"command before": " ".join(chain(*script.lost)), "line, and does not pass on": alone.strip()}
+    script.unpassed = {f"bash ends the {where}": words[:200] for where, words in told.items() if words}
     script.words = _behind_srun(script.words, script.directives)
     script.variables = {name: words for name, words in reader.words.variables.items() if name[0].isalpha()}
     for option, key, name in _BEHIND_OPTION.findall(text):
@@ -87,9 +88,12 @@ def read_shell(text: str, files: Files = lambda name: None) -> Script:
 _OPTION_WORD = r"(?:--[A-Za-z]|\+{0,2}[A-Za-z_]\w*(?:\.\w+)+=)"
 _OPTION = re.compile(_OPTION_WORD)
 _GOES_ON = re.compile(
-    r"^([^#\n]*[^#\s\\])(?:[ \t]+#[^\n\"']*|[ \t]*)\n(?:[ \t]*#[^\n]*\n)*(?=[ \t]*" + _OPTION_WORD + ")", re.MULTILINE
+    r"^((?:[^#\n]|(?<=\S)#)*[^#\s\\])(?:[ \t]+#[^\n\"']*|[ \t]*)\n(?:[ \t]*#[^\n]*\n)*(?=[ \t]*" + _OPTION_WORD + ")",
+    re.MULTILINE,
 )
 """A line, with its comment and those below it, that is followed by one of options."""
+_PARTED = re.compile(r"^((?:[ \t]*[A-Za-z_]\w*=\S*[ \t]*\\\n)+)[ \t]*#", re.MULTILINE)
+"""Lines of assignments that go on to a comment."""
 _BEHIND_OPTION = re.compile(
     r"(?:(--[A-Za-z][\w-]*)[ =]+|(?<![\w.])([A-Za-z_]\w*(?:\.\w+)+)=|^[ \t]+)"
     r"[\"']?\$\{?([A-Za-z_]\w*)(?:\[[@*]\]|:?\?[^}]*)?\}?[\"']?(?=\s|$)",
@@ -125,25 +129,20 @@ def _behind_srun(words: list[str], directives: Named) -> list[str]:
 
 
 def _num_options(words: list[str]) -> int:
-    return sum(word.startswith("--") for word in words)
+    """Options and overrides of a command, which the one that trains has most of."""
+    return sum(_OPTION.match(word) is not None for word in words)
 
 
-_CHUNKS = re.compile(r"^#PBS\s+-l\s+select=(\d+)\S*?:ngpus=(\d+)", re.MULTILINE)
-_BATCH_NODES, _BATCH_GPUS = (
-    re.compile(r"^#BSUB\s+-nnodes\s+(\d+)", re.M),
-    re.compile(r"^#BSUB\s+-gpu.*?\bnum=(\d+)", re.M),
-)
-"""Nodes, and GPUs of each, as PBS and LSF are asked for them."""
+_ASKED = {
+    "nodes": re.compile(r"^#(?:PBS\s+-l\s+select=|BSUB\s+-nnodes\s+)(\d+)", re.MULTILINE),
+    "gpus-per-node": re.compile(r"^#(?:PBS\s+-l\s+select=\S*?:ngpus=|BSUB\s+-gpu.*?\bnum=)(\d+)", re.MULTILINE),
+}
+"""Nodes, and GPUs of each, as PBS and LSF are asked for them, by Slurm's names."""
 
 
 def _directives(text: str) -> Named:
     """Options of the lines that begin with #SBATCH; nodes and GPUs of PBS's and LSF's as Slurm calls them."""
-    directives: Named = {}
-    if (chunks := _CHUNKS.search(text)) is not None:
-        directives = {"nodes": chunks[1], "gpus-per-node": chunks[2]}
-    nodes, gpus = _BATCH_NODES.search(text), _BATCH_GPUS.search(text)
-    if nodes is not None and gpus is not None:
-        directives = {"nodes": nodes[1], "gpus-per-node": gpus[1]}
+    directives = {name: said[1] for name, mark in _ASKED.items() if (said := mark.search(text)) is not None}
     for line in re.findall(r"^#SBATCH[ \t]+(.+?)[ \t]*(?:#.*)?$", text, re.MULTILINE):
         for name, value in re.findall(r"--?([A-Za-z][\w-]*)(?:[=\s]+([^\s-]\S*))?", line):
             directives[name] = value
@@ -243,7 +242,7 @@ class _Reader:
                     self._assign(match, word)
             return True
         if raw[0] == "!":
-            status = self._simple(Simple(raw[1:], command.here, command.here_is_literal, command.output))
+            status = self._simple(replace(command, words=raw[1:]))
             return None if status is None else not status
         words = [word for part in raw for word in self.words.expand(part)]
         return self._command(words, command) if words else True
@@ -288,7 +287,12 @@ class _Reader:
     def _collect(self, words: list[str]) -> None:
         """Keep a command's words; `bash -c "torchrun …"` also as those of the command inside."""
         for index, word in enumerate(words):
-            if word == "-c" and index and words[index - 1].rpartition("/")[2] in ("bash", "sh") and words[index + 1 :]:
+            if (
+                re.fullmatch(r"-\w*c", word)
+                and index
+                and words[index - 1].rpartition("/")[2] in ("bash", "sh")
+                and words[index + 1 :]
+            ):
                 self._inner(words[index + 1], words[: index - 1], words[index + 3 :])
                 return
             if word.startswith("--wrap="):
@@ -334,7 +338,8 @@ class _Reader:
         name, index, adds, rest = match[1], match[2], match[3], raw[match.end() :]
         before = self.words.variables.get(name, [])
         if rest.startswith("("):
-            value = self._expanded(re.sub(r"\n", " \\\n", _uncommented(rest[1:-1])))
+            inner = re.sub(r"(?m)(^|[ \t])#.*$", r"\1", rest[1:-1])
+            value = self._expanded(inner.replace("\n", " \\\n"))
             self.words.spend(len(before) if adds else 0)
             self.words.variables[name] = [*before, *value] if adds else value
             return
@@ -351,25 +356,27 @@ class _Reader:
 
     def _outcome(self, command: str) -> str | None:
         """The output of a command that prints what it is given; None for any other."""
+        command = _SPACED.sub("", command)
+        if (choice := _CHOICE.fullmatch(command.strip())) is not None:
+            return self._outcome(choice[2 if holds(choice[1].split(), self.words) else 3])
         *before, command = [part.strip() for part in command.split(";")]
         if before:
             return self._subshell(before, command)
-        words = command.split(None, 1)
-        if not words:
-            return ""
-        if words[0] == "seq" and len(words) > 1:
-            return _sequence(self._expanded(words[1]))
-        if words[0] == "printf" and len(words) > 1:
-            form, *values = self._expanded(words[1]) or [""]
-            return _printed(form, values)
-        if words[0] == "echo" and "|" not in command:
-            return " ".join(self.words.expand(words[1])) if len(words) > 1 else ""
-        if words[0] == "expr" and len(words) > 1:
-            value = self.words.arithmetic(words[1].replace("\\*", "*"))
-            return None if value is None else str(value)
-        if words[0] == "basename" and len(words) > 1:
-            return self.words.text(words[1].split()[0]).rpartition("/")[2]
-        return None
+        [name, said] = [*command.split(None, 1), "", ""][:2]
+        match name if said else "":
+            case "seq":
+                return _sequence(self._expanded(said))
+            case "printf":
+                form, *values = self._expanded(said) or [""]
+                return _printed(form, values)
+            case "echo" if "|" not in said:
+                return " ".join(self.words.expand(said))
+            case "expr":
+                value = self.words.arithmetic(said.replace("\\*", "*"))
+                return None if value is None else str(value)
+            case "basename":
+                return self.words.text(said.split()[0]).rpartition("/")[2]
+        return "" if name in ("", "echo") and not said else None
 
     def _expanded(self, text: str) -> list[str]:
         """The words of a text that has several."""
@@ -386,6 +393,11 @@ class _Reader:
         output = self._outcome(command)
         self.words.variables = outer
         return output
+
+
+_CHOICE = re.compile(r"(\[.*\])\s*&&\s*(.*?)\s*\|\|\s*(.*)")
+_SPACED = re.compile(r"\s*\|\s*(?:tr '\\n' ' '|sed 's/ +\\\+/ /g'|xargs)(?=\s*(?:\||$))")
+"""Commands behind a pipe that change nothing but the white space between words."""
 
 
 def _printed(form: str, values: list[str]) -> str:
@@ -411,15 +423,7 @@ def _sequence(bounds: list[str]) -> str | None:
 def _counted(raw: str) -> list[str]:
     """`{1..4}` as its numbers; any other word as it is."""
     match = re.fullmatch(r"\{(\d{1,6})\.\.(\d{1,6})\}", raw)
-    if match is None:
-        return [raw]
-    first, last = int(match[1]), int(match[2])
-    return [str(number) for number in range(first, min(last, first + _MAX_ITERATIONS) + 1)]
-
-
-def _uncommented(text: str) -> str:
-    """The lines of an array without comments."""
-    return re.sub(r"(?m)(^|[ \t])#.*$", r"\1", text)
+    return [raw] if match is None else (_sequence([*match.groups()]) or "").split()
 
 
 def read_script(text: str, files: Files = lambda name: None) -> Script:

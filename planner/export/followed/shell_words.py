@@ -87,7 +87,8 @@ class Words:
             listed = _LISTS.match(inner, at)
             words, at = self._piece(inner, at, '"\\$`\n')
             is_list = is_list or (listed is not None and listed[1] == "@")
-            by = self.joined_by() if listed else " "
+            # `"${A[*]}"` has the first character of IFS between its words
+            by = "".join(self.variables.get("IFS", " "))[:1] if listed else " "
             _add(fields, words if listed and listed[1] == "@" else [by.join(words)])
         self.spend(EACH + sum(map(len, fields)))
         return [] if is_list and fields == [""] else fields
@@ -105,10 +106,6 @@ class Words:
         special = _SPECIAL.search(text, at + 1)
         end = special.start() if special else len(text)
         return [text[at:end]], end
-
-    def joined_by(self) -> str:
-        """The character between the words of `"${A[*]}"`: the first of IFS."""
-        return "".join(self.variables.get("IFS", [" "]))[:1]
 
     def counted(self, text: str) -> int | None:
         """The value of `((text))`, which may also assign: `i=0`, `i++`, `i += 2`."""
@@ -278,10 +275,8 @@ def holds(raw: list[str], words: Words) -> bool | None:
 
 
 def _compared(left: str, comparison: str, right: str, words: Words) -> bool | None:
-    if comparison in ("=", "=="):
-        return fnmatch.fnmatchcase(left, right)
-    if comparison == "!=":
-        return not fnmatch.fnmatchcase(left, right)
+    if comparison in ("=", "==", "!="):
+        return fnmatch.fnmatchcase(left, right) != (comparison == "!=")
     if comparison in _COMPARISONS:
         value = words.arithmetic(f"({left or 0}) {_COMPARISONS[comparison]} ({right or 0})")
         return None if value is None else bool(value)

@@ -211,11 +211,8 @@ def read_deepspeed(config: ConfigFile) -> ImportedRun:
     if run["dtype"] is None:
         run["dtype"] = "bf16"
         imported.notes.append("neither bf16 nor fp16 is enabled, so that it trains in fp32: priced as bf16")
-    batch, micro_batch, steps = (
-        run["global_batch_size"],
-        layout.get("micro_batch_size"),
-        imported.microbatches_per_rank or 1,
-    )
+    batch, micro_batch = run["global_batch_size"], layout.get("micro_batch_size")
+    steps = imported.microbatches_per_rank or 1
     layout.setdefault("micro_batch_size", 1)
     imported.microbatches_per_rank = steps if micro_batch and not batch else None
     if batch and micro_batch:

@@ -24,7 +24,7 @@ from planner.export.huggingface.tuning_settings import (
     read_fine_tuning,
     set_model,
 )
-from planner.export.imported_run import ConfigFile, ImportedRun, json_of, new_run, positive_number, yaml_of
+from planner.export.imported_run import ConfigFile, ImportedRun, json_of, new_run, positive_number
 from planner.export.keyed_settings import (
     Dialect,
     KeyedSettings,
@@ -77,7 +77,7 @@ _SAME = {
 }
 _ROW = dialect("huggingface")
 _READ = {*_ROW.read, *_GRID, *(name for names in _SPELLED.values() for name in names)}
-_TOOLS = tuple(map(dialect, ("llamafactory", "axolotl", "ms-swift", "trl", "transformers")))
+_TOOLS = tuple(map(dialect, ("llamafactory", "axolotl", "ms-swift", "deepspeed-chat", "trl", "transformers")))
 """Trainers around Hugging Face's, of which the first is meant whose marks the settings have."""
 _BY_ACCELERATE = ("trl", "transformers")
 """Trainers whose launch says how they are sharded, in a file of Accelerate's."""
@@ -154,8 +154,9 @@ def run_of_arguments(keyed: KeyedSettings, config: ConfigFile, tool: Dialect | N
         layout["micro_batch_size"] = batch
     steps = number(said, "gradient_accumulation_steps")
     imported.microbatches_per_rank = steps or imported.microbatches_per_rank or (1 if batch else None)
-    stage = {} if is_off(settings.get("deepspeed")) else {"zero_stage": layout.get("zero_stage")}
-    known = {**settings, **stage, "said": said, "num_gpus": run["num_gpus"]}
+    by = "zero_stage" if run["runtime"] == DEEPSPEED_RUNTIME else "fsdp"
+    sharded = {by: layout["zero_stage"]} if layout["zero_stage"] else {}
+    known = {**settings, **sharded, "said": said, "num_gpus": run["num_gpus"]}
     imported.refused += refused_settings(known, "huggingface", "accelerate", tool.name)
     beside = deepspeed_beside(config, settings.get("deepspeed")) or {}
     imported.refused += _other_batches(imported, said, beside)
@@ -283,7 +284,7 @@ def _read_sharding(imported: ImportedRun, settings: Fields, config: ConfigFile) 
             imported.put(readings("zero-by-name", settings, name=str(name), stage=int(named[1])))
         else:
             imported.unknown["deepspeed"] = f"{name} is not beside the file: ZeRO 0 is assumed"
-    elif settings.get("fsdp") or settings.get("fsdp_config") or settings.get("fsdp_version"):
+    elif any(map(settings.get, ("fsdp", "fsdp_config", "fsdp_version"))):
         options, words = settings.get("fsdp_config"), settings.get("fsdp")
         if isinstance(options, str) and options.endswith(".json"):
             options = json_of(config.beside(options) or "{}", f"mend {options}")
@@ -297,8 +298,7 @@ def _list_unread(imported: ImportedRun, settings: Fields) -> None:
         if settings.get(name) not in _FULL:
             imported.unknown[name] = str(settings[name])
     packs = is_any_on(settings, *_PACKING) or "block_size" in settings
-    packs |= "objective" in imported.run
-    if not packs:
+    if not packs and "objective" not in imported.run:
         imported.note_unpacked()
 
 
@@ -359,8 +359,7 @@ def _recipe_of(config: ConfigFile) -> tuple[Fields, Fields, int | None]:
             is_shipped = not name.endswith((".yaml", ".yml"))
             hint = f"tune cp {name} {own}, then plan import {own}" if is_shipped else "put it there"
             raise SpecError(f"{name or '--config'} is not beside the file", hint)
-    data = yaml_of(text, _HINT)
-    data = data if isinstance(data, dict) else {}
+    data = mapping_of(text)
     ranks = re.search(r"--nproc[-_]per[-_]node[ =](\d{1,4})", text)
     said = int(ranks[1]) if ranks is not None else 1 if "single_device" in config.text + text else None
     return data, {**flat(data), **overrides}, gpus or exported_gpus(text) or said

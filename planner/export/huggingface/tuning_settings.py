@@ -25,7 +25,7 @@ from planner.export.keyed_settings import (
     table,
     word,
 )
-from planner.export.named_models import has_plain_attention, has_towers, model_called, num_layers_of
+from planner.export.named_models import has_plain_attention, has_towers, model_called, moe_of, num_layers_of
 from planner.export.trainer_files import settings as settings_file
 from planner.specs.base import Fields, Named, Said
 from planner.specs.model import ModelSpec
@@ -136,13 +136,21 @@ def read_fine_tuning(
     for kind in _KINDS:
         if str(settings.get(kind)).lower() not in ("none", "full", *_WORDS):
             imported.unknown[kind] = f"{settings[kind]}, priced as {'lora' if run.get('adapters') else 'all weights'}"
-    of_run = {"runtime": run["runtime"], "adapters": run.get("adapters"), "layers": num_layers_of(run["model"])}
-    of_run["gpus"] = run["num_gpus"]
-    of_layout = {"layout": layout, "zero": layout.get("zero_stage", 0), "said_length": said_length, "kinds": _KINDS}
-    of_layout["of_deepspeed"] = of_deepspeed
-    of_layout["is_plain"] = has_plain_attention(run["model"])
-    of_layout["switched"] = switches_of(load_runtime(HF_RUNTIME))["optimizer"]
-    found = readings("huggingface", settings, **_WORDS_OF_TRAINERS, **of_run, **of_layout)
+    names = _WORDS_OF_TRAINERS | {
+        "runtime": run["runtime"],
+        "adapters": run.get("adapters"),
+        "gpus": run["num_gpus"],
+        "layers": num_layers_of(run["model"]),
+        "experts": moe_of(run["model"]) is not None,
+        "is_plain": has_plain_attention(run["model"]),
+        "layout": layout,
+        "zero": layout.get("zero_stage", 0),
+        "said_length": said_length,
+        "kinds": _KINDS,
+        "of_deepspeed": of_deepspeed,
+        "switched": switches_of(load_runtime(HF_RUNTIME))["optimizer"],
+    }
+    found = readings("huggingface", settings, **names)
     if found["features"].get("sharding") == "deepspeed":
         run["features"] = {name: run["features"][name] for name in _OFFLOADS if run["features"].get(name)}
     imported.put(found)
@@ -273,6 +281,17 @@ def read_adapters(settings: Said, bits: int | None = None) -> tuple[Fields, Name
     return adapters, unknown
 
 
+EXPERT_TARGETS = ("experts.gate_up_proj", "experts.down_proj")
+
+
+def put_adapters(imported: ImportedRun, settings: Said, has_experts: bool = True) -> None:
+    """Put adapters into a run of a trainer whose all-linear has the experts too."""
+    adapters, unknown = read_adapters(settings)
+    if has_experts and "all-linear" in adapters["targets"]:
+        adapters["targets"] = [*adapters["targets"], *EXPERT_TARGETS]
+    imported.run["adapters"], imported.unknown = adapters, imported.unknown | unknown
+
+
 _IN_4_BITS = re.compile(r"(?i)[-_](gptq(?!.{0,5}int8)|bnb-4bit|int4|nf4)\b")
 
 
@@ -285,16 +304,20 @@ def bits_of(settings: Said) -> int:
     return 8 if is_on(settings.get("load_in_8bit")) or named == "8" else 16
 
 
+_PACKED: Named = table()["peft"]["packed"]
+
+
 def _targets(settings: Said) -> tuple[list[str], list[str]]:
     """Targets that the planner knows, and names that it does not."""
     given = first(settings, "target_modules", "lora_target_modules", "lora_target")
     named = [*_listed(given), *_listed(settings.get("target_parameters"))]
-    short = [name for name in map(_short, map(str, named)) if name]
+    short = [part for name in map(_short, map(str, named)) for part in _PACKED.get(name, name).split()]
     if "all" in short or EVERY_LINEAR in short or settings.get("lora_target_linear") in (True, "true"):
         return [EVERY_LINEAR, *(name for name in short if name in TARGETS and name not in GROUPS[EVERY_LINEAR])], []
     known = [name for name in dict.fromkeys(short) if name in TARGETS]
-    # peft adapts the projections of queries and values where nothing is named, and Unsloth all
-    unnamed = [EVERY_LINEAR] if named or is_on(settings.get("use_unsloth")) else ["q_proj", "v_proj"]
+    # peft adapts the projections of queries and values where nothing is named; Unsloth and DeepSpeed-Chat all
+    all_unasked = named or "lora_dim" in settings or is_on(settings.get("use_unsloth"))
+    unnamed = [EVERY_LINEAR] if all_unasked else ["q_proj", "v_proj"]
     layers = [str(given)] if re.search(r"layers\W{1,4}\d", str(given)) else []
     return known or unnamed, [*layers, *(n for n in short if n not in TARGETS)]
 

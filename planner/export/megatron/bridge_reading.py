@@ -12,8 +12,8 @@ from planner.errors import SpecError
 from planner.export.followed.python_recipe import Evaluator, chosen_recipe
 from planner.export.followed.python_values import CallRecord, Unknown
 from planner.export.followed.shell_script import Script, launched_on, read_script
-from planner.export.imported_run import ConfigFile, ImportedRun, json_of, yaml_of
-from planner.export.keyed_settings import flat, readings, refused_settings, table
+from planner.export.imported_run import ConfigFile, ImportedRun, json_of
+from planner.export.keyed_settings import flat, mapping_of, readings, refused_settings, table
 from planner.export.megatron.keyed_reading import add_lora
 from planner.export.megatron.model_options import PATTERNS
 from planner.export.megatron.option_rows import (
@@ -172,14 +172,14 @@ def run_of_fields(
 ) -> ImportedRun:
     """The run that fields of Bridge's tree describe; of those that are not read `listed` are noted, or all."""
     imported = run_of(options_of_fields(fields), launched_on(world), source, named=named)
-    imported.run["runtime"] = "bridge"
-    imported.unknown.clear()
     _sort_fields(fields if listed is None else listed, imported)
     return imported
 
 
 def _sort_fields(fields: Said, imported: ImportedRun) -> None:
     """Note every field that is not read as ignored where it is known to be harmless or off, else as unknown."""
+    imported.run["runtime"] = "bridge"
+    imported.unknown.clear()
     for path, value in fields.items():
         is_off = value is None or value is False or value in ([], "", "none", "float32")
         if isinstance(value, Unread) and not IGNORED.match(path):
@@ -241,11 +241,12 @@ def _read_recipe(config: ConfigFile) -> ImportedRun:
     name = config.recipe or (names[0] if len(names) == 1 else "")
     fields = _in_sections(fields_of(record))
     base = record.kind.rpartition(".")[2]
-    unasked = {path: value for path, value in BASES.get(base, BASES[""]).items() if path not in fields}
-    is_alone = bool(base) and base != "ConfigContainer"
+    is_alone = base not in ("", "ConfigContainer")
+    bases = BASES.get(base, BASES[""]) if is_alone else {}
+    unasked = {path: value for path, value in bases.items() if path not in fields}
     script = launched_on(int(match[1]) if (match := re.search(r"_(\d{1,9})gpus?_", name)) else None)
-    imported = _run({**(unasked if is_alone else {}), **fields}, script, name, _hub_name(record))
-    imported.assumed |= {path: str(value) for path, value in unasked.items()} if is_alone else {}
+    imported = _run({**unasked, **fields}, script, name, _hub_name(record.fields.get("model")))
+    imported.assumed |= {path: str(value) for path, value in unasked.items()}
     if is_alone and base not in BASES:
         imported.unknown[base] = "what it sets is in no file beside this one"
     if "peft" not in record.fields:
@@ -255,9 +256,7 @@ def _read_recipe(config: ConfigFile) -> ImportedRun:
         is_in = call.fields and any(value is call for value in record.fields.values())
         if is_in and call.kind.islower() and call.kind != "default_peft_config":
             imported.unknown.setdefault(call.kind, f"line {call.line}: in no file beside this one")
-    hardware = next((gpu for gpu in _HARDWARE if f"_{gpu}_" in name), None)
-    if hardware is not None:
-        imported.run["hardware"] = hardware
+    imported.run["hardware"] = next((gpu for gpu in _HARDWARE if f"_{gpu}_" in name), None)
     return imported
 
 
@@ -289,17 +288,16 @@ def read_peft(imported: ImportedRun, peft: Any) -> None:
 
 def _provided(record: CallRecord) -> Fields:
     """The layers of a provider of a model of the hub, which recipes count to lay out its pipeline."""
-    name = next((argument for argument in record.arguments if isinstance(argument, str)), "")
+    name = _hub_name(record)
     if not record.kind.endswith(".to_megatron_provider") or (model := model_called(name)) is None:
         return {}
     spec = load_model(model)
     return {"num_layers": spec.num_hidden_layers, "mtp_num_layers": spec.num_nextn_predict_layers}
 
 
-def _hub_name(record: CallRecord) -> str:
-    """The repository of the hub that the recipe's model comes from."""
-    model = record.fields.get("model")
-    arguments = model.arguments if isinstance(model, CallRecord) else []
+def _hub_name(made: Any) -> str:
+    """The repository of the hub that a model comes from, which is the first text of the call that makes it."""
+    arguments = made.arguments if isinstance(made, CallRecord) else []
     return next((argument for argument in arguments if isinstance(argument, str)), "")
 
 
@@ -313,11 +311,9 @@ def _run(fields: Said, script: Script, recipe: str, hub_name: str = "") -> Impor
         options.setdefault("--moe-token-dispatcher-type", ["alltoall"])
         options.setdefault("--hidden-dropout", ["0.0"])
     imported = run_of(options, script, "bridge", named=named)
-    imported.run["runtime"] = "bridge"
     if imported.run["model"] is not None and named is None:
         names = {"recipe": recipe, "recipes": OF_BRIDGE["recipes"], "tanh": TANH}
         imported.run["model"] |= readings("bridge-model", fields, **names)["model"]
-    imported.unknown.clear()
     _sort_fields(fields, imported)
     if named is not None:
         # a model by name has these layers
@@ -353,9 +349,7 @@ def _words(config: ConfigFile) -> tuple[list[str], Script, str]:
             raise SpecError(f"overrides: holds {kind_of(overrides)}, not a list", 'write ["train.train_iters=100", …]')
         return [str(word) for word in overrides], launched_on(data.get("world_size")), str(data.get("recipe", ""))
     if re.match(r"(#.*\n|\s|---)*(model|train|ddp|optimizer):\s*(#.*)?\n", text):
-        data = yaml_of(text, "give the file of overrides")
-        rows = flat(data) if isinstance(data, dict) else {}
-        return [f"{path}={json.dumps(value)}" for path, value in rows.items()], Script(), ""
+        return [f"{path}={json.dumps(value)}" for path, value in flat(mapping_of(text)).items()], Script(), ""
     script = read_script(text, config.beside)
     return [word for word in script.words if re.match(r"([+a-z_]+(\.\w+)+|mixed_precision)=", word)], script, ""
 
@@ -386,11 +380,11 @@ _PLACES = {name: path for path, names in _ROW["arguments"].items() for name in n
 
 def _field(word: str) -> tuple[str, Any]:
     """An override's path and value."""
-    path, _, value = word.partition("=")
+    path, _, value = word.lstrip("+").partition("=")
     if value.startswith("{"):
         # Hydra writes keys without quotes
         value = re.sub(r"([{,])(\w+):", r'\1"\2":', value)
     try:
-        return path.lstrip("+"), json_of(value, "")
+        return path, json_of(value, "")
     except SpecError:
-        return path.lstrip("+"), {"True": True, "False": False, "None": None}.get(value, value)
+        return path, {"True": True, "False": False, "None": None}.get(value, value)

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 
 from planner.errors import SpecError
 from planner.export.followed.shell_script import Script, launched_on, read_script
-from planner.export.huggingface.tuning_settings import read_adapters
-from planner.export.imported_run import ConfigFile, ImportedRun, yaml_of
+from planner.export.huggingface.tuning_settings import EXPERT_TARGETS, put_adapters
+from planner.export.imported_run import ConfigFile, ImportedRun
 from planner.export.keyed_settings import (
     KeyedSettings,
     Settings,
@@ -17,6 +17,7 @@ from planner.export.keyed_settings import (
     is_empty,
     is_off,
     is_on,
+    mapping_of,
     number,
     readings,
     settings_of,
@@ -97,7 +98,7 @@ def read_keys(
     unread, known = imported.unknown | imported.ignored, {*imported.ignored}
     imported.unknown, imported.ignored = {}, {}
     for option, value in unread.items():
-        key = said.get(option, option if option.startswith("$") else "")
+        key = said.get(option, "" if option.startswith("--") else option)
         if key and key not in row.read:
             said_off = is_off(written.get(key, value)) or re.fullmatch(r"0(\.0*)?", str(value))
             is_known = option in known or said_off or row.is_harmless(key)
@@ -112,15 +113,9 @@ def add_adapters(imported: ImportedRun, settings: Settings) -> None:
         return
     if kind not in ("lora", "full"):
         imported.unknown["tuner_type"] = f"{kind}, priced as lora"
-    adapters, unknown = read_adapters(
-        {"lora_rank": 8, "lora_dropout": 0.05, "target_modules": "all-linear", **settings}
-    )
-    if "all-linear" in adapters["targets"]:
-        adapters["targets"] = [*adapters["targets"], *EXPERT_TARGETS]
-    imported.run["adapters"], imported.unknown = adapters, imported.unknown | unknown
+    put_adapters(imported, {"lora_rank": 8, "lora_dropout": 0.05, "target_modules": "all-linear", **settings})
 
 
-EXPERT_TARGETS = ("experts.gate_up_proj", "experts.down_proj")
 LORA_MODULES = {name: words.split() for name, words in table()["bridge"]["lora_modules"].items()}
 """Modules of Megatron core that Bridge's LoRA adapts, and peft's names of their products."""
 _ALL_MODULES = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
@@ -251,10 +246,7 @@ def read_neox(config: ConfigFile) -> ImportedRun:
 
 def _settings(config: ConfigFile) -> Settings:
     """Keys with underscores, whichever way they are written."""
-    data = yaml_of(config.text, "give a configuration of GPT-NeoX")
-    if not isinstance(data, dict):
-        raise SpecError("the file holds no settings", "give a configuration of GPT-NeoX, such as configs/20B.yml")
-    return {str(key).replace("-", "_"): value for key, value in data.items()}
+    return {str(key).replace("-", "_"): value for key, value in mapping_of(config.text).items()}
 
 
 def _options(given: Settings, said: Fields) -> OptionWords:

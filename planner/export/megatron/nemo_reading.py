@@ -10,17 +10,18 @@ from planner.errors import SpecError
 from planner.export.followed.python_recipe import Evaluator, chosen_recipe
 from planner.export.followed.python_values import CallRecord
 from planner.export.followed.shell_script import read_script
-from planner.export.imported_run import ConfigFile, ImportedRun, yaml_of
+from planner.export.imported_run import ConfigFile, ImportedRun
 from planner.export.keyed_settings import (
     beginnings,
     dialect,
     flat,
     is_empty,
+    mapping_of,
     num_gpus,
+    overrides_of,
     readings,
     resolved,
     table,
-    value_of,
 )
 from planner.export.megatron.bridge_reading import fields_of, plain, precision_named, read_peft, run_of_fields
 from planner.export.megatron.keyed_reading import add_lora
@@ -99,13 +100,9 @@ def _second_version(record: CallRecord) -> ImportedRun:
     optimizer = record.get("optim")
     if isinstance(optimizer, CallRecord) and re.search(r"distributed_fused_adam|Megatron", optimizer.kind):
         fields.setdefault("optimizer.use_distributed_optimizer", True)
-    nodes, devices = (
-        next(filter(None, map(record.get, names)), None)
-        for names in (
-            ("trainer.num_nodes", "num_nodes"),
-            ("trainer.devices", "trainer.num_gpus_per_node", "num_gpus_per_node"),
-        )
-    )
+    nodes = record.get("trainer.num_nodes") or record.get("num_nodes")
+    names = ("trainer.devices", "trainer.num_gpus_per_node", "num_gpus_per_node")
+    devices = next(filter(None, map(record.get, names)), None)
     kind = model.kind.rpartition(".")[2] if isinstance(model, CallRecord) else ""
     # a recipe of NeMo's own that lies in no file here
     own = re.search(r"(\w+)\.(?:pretrain|finetune)_recipe$", record.kind)
@@ -163,28 +160,21 @@ def _callbacks(record: CallRecord) -> Fields:
 
 def _record_of_overrides(words: Sequence[str]) -> CallRecord:
     """Overrides of a command line, or of MODEL_ARGS, as the record that they change."""
-    pairs = [word.lstrip("-").split("=", 1) for word in words if "=" in word]
-    pairs += [
-        [word.lstrip("-"), words[i + 1]]
-        for i, word in enumerate(words[:-1])
-        if word.startswith("--") and "=" not in word
-    ]
     record = CallRecord("")
-    for path, text in pairs:
+    for path, value in overrides_of(words).items():
         owner = record
         *parents, name = path.split(".")[:_MAX_DEPTH]
         for parent in parents:
             inner = owner.fields.setdefault(parent, CallRecord(""))
             owner = inner if isinstance(inner, CallRecord) else CallRecord("")
-        owner.fields[name] = value_of(text)
+        owner.fields[name] = value
     return record
 
 
 def _first_version(text: str) -> ImportedRun:
     """`trainer:` and `model:` of a YAML file, as megatron_gpt_config.yaml has them."""
-    data = yaml_of(text, "give the configuration's file")
-    model = data.get("model") if isinstance(data, Mapping) else None
-    if not isinstance(model, Mapping):
+    data = mapping_of(text)
+    if not isinstance(model := data.get("model"), Mapping):
         raise SpecError("the file has no model:", "give a configuration of NeMo, such as megatron_gpt_config.yaml")
     what = _OTHERS.search(f"{data.get('name')} {model.get('name')} {' '.join(map(str, data))}")
     if what is not None:

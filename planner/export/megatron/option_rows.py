@@ -249,11 +249,9 @@ READERS: dict[str, Callable[..., Any]] = {}
 """Functions of all options that `reads` may call, where they need more than an expression."""
 
 
-@cache
 def table() -> Fields:
     """options.yaml as it stands."""
-    found: Fields = shipped_table("export/megatron/options.yaml")
-    return found
+    return shipped_table("export/megatron/options.yaml")
 
 
 @cache

@@ -96,7 +96,9 @@ def read_megatron(config: ConfigFile) -> ImportedRun:
         if name in script.variables and not text(options, "--tokenizer-model"):
             options["--tokenizer-model"] = script.variables[name]
     if not any(name in options for name in (*_SIZES, *PATTERNS)):
-        raise SpecError("the script passes no Megatron-LM arguments", _what_it_is(words))
+        program = next((word for word in script.words if re.fullmatch(r"[\w./-]*\.py", word)), None)
+        starts = f": it starts {program}, a program of its own" if program else ""
+        raise SpecError(f"the script passes no Megatron-LM arguments{starts}", _what_it_is(words, starts))
     if not is_megatron_deepspeed(options):
         return run_of(options, script, "megatron")
     imported = run_of(as_megatron(options), script, "megatron-deepspeed", DEEPSPEED_OPTIONS)
@@ -107,13 +109,12 @@ def read_megatron(config: ConfigFile) -> ImportedRun:
     return imported
 
 
-def _what_it_is(words: Sequence[str]) -> str:
+def _what_it_is(words: Sequence[str], starts: str) -> str:
     """A hint by the words of the launch: whose script it looks like."""
     text = " ".join(words)
-    return next(
-        (hint for mark, hint in _ROW["looks_like"].items() if re.search(mark, text)),
-        "give the script that calls pretrain_gpt.py",
-    )
+    known = (hint for mark, hint in _ROW["looks_like"].items() if re.search(mark, text))
+    own = "name the trainer that it is built on with --from"
+    return next(known, own if starts else "give the script that calls pretrain_gpt.py")
 
 
 def _words(script: Script) -> list[str]:
