@@ -24,10 +24,12 @@ from planner.export.trainer_files import (
     slug,
 )
 from planner.files import FolderFile, write_folder
-from planner.specs.base import Fields, Texts
+from planner.specs.base import Fields, Texts, filled
 from planner.specs.problems import nearest
+from planner.specs.registry import load_hardware
+from planner.specs.shipped import find
 from planner.trainers.generations import objection_to_silicon
-from planner.trainers.load import load_runtime
+from planner.trainers.load import load_runtime, versions_of
 
 MANIFEST = "manifest.json"
 
@@ -149,9 +151,9 @@ def bundle_of(plan: Plan, to: str | Iterable[str], image: str | None = None, for
         planner_version=plan.planner_version,
         job={
             "model": plan.model.name,
-            "hardware": plan.cluster.hardware.name,
             "num_gpus": plan.parallelism.num_gpus_used,
             "seq_length": plan.training.seq_length,
+            **_machines(plan),
             **_unwritten(plan),
         },
         files=(*written.files, *_launcher_files(plan, written.command, launchers, image)),
@@ -163,6 +165,23 @@ def bundle_of(plan: Plan, to: str | Iterable[str], image: str | None = None, for
 _UNWRITTEN = {
     "document_lengths", "batching", "moe_imbalance", "moe_peak_imbalance", "moe_spread", "straggler_fraction",
 }  # fmt: skip
+
+
+def _machines(plan: Plan) -> Fields:
+    """The GPUs and what stands around them, by their profile's name where it says all, and the trainer's version."""
+    cluster, runtime = plan.cluster, plan.runtime_spec
+    hardware, rate = cluster.hardware, cluster.network_gb_per_s
+    if cluster.network_tiers:
+        hardware = hardware.model_copy(update={"tiers": cluster.tiers})
+    is_shipped = find("hardware", hardware.name) is not None and hardware == load_hardware(hardware.name)
+    version = runtime.version or next(iter(versions_of(runtime)[-1:]), "")
+    said = {
+        "hardware": hardware.name if is_shipped else hardware.model_dump(mode="json", exclude_defaults=True),
+        "gpus_per_node": cluster.node_size,
+        "inter_node": rate and f"{8 * rate} Gb/s per GPU",
+        "runtime": f"{runtime.name}@{version}" if version and runtime.name == runtime.family else None,
+    }
+    return filled(said.items())
 
 
 def _unwritten(plan: Plan) -> Fields:

@@ -85,8 +85,8 @@ def read(
     if imported.run.get("model") is None and imported.again is not None and "model" in job:
         imported = imported.again(job["model"])
     imported.run |= {field: value for field, value in job.items() if imported.run.get(field) is None}
+    imported.run |= {field: job[field] for field in ("hardware", "gpus_per_node", "runtime") if field in job}
     if "hardware" in job:
-        imported.run["hardware"] = job["hardware"]
         imported.assumed.pop("hardware", None)
     return imported
 
@@ -97,8 +97,11 @@ _LAUNCHES_ALL = ("megatron", "bridge", "primus")
 
 class _Job(BaseModel):
     model: str | None = None
-    hardware: str | None = None
+    hardware: str | Fields | None = None
     num_gpus: PositiveInt | None = None
+    gpus_per_node: PositiveInt | None = None
+    inter_node: str | None = None
+    runtime: str | None = None
     seq_length: PositiveInt | None = None
     document_lengths: list[DocumentLength] | None = None
     batching: Literal["packed", "padded"] | None = None
@@ -137,7 +140,7 @@ def _exported(name: str) -> tuple[str, Fields]:
     job = said.job.model_dump(exclude_none=True)
     kinds: tuple[Kind, ...] = ("model", "hardware")
     for kind in kinds:
-        if kind in job and find(kind, job[kind]) is None:
+        if isinstance(job.get(kind), str) and find(kind, job[kind]) is None:
             del job[kind]
     return str(Path(folder, main)), job
 

@@ -47,6 +47,7 @@ from planner.export.trainer_files import (
 from planner.specs.base import Fields, Named, Texts
 from planner.trainers.load import since_of
 from planner.trainers.rules.facts import is_hybrid, norms_queries_twice, release
+from planner.trainers.rules.recipe import rules_for
 from planner.trainers.rules.rule_rows import Rule, rules_of
 
 _RUN = sections_of("run", {})
@@ -147,7 +148,7 @@ def _check_expressible(
     own_schedules: Texts,
 ) -> None:
     """Raise Inexpressible, with every reason, where Megatron-LM cannot run the plan."""
-    reasons = broken_rules((*of_model, *rules_of("layout megatron", runtime=plan.runtime_spec)), plan)
+    reasons = broken_rules((*of_model, *rules_for(plan.runtime_spec)), plan)
     schedules = (*_SCHEDULES, *own_schedules)
     names = {"written_for": written_for(plan), "schedules": schedules, "own_schedules": own_schedules}
     names["recomputable"] = _RECOMPUTABLE
