@@ -25,9 +25,11 @@ from planner.export.trainer_files import (
 )
 from planner.files import FolderFile, write_folder
 from planner.specs.base import Fields, Texts, filled
+from planner.specs.hardware import HardwareSpec
+from planner.specs.model import ModelSpec
 from planner.specs.problems import nearest
-from planner.specs.registry import load_hardware
-from planner.specs.shipped import find
+from planner.specs.registry import load_hardware, load_model
+from planner.specs.shipped import Kind, find
 from planner.trainers.generations import objection_to_silicon
 from planner.trainers.load import load_runtime, versions_of
 
@@ -150,7 +152,7 @@ def bundle_of(plan: Plan, to: str | Iterable[str], image: str | None = None, for
         inputs_sha256=plan.as_planned.inputs_sha256,
         planner_version=plan.planner_version,
         job={
-            "model": plan.model.name,
+            "model": _shipped("model", plan.model.spec),
             "num_gpus": plan.parallelism.num_gpus_used,
             "seq_length": plan.training.seq_length,
             **_machines(plan),
@@ -173,15 +175,21 @@ def _machines(plan: Plan) -> Fields:
     hardware, rate = cluster.hardware, cluster.network_gb_per_s
     if cluster.network_tiers:
         hardware = hardware.model_copy(update={"tiers": cluster.tiers})
-    is_shipped = find("hardware", hardware.name) is not None and hardware == load_hardware(hardware.name)
     version = runtime.version or next(iter(versions_of(runtime)[-1:]), "")
     said = {
-        "hardware": hardware.name if is_shipped else hardware.model_dump(mode="json", exclude_defaults=True),
+        "hardware": _shipped("hardware", hardware),
         "gpus_per_node": cluster.node_size,
         "inter_node": rate and f"{8 * rate} Gb/s per GPU",
         "runtime": f"{runtime.name}@{version}" if version and runtime.name == runtime.family else None,
     }
     return filled(said.items())
+
+
+def _shipped(kind: Kind, spec: HardwareSpec | ModelSpec) -> str | Fields:
+    """The name of a spec that ships, and all fields of another."""
+    load = load_model if kind == "model" else load_hardware
+    is_shipped = find(kind, spec.name) is not None and spec == load(spec.name)
+    return spec.name if is_shipped else spec.model_dump(mode="json")
 
 
 def _unwritten(plan: Plan) -> Fields:

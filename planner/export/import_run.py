@@ -96,7 +96,7 @@ _LAUNCHES_ALL = ("megatron", "bridge", "primus")
 
 
 class _Job(BaseModel):
-    model: str | None = None
+    model: str | Fields | None = None
     hardware: str | Fields | None = None
     num_gpus: PositiveInt | None = None
     gpus_per_node: PositiveInt | None = None
