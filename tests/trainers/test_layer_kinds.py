@@ -1,4 +1,4 @@
-"""Rules on layers that scan: split by heads, whole where no tokens become heads, built by no export; their prices are less certain."""
+"""Rules on layers that scan: split by heads, built by no export; their prices are less certain."""
 
 from __future__ import annotations
 
