@@ -249,7 +249,7 @@ def rendered(name: str, /, **values: Any) -> str:
 def settings(file: str, plan: Plan | None = None, /, **values: Any) -> Fields:
     """The keys of a settings file, by its rows in settings.yaml, which says how they name values of the plan."""
     names = values if plan is None else names_of(plan) | values
-    found: Fields | None = filled(_tables()[file], names)
+    found: Fields | None = filled(shipped_table("export/settings.yaml")[file], names)
     return found or {}
 
 
@@ -265,12 +265,6 @@ def names_of(plan: Plan) -> Fields:
         "best": plan.best,
         "recipe": plan.best.recipe,
     }
-
-
-@cache
-def _tables() -> Fields:
-    found: Fields = shipped_table("export/settings.yaml")
-    return found
 
 
 def filled(row: Any, values: Said) -> Any:
