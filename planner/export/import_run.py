@@ -11,7 +11,7 @@ import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from pydantic import BaseModel, Field, TypeAdapter, ValidationError, field_validator
 
@@ -84,8 +84,8 @@ def read(
         raise
     if imported.run.get("model") is None and imported.again is not None and "model" in job:
         imported = imported.again(job["model"])
-    imported.run |= {field: value for field, value in job.items() if imported.run.get(field) is None}
-    imported.run |= {field: job[field] for field in ("hardware", "gpus_per_node", "runtime") if field in job}
+    decides = ("hardware", "gpus_per_node", "runtime")
+    imported.run |= {name: value for name, value in job.items() if name in decides or imported.run.get(name) is None}
     if "hardware" in job:
         imported.assumed.pop("hardware", None)
     return imported
@@ -131,12 +131,10 @@ def _exported(name: str) -> tuple[str, Fields]:
         return name, {}
     if last.startswith(("launch", "kubernetes")) and said.targets[0] in _LAUNCHES_ALL:
         main = last
-    job = said.job
-    kinds: tuple[Kind, ...] = ("model", "hardware")
-    for kind in kinds:
-        if isinstance(job.get(kind), str) and find(kind, job[kind]) is None:
-            del job[kind]
-    return str(Path(folder, main)), job
+    for kind in get_args(Kind):
+        if isinstance(given := said.job.get(kind), str) and find(kind, given) is None:
+            del said.job[kind]
+    return str(Path(folder, main)), said.job
 
 
 def read_configuration(text: str, source: str | None = None, recipe: str | None = None) -> ImportedRun:
