@@ -41,7 +41,7 @@ ALLOWED = {
     # and prices a plan under the trainer that it is written for
     "export": {
         "distribution", "errors", "files", "shape", "specs", "trainers", "schedule", "answer", "months",
-        "layout.price",
+        "layout.price", "layout.runs",
     },
     # a saved plan is priced again to cut its seconds further; a probe's file is read without torch; a sweep searches; a
     # job that resumes is split, searched again and held against months of failures, as the phases of a run are

@@ -24,10 +24,14 @@ from planner.export.trainer_files import (
     slug,
 )
 from planner.files import FolderFile, write_folder
-from planner.specs.base import Fields, Texts
+from planner.specs.base import Fields, Texts, filled
+from planner.specs.hardware import HardwareSpec
+from planner.specs.model import ModelSpec
 from planner.specs.problems import nearest
+from planner.specs.registry import load_hardware, load_model
+from planner.specs.shipped import Kind, find
 from planner.trainers.generations import objection_to_silicon
-from planner.trainers.load import load_runtime
+from planner.trainers.load import load_runtime, versions_of
 
 MANIFEST = "manifest.json"
 
@@ -148,10 +152,10 @@ def bundle_of(plan: Plan, to: str | Iterable[str], image: str | None = None, for
         inputs_sha256=plan.as_planned.inputs_sha256,
         planner_version=plan.planner_version,
         job={
-            "model": plan.model.name,
-            "hardware": plan.cluster.hardware.name,
+            "model": _shipped("model", plan.model.spec),
             "num_gpus": plan.parallelism.num_gpus_used,
             "seq_length": plan.training.seq_length,
+            **_machines(plan),
             **_unwritten(plan),
         },
         files=(*written.files, *_launcher_files(plan, written.command, launchers, image)),
@@ -163,6 +167,29 @@ def bundle_of(plan: Plan, to: str | Iterable[str], image: str | None = None, for
 _UNWRITTEN = {
     "document_lengths", "batching", "moe_imbalance", "moe_peak_imbalance", "moe_spread", "straggler_fraction",
 }  # fmt: skip
+
+
+def _machines(plan: Plan) -> Fields:
+    """The GPUs and what stands around them, by their profile's name where it says all, and the trainer's version."""
+    cluster, runtime = plan.cluster, plan.runtime_spec
+    hardware, rate = cluster.hardware, cluster.network_gb_per_s
+    if cluster.network_tiers:
+        hardware = hardware.model_copy(update={"tiers": cluster.tiers})
+    version = runtime.version or next(iter(versions_of(runtime)[-1:]), "")
+    said = {
+        "hardware": _shipped("hardware", hardware),
+        "gpus_per_node": cluster.node_size,
+        "inter_node": rate and f"{8 * rate} Gb/s per GPU",
+        "runtime": f"{runtime.name}@{version}" if version and runtime.name == runtime.family else None,
+    }
+    return filled(said.items())
+
+
+def _shipped(kind: Kind, spec: HardwareSpec | ModelSpec) -> str | Fields:
+    """The name of a spec that ships, and all fields of another."""
+    load = load_model if kind == "model" else load_hardware
+    is_shipped = find(kind, spec.name) is not None and spec == load(spec.name)
+    return spec.name if is_shipped else spec.model_dump(mode="json")
 
 
 def _unwritten(plan: Plan) -> Fields:

@@ -11,19 +11,19 @@ import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, get_args
 
-from pydantic import BaseModel, Field, PositiveInt, ValidationError
+from pydantic import BaseModel, Field, TypeAdapter, ValidationError, field_validator
 
 from planner.errors import SpecError
 from planner.export.imported_run import ConfigFile, json_of
 from planner.export.imported_run import ImportedRun as ImportedRun
 from planner.export.keyed_settings import beginnings, table
 from planner.export.targets import READERS, SOURCES, UNMARKED
-from planner.specs.base import Fields, Named, Said
+from planner.layout.runs import RunSpec
+from planner.specs.base import Fields, Named, Said, filled
 from planner.specs.reading import STDIN, label, parse_yaml, read_configuration_text, shipped_table, text_beside
 from planner.specs.shipped import Kind, find
-from planner.specs.training import DocumentLength
 
 _SUFFIXES = (".yaml", ".yml", ".json", ".sh", ".py", ".toml")
 
@@ -84,9 +84,9 @@ def read(
         raise
     if imported.run.get("model") is None and imported.again is not None and "model" in job:
         imported = imported.again(job["model"])
-    imported.run |= {field: value for field, value in job.items() if imported.run.get(field) is None}
+    decides = ("hardware", "gpus_per_node", "runtime")
+    imported.run |= {name: value for name, value in job.items() if name in decides or imported.run.get(name) is None}
     if "hardware" in job:
-        imported.run["hardware"] = job["hardware"]
         imported.assumed.pop("hardware", None)
     return imported
 
@@ -95,26 +95,23 @@ _LAUNCHES_ALL = ("megatron", "bridge", "primus")
 """Targets whose launchers start with every option; others' start the file that has them."""
 
 
-class _Job(BaseModel):
-    model: str | None = None
-    hardware: str | None = None
-    num_gpus: PositiveInt | None = None
-    seq_length: PositiveInt | None = None
-    document_lengths: list[DocumentLength] | None = None
-    batching: Literal["packed", "padded"] | None = None
-    moe_imbalance: float | None = None
-    moe_peak_imbalance: float | None = None
-    moe_spread: float | None = None
-    straggler_fraction: float | None = None
-
-
 class _Manifest(BaseModel):
     """The part of an export's manifest that is read."""
 
     planner_version: str
     targets: list[str] = Field(min_length=1)
     files: dict[str, str] = Field(min_length=1)
-    job: _Job = _Job()
+    job: dict[str, Any] = {}
+
+    @field_validator("job")
+    @classmethod
+    def _of_a_run(cls, job: Fields) -> Fields:
+        """Facts that a run has; others are of a later version."""
+        known = {name: value for name, value in job.items() if name in RunSpec.model_fields}
+        for name, value in known.items():
+            annotation: Any = RunSpec.model_fields[name].annotation
+            TypeAdapter(annotation).validate_python(value)
+        return filled(known.items())
 
 
 def _exported(name: str) -> tuple[str, Fields]:
@@ -134,12 +131,10 @@ def _exported(name: str) -> tuple[str, Fields]:
         return name, {}
     if last.startswith(("launch", "kubernetes")) and said.targets[0] in _LAUNCHES_ALL:
         main = last
-    job = said.job.model_dump(exclude_none=True)
-    kinds: tuple[Kind, ...] = ("model", "hardware")
-    for kind in kinds:
-        if kind in job and find(kind, job[kind]) is None:
-            del job[kind]
-    return str(Path(folder, main)), job
+    for kind in get_args(Kind):
+        if isinstance(given := said.job.get(kind), str) and find(kind, given) is None:
+            del said.job[kind]
+    return str(Path(folder, main)), said.job
 
 
 def read_configuration(text: str, source: str | None = None, recipe: str | None = None) -> ImportedRun:
@@ -158,11 +153,8 @@ def _of_notebook(text: str) -> str:
     code = text
     if re.match(r'\s*\{\s*"(cells|nbformat|metadata)"', text):
         cells = json_of(text, "give the notebook").get("cells")
-        sources = (
-            cell.get("source") or ""
-            for cell in cells or ()
-            if isinstance(cell, dict) and cell.get("cell_type") == "code"
-        )
+        read = (cell for cell in cells or () if isinstance(cell, dict) and cell.get("cell_type") == "code")
+        sources = (cell.get("source") or "" for cell in read)
         code = "\n".join("".join(map(str, source)) for source in sources)
     # a line that goes on begins with a space of its own there
     lines = re.sub(r"\\\n\s*", " ", code).splitlines() if code is not text or text.startswith("!") else []

@@ -64,18 +64,20 @@ def promised(plan: Plan) -> Fields:
 
 
 def nodes_of(plan: Plan) -> tuple[int, int, int]:
-    """(nodes, GPUs of each, GPUs of the last), equal where that takes no more nodes.
+    """(nodes, GPUs of each, GPUs of the last), equal where that takes no more nodes and cuts no group that nodes hold.
 
     A tensor-parallel group stays in one node, unless it is larger or the cluster has too few nodes for that.
     """
-    used, node, tp = plan.parallelism.num_gpus_used, plan.cluster.node_size, plan.parallelism.tp
+    layout, used, node = plan.parallelism, plan.parallelism.num_gpus_used, plan.cluster.node_size
+    tp = layout.tp
     if used <= node:
         return 1, used, used
     largest = node - node % tp if tp <= node else node
     if _num_nodes(used, largest) > _num_nodes(plan.cluster.num_gpus, node):
         largest = node
     nodes = _num_nodes(used, largest)
-    gpus_per_node = used // nodes if used % nodes == 0 and used // nodes % tp == 0 else largest
+    groups = (nodes, *(size * nodes for size in (tp, tp * layout.cp, layout.ep * (layout.etp or 1)) if size <= node))
+    gpus_per_node = largest if any(used % size for size in groups) else used // nodes
     return nodes, gpus_per_node, used - (nodes - 1) * gpus_per_node
 
 

@@ -11,9 +11,9 @@ from planner.export.launchers import primus_environment
 from planner.export.megatron.megatron_files import LOG, megatron_arguments, notes_on_options, training_arguments
 from planner.export.megatron.option_rows import NEGATED, PRIMUS_SCHEDULES, key_of
 from planner.export.named_models import FLAVORS
-from planner.export.refusal import broken_rules, hint_for, notes_on_price, refuse, unstretched
+from planner.export.refusal import notes_on_price, unstretched
 from planner.export.run_settings import FIRST_RUN_STEPS, notes_on_model, run_settings
-from planner.export.stages import Stages, VirtualStage, objections_to, virtual_stages
+from planner.export.stages import VirtualStage, check_expressible, virtual_stages
 from planner.export.trainer_files import (
     Arguments,
     ExportFile,
@@ -73,7 +73,11 @@ def _flavor(model: ModelSpec) -> tuple[str, str] | None:
 def torchtitan_keys(plan: Plan) -> Keys:
     """The sections of a plan. Raises Inexpressible."""
     stages = virtual_stages(plan.best, plan.model.spec.num_hidden_layers)
-    _check_expressible(plan, stages)
+    of_layout = (*torchtitan_rules(plan.parallelism.schedule), *rules_of("export bf16"))
+    check_expressible(
+        plan, "primus-torchtitan", (), of_layout, stages, target="primus", flavor=_flavor(plan.model.spec),
+        release=_RELEASE, published=_published(), classes=TORCH_CLASSES,
+    )  # fmt: skip
     run, layout = run_settings(plan), plan.parallelism
     module, flavor = _flavor(plan.model.spec) or ("", "")
     return settings(
@@ -111,14 +115,6 @@ def _compiled(plan: Plan) -> list[str]:
     runtime = plan.runtime_spec
     layers = runtime.compiled and plan.parallelism.schedule not in _SPLIT
     return [*(["model"] if layers else []), *(["loss"] if runtime.fused_cross_entropy else [])]
-
-
-def _check_expressible(plan: Plan, stages: Stages) -> None:
-    """Raise Inexpressible, with every reason, where Primus' torchtitan cannot run the plan."""
-    reasons = broken_rules((*torchtitan_rules(plan.parallelism.schedule), *rules_of("export bf16")), plan)
-    flavor, names = _flavor(plan.model.spec), {"release": _RELEASE, "published": _published(), "classes": TORCH_CLASSES}
-    reasons += objections_to(plan, "primus-torchtitan", stages, flavor=flavor, **names)
-    refuse("primus", reasons, hint_for(plan, "primus-torchtitan"))
 
 
 def _published() -> str:
@@ -219,8 +215,10 @@ _PATTERNS = ("--no-rope-freq", "--window-attn-skip-freq", "--window-size")
 
 
 def keys_of(arguments: Mapping[str, Value]) -> Keys:
-    """Arguments of Megatron-LM as keys of Primus and their values."""
-    return {key_of(option): _value(option, value) for option, value in arguments.items()}
+    """Arguments of Megatron-LM as keys of Primus and their values, without those that it has other means for."""
+    return {
+        key: _value(option, value) for option, value in arguments.items() if (key := key_of(option)) not in _LEFT_OUT
+    }
 
 
 def _value(option: str, value: Value) -> Any:
@@ -279,7 +277,7 @@ _FLEX = ("moe_flex_dispatcher_backend", "moe_enable_deepep")
 
 
 _LEFT_OUT = ("data_path", "split", "tokenizer_type", "tokenizer_model", "save", "load", "async_strategy")
-"""Arguments of training that Primus has other means for."""
+"""Keys of arguments that Primus has other means for."""
 
 
 def megatron_keys(plan: Plan) -> Keys:
@@ -288,10 +286,8 @@ def megatron_keys(plan: Plan) -> Keys:
     stages = virtual_stages(plan.best, plan.model.spec.num_hidden_layers)
     row = PRIMUS_SCHEDULES.get(plan.parallelism.schedule)
     least = _of_stages(row["least"], plan) if row else 0
-    reasons = objections_to(plan, "primus-megatron", stages, row=row, least=least)
-    refuse("primus", reasons, hint_for(plan, "primus-megatron"))
+    check_expressible(plan, "primus-megatron", (), (), stages, target="primus", row=row, least=least)
     keys = keys_of(megatron_arguments(plan, "primus", own_schedules=tuple(PRIMUS_SCHEDULES)) | training_arguments(plan))
-    keys = {name: value for name, value in keys.items() if name not in _LEFT_OUT}
     return turbo_keys(plan, settings("primus-unasked") | keys | schedule_keys(plan))
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from planner.answer import Plan, PricedLayout, StagePlan
 from planner.errors import SpecError
-from planner.export.refusal import Reason
+from planner.export.refusal import Reason, broken_rules, hint_for, refuse
 from planner.export.trainer_files import names_of
 from planner.layout.price import order_of
 from planner.schedule.graph import to_torch_csv
@@ -16,6 +16,7 @@ from planner.specs.base import Named, Said
 from planner.specs.expressions import text_of, value_of
 from planner.specs.reading import shipped_table
 from planner.trainers.load import has_dtype
+from planner.trainers.rules.rule_rows import Rule
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,6 +193,28 @@ def objections_to(plan: Plan, name: str, stages: Sequence[VirtualStage] = (), /,
         **more,
     }
     return [Reason(row["reason"], text_of(row["says"], names)) for row in _rows(name) if _refuses(row, names)]
+
+
+def check_expressible(
+    plan: Plan,
+    runtime: str,
+    of_model: tuple[Rule, ...],
+    of_layout: Iterable[Rule],
+    stages: Stages = (),
+    /,
+    *,
+    target: str = "",
+    rows: str = "",
+    more: Iterable[Reason] = (),
+    **names: Any,
+) -> None:
+    """Raise Inexpressible, with every reason, where the files of a runtime cannot say what the plan says.
+
+    These are broken rules of models and of layouts, the rows of a list of objections.yaml, whose expressions read
+    `names`, and `more`. Target and list are called as the runtime is unless they are given.
+    """
+    reasons = broken_rules((*of_model, *of_layout), plan) + objections_to(plan, rows or runtime, stages, **names)
+    refuse(target or runtime, [*reasons, *more], hint_for(plan, runtime, of_model))
 
 
 def _rows(name: str) -> Iterator[Named]:

@@ -15,11 +15,11 @@ from planner.export.imported_run import ConfigFile, ImportedRun, new_run, positi
 from planner.export.keyed_settings import dialect, readings
 from planner.export.launchers import node_environment
 from planner.export.named_models import exported_model
-from planner.export.refusal import broken_rules, hint_for, notes_on_price, refuse
+from planner.export.refusal import broken_rules, notes_on_price
 from planner.export.stages import (
     ORDER_FILE,
     Stages,
-    objections_to,
+    check_expressible,
     recomputed_layers,
     virtual_stages,
 )
@@ -73,7 +73,8 @@ def export_torch(plan: Plan) -> TrainerFiles:
     """
     stages, traced = virtual_stages(plan.best, plan.model.spec.num_hidden_layers), plan.model.spec.traced
     runner = _RUNNER if traced is None else _MODULE_RUNNER
-    _check_expressible(plan, stages)
+    of_model, of_layout = rules_of("export torch-eager"), rules_of("layout torch-eager", "module", "export bf16")
+    check_expressible(plan, "torch-eager", of_model, of_layout, stages, target="torch", rows="torch")
     order = order_of(plan.best)
     notes = _notes(plan)
     comments = header(plan, WRITTEN_FOR, notes)
@@ -94,13 +95,6 @@ def export_torch(plan: Plan) -> TrainerFiles:
         files=files[:2],
     )
     return TrainerFiles(WRITTEN_FOR, files, command, notes)
-
-
-def _check_expressible(plan: Plan, stages: Stages) -> None:
-    """Raise Inexpressible, with every reason, where torch's runtime or the runner cannot run the plan."""
-    of_model = rules_of("export torch-eager")
-    reasons = broken_rules((*of_model, *rules_of("layout torch-eager", "module", "export bf16")), plan)
-    refuse("torch", [*reasons, *objections_to(plan, "torch", stages)], hint_for(plan, "torch-eager", of_model))
 
 
 def _notes(plan: Plan) -> Texts:

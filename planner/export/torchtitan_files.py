@@ -6,14 +6,14 @@ from itertools import groupby
 
 from planner.answer import Plan
 from planner.export.launchers import node_environment, variables
-from planner.export.refusal import broken_rules, hint_for, notes_on_price, refuse
+from planner.export.refusal import notes_on_price
 from planner.export.run_settings import BIAS_UPDATE_RATE, FIRST_RUN_STEPS, notes_on_model, run_settings, stated
 from planner.export.stages import (
     ORDER_FILE,
     Stages,
     all_full,
+    check_expressible,
     is_looped,
-    objections_to,
     recomputed_layers,
     virtual_stages,
 )
@@ -200,7 +200,11 @@ RECIPE = "planned_recipe"
 def export_torchtitan(plan: Plan) -> TrainerFiles:
     """The recipe, and the command that names it. Raises Inexpressible where torchtitan cannot run the plan."""
     stages = virtual_stages(plan.best, plan.model.spec.num_hidden_layers)
-    _check_expressible(plan, stages)
+    check_expressible(
+        plan, "torchtitan", rules_of("export torchtitan"),
+        (*torchtitan_rules(plan.parallelism.schedule), *rules_of("export bf16")), stages,
+        rows="torchtitan_pipeline" if plan.parallelism.pp > 1 else "torchtitan", is_split=splits_backward(plan),
+    )  # fmt: skip
     notes = _notes(plan)
     comments = header(plan, WRITTEN_FOR, notes)
     files = [ExportFile(f"{RECIPE}.py", comments + recipe_source(plan, stages))]
@@ -218,15 +222,6 @@ def export_torchtitan(plan: Plan) -> TrainerFiles:
         files=tuple(files),
     )
     return TrainerFiles(WRITTEN_FOR, tuple(files), command, notes)
-
-
-def _check_expressible(plan: Plan, stages: Stages) -> None:
-    """Raise Inexpressible, with every reason, where torchtitan cannot run the plan."""
-    layout, of_model = plan.parallelism, rules_of("export torchtitan")
-    reasons = broken_rules((*of_model, *torchtitan_rules(layout.schedule), *rules_of("export bf16")), plan)
-    rows = "torchtitan_pipeline" if layout.pp > 1 else "torchtitan"
-    reasons += objections_to(plan, rows, stages, is_split=splits_backward(plan))
-    refuse("torchtitan", reasons, hint_for(plan, "torchtitan", of_model))
 
 
 def _notes(plan: Plan) -> Texts:

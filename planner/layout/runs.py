@@ -42,7 +42,8 @@ class RunSpec(Spec):
 
     model: str | dict[str, Any]
     """A name, a path, or the fields of a ModelSpec."""
-    hardware: str
+    hardware: str | dict[str, Any]
+    """A name, a path, or the fields of a HardwareSpec."""
     num_gpus: PositiveInt
     gpus_per_node: PositiveInt | None = None
     runtime: str = "megatron"
@@ -162,7 +163,9 @@ def parse_run(data: dict[str, Any], where: str = "run") -> Run:
     for name, value in (("model", spec.model), ("hardware", spec.hardware)):
         if value == "-":
             raise SpecError(f"{where}: run: {name}: '-' is standard input, where lines come from", "name it")
-    hardware, unknown_machine = _machine(_hardware(spec.hardware), spec.features)
+    given = spec.hardware
+    profile = _hardware(given) if isinstance(given, str) else checked(HardwareSpec, given, f"{where}: run: hardware")
+    hardware, unknown_machine = _machine(profile, spec.features)
     features = {name: value for name, value in spec.features.items() if name not in _MACHINE}
     cluster = {
         "hardware": hardware,

@@ -68,8 +68,8 @@ def as_built(model: ModelSpec, runtime: RuntimeSpec) -> ModelSpec:
 
 
 def todays(name: str, architecture: str) -> str:
-    """The trainer of today that a name means on such silicon: Megatron-LM on AMD's GPUs is Primus'."""
-    other = load_runtime(name).stand_in
+    """The trainer of today of a name without a version on such silicon: Megatron-LM's is Primus' on AMD's."""
+    other = "" if "@" in name else load_runtime(name).stand_in
     return other if other and architecture in architectures_of(other) else name
 
 

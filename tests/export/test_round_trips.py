@@ -21,6 +21,8 @@ from planner.layout.evaluate import evaluate
 from planner.layout.runs import parse_run
 from planner.search.search import plan
 from planner.specs.cluster import ClusterSpec
+from planner.specs.machines import with_network
+from planner.specs.model import ModelSpec
 from planner.specs.registry import load_hardware, load_model, model_names
 from planner.specs.training import Parallelism, SearchLimits, TrainingSpec
 from planner.trainers.generations import imbalance_of
@@ -45,6 +47,27 @@ def test_each_file_of_an_export_is_read_as_its_plan(planned: Planned, target: st
     files = bundle_of(plan, [target, *LAUNCHERS]).with_manifest()
     for name in ("", *(file.name for file in files)):
         assert there_and_back(plan, files, name).is_same, name
+
+
+@pytest.mark.parametrize(
+    ("target", "runtime", "machines"),
+    [
+        ("megatron", "megatron", {"hardware": "h100", "num_gpus": 12}),
+        ("megatron", "megatron", {"hardware": "mi300x", "num_gpus": 16, "gpus_per_node": 4}),
+        ("megatron", "megatron@0.16", {"hardware": with_network(load_hardware("h100"), "efa"), "num_gpus": 16}),
+        ("deepspeed", "deepspeed", {"hardware": "h100", "num_gpus": 16, "network_gb_per_s": 12.5}),
+    ],
+)
+def test_machines_and_models_of_ones_own_come_back(target: str, runtime: str, machines: dict[str, Any]) -> None:
+    model = ModelSpec.model_validate({**load_model("llama-3.1-8b").model_dump(), "name": "mine", "rope_theta": 1e4})
+    layout = Parallelism(cp=4) if target == "megatron" else Parallelism(tp=4, sequence_parallel=False)
+    training = TrainingSpec(seq_length=8192, global_batch_size=12 * 4)
+    plan = evaluate(model, ClusterSpec(**machines), training, layout, runtime=runtime)
+    files = bundle_of(plan, [target], force=True).with_manifest()
+    for start in ("", "launch.sh"):
+        trip = there_and_back(plan, files, start)
+        assert trip.is_same, str(trip)
+        assert (trip.again.runtime, trip.again.cluster.node_size) == (plan.runtime, plan.cluster.node_size)
 
 
 def test_every_target_is_tried() -> None:

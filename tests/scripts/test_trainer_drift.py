@@ -58,5 +58,7 @@ def test_what_appeared_went_and_changed(tmp_path: Path) -> None:
 def test_the_known_versions_are_recorded() -> None:
     known = json.loads((ROOT / "scripts" / "known_trainers.json").read_text())
     assert known.keys() > {"megatron", "bridge", "torchtitan", "deepspeed", "trl", "transformers", "axolotl", "verl"}
+    assert known["primus"]["options"]["megatron/trainer_base.bf16"] == "True"
+    assert known["nemo"]["options"]["MegatronStrategy.tensor_model_parallel_size"] == "1"
     assert known["megatron"]["options"]["ModelParallelConfig.tensor_model_parallel_size"] == "1"
     assert all(row["commit"] and len(row["conditions"]) > 10 for row in known.values())

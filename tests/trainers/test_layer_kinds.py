@@ -1,4 +1,4 @@
-"""Rules on layers that scan: split by heads, on whole sequences, built by no export; their prices are less certain."""
+"""Rules on layers that scan: split by heads, built by no export; their prices are less certain."""
 
 from __future__ import annotations
 
@@ -48,7 +48,8 @@ def model_of(kind: str, **fields: Any) -> ModelSpec:
     ],
 )  # fmt: skip
 def test_a_layout_that_cuts_a_state_is_refused(model: ModelSpec, sizes: dict[str, int], words: str) -> None:
-    rule = first_broken(LAYER_KIND_RULES, model, TRAINING, Shape(**sizes, seq_length=4096))
+    rules = (*LAYER_KIND_RULES, *rules_of("whole_scans"))
+    rule = first_broken(rules, model, TRAINING, Shape(**sizes, seq_length=4096))
     assert rule is not None
     assert words in rule.message(model, TRAINING, Shape(**sizes, seq_length=4096))
 

@@ -91,6 +91,9 @@ MEGATRON_CASES = [
     ("kv_heads_not_divisible_by_tp", changed(LLAMA, num_attention_heads=96, num_key_value_heads=6), {"tp": 4}, "6"),
     ("delta_heads_not_divisible_by_tp_cp", load_model("qwen3-next-80b-a3b"), {"tp": 8, "cp": 4}, "num_key_heads 16"),
     ("scan_groups_not_divisible_by_tp", load_model("nemotron-3-nano"), {"tp": 16}, "mamba.n_groups 8"),
+    ("scan_heads_not_divisible_by_tp_cp", load_model("nemotron-3-nano"), {"tp": 2, "cp": 64}, "mamba.num_heads 64"),
+    ("scan_groups_not_divisible_by_tp_cp", load_model("nemotron-3-nano"), {"tp": 2, "cp": 6}, "8 and tp·cp 12"),
+    ("cp_with_layer_kind", load_model("kimi-linear"), {"cp": 2}, "not of kimi_delta"),
     ("intermediate_size_not_divisible_by_tp", changed(LLAMA, intermediate_size=53244), {}, "53244"),
     (
         "shared_expert_not_divisible_by_tp",

@@ -6,6 +6,7 @@ import ast
 import operator
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -239,26 +240,6 @@ def as_key(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
-_FLAT: Mapping[str, Callable[..., Any]] = {
-    "len": len, "list": list, "dict": dict, "tuple": tuple, "set": list, "bool": bool, "divmod": divmod,
-    "range": lambda *bounds: list(range(*bounds)[:MAX_ITEMS]), "isinstance": lambda value, kinds: is_of(value, kinds),
-    "hasattr": lambda owner, name: has_field(owner, name), "cast": lambda _, value: value,
-    "getattr": lambda *arguments: field_value("getattr", [*arguments]),
-    "setattr": lambda *arguments: field_value("setattr", [*arguments]),
-}  # fmt: skip
-"""Functions that look at no value inside another."""
-BUILTINS: Mapping[str, Callable[..., Any]] = {
-    **_FLAT,
-    "int": int, "float": float, "str": str, "min": min, "max": max, "sum": sum, "abs": abs, "sorted": sorted,
-    "round": round,
-}  # fmt: skip
-
-
-def built_in(name: str, arguments: list[Any], keywords: Fields) -> Any:
-    """The value of a call of one of BUILTINS; Unknown where it is not worth its time."""
-    return BUILTINS[name](*arguments, **keywords) if name in _FLAT or is_small(*arguments) else Unknown(name)
-
-
 def truth(value: Any) -> bool | None:
     """True or false as Python counts a value; None where it is not known."""
     if isinstance(value, (Unknown, CallRecord)):
@@ -280,14 +261,30 @@ def has_field(owner: Any, name: str) -> bool:
     return not (isinstance(owner, CallRecord) and owner.defaults) or name in owner.defaults or name in owner.fields
 
 
-def field_value(name: str, arguments: list[Any]) -> Any:
-    owner, key = arguments[0], arguments[1]
+def field_value(name: str, owner: Any, key: Any, *more: Any) -> Any:
     if not isinstance(owner, CallRecord) or not isinstance(key, str):
         return Unknown(name)
     if name == "setattr":
-        owner.fields[key] = arguments[2]
+        owner.fields[key] = more[0]
         return None
-    return owner.fields.get(key, arguments[2] if len(arguments) > 2 else Unknown(key))
+    return owner.fields.get(key, more[0] if more else Unknown(key))
+
+
+_FLAT: Mapping[str, Callable[..., Any]] = {
+    **{known.__name__: known for known in (len, list, dict, tuple, bool, divmod)},
+    "set": list, "range": lambda *bounds: list(range(*bounds)[:MAX_ITEMS]), "cast": lambda _, value: value,
+    "isinstance": is_of, "hasattr": has_field, "getattr": partial(field_value, "getattr"),
+    "setattr": partial(field_value, "setattr"),
+}  # fmt: skip
+"""Functions that look at no value inside another."""
+BUILTINS: Mapping[str, Callable[..., Any]] = {
+    **_FLAT, **{known.__name__: known for known in (int, float, str, min, max, sum, abs, sorted, round)},
+}  # fmt: skip
+
+
+def built_in(name: str, arguments: list[Any], keywords: Fields) -> Any:
+    """The value of a call of one of BUILTINS; Unknown where it is not worth its time."""
+    return BUILTINS[name](*arguments, **keywords) if name in _FLAT or is_small(*arguments) else Unknown(name)
 
 
 _METHODS: Mapping[type, frozenset[str]] = {

@@ -13,9 +13,9 @@ from planner.export.imported_run import ConfigFile, ImportedRun, json_of, new_ru
 from planner.export.keyed_settings import beginnings, dialect, flat, is_off, readings, refused_settings
 from planner.export.launchers import node_environment
 from planner.export.named_models import exported_model
-from planner.export.refusal import broken_rules, hint_for, notes_on_price, refuse
+from planner.export.refusal import notes_on_price
 from planner.export.run_settings import FIRST_RUN_STEPS, run_settings
-from planner.export.stages import Stages, objections_to, virtual_stages
+from planner.export.stages import Stages, check_expressible, virtual_stages
 from planner.export.trainer_files import (
     ExportFile,
     LaunchCommand,
@@ -45,7 +45,8 @@ def export_deepspeed(plan: Plan) -> TrainerFiles:
     Raises Inexpressible for what DeepSpeed cannot run.
     """
     stages = virtual_stages(plan.best, plan.model.spec.num_hidden_layers)
-    _check_expressible(plan, stages)
+    of_layout = rules_of("layout deepspeed", runtime=plan.runtime_spec)
+    check_expressible(plan, "deepspeed", rules_of("export deepspeed"), of_layout, stages)
     files = [ExportFile(CONFIG_FILE, as_json(deepspeed_config(plan)))]
     run = run_settings(plan)
     notes = [*run.notes, *notes_on_price(plan)]
@@ -105,13 +106,6 @@ def _pipeline_files(plan: Plan, stages: Stages, files: list[ExportFile], notes: 
     return TrainerFiles(WRITTEN_FOR, tuple(files), None, tuple(notes))
 
 
-def _check_expressible(plan: Plan, stages: Stages) -> None:
-    """Raise Inexpressible, with every reason, where DeepSpeed cannot run the plan."""
-    of_model = rules_of("export deepspeed")
-    reasons = broken_rules((*of_model, *rules_of("layout deepspeed", runtime=plan.runtime_spec)), plan)
-    refuse("deepspeed", [*reasons, *objections_to(plan, "deepspeed", stages)], hint_for(plan, "deepspeed", of_model))
-
-
 def deepspeed_config(plan: Plan) -> Fields:
     """DeepSpeed's configuration: batch, precision, ZeRO, tensor parallelism without a pipeline."""
     run = run_settings(plan)
@@ -163,11 +157,6 @@ def section(config: Said, name: str) -> Fields:
     return part
 
 
-def _is_autosp(config: Fields) -> bool:
-    """True where DeepSpeed's compiler splits sequences."""
-    return "autosp" in (section(config, "compile").get("passes") or ())
-
-
 def name_sections(imported: ImportedRun, config: Fields) -> None:
     """Note what the sections of a configuration hold and is not read."""
     zero = section(config, "zero_optimization")
@@ -190,7 +179,9 @@ def _sort(config: Fields, imported: ImportedRun) -> None:
     if str(kind or "").lower() not in _ADAMS:
         imported.unknown["optimizer.type"] = str(kind)
     off = {key for key, value in config.items() if isinstance(value, dict) and value.get("enabled") is False}
-    shown = {key: json.dumps(value) for key, value in config.items() if key != "compile" or not _is_autosp(config)}
+    # the compiler splits sequences
+    is_autosp = "autosp" in (section(config, "compile").get("passes") or ())
+    shown = {key: json.dumps(value) for key, value in config.items() if key != "compile" or not is_autosp}
     dialect("deepspeed").sort(imported, shown, (), lambda key, value: key in off)
 
 

@@ -17,9 +17,9 @@ from planner.export.huggingface.tuning_settings import (
 )
 from planner.export.keyed_settings import table
 from planner.export.launchers import node_environment, nodes_of
-from planner.export.refusal import broken_rules, hint_for, notes_on_price, refuse
+from planner.export.refusal import notes_on_price
 from planner.export.run_settings import FIRST_RUN_STEPS
-from planner.export.stages import objections_to
+from planner.export.stages import check_expressible
 from planner.export.trainer_files import (
     ExportFile,
     LaunchCommand,
@@ -138,7 +138,8 @@ def export_hf(plan: Plan) -> TrainerFiles:
 
     Raises Inexpressible for what they cannot run.
     """
-    _check_expressible(plan)
+    of_layout = (*rules_of("export bf16"), *rules_for(plan.runtime_spec))
+    check_expressible(plan, "hf", rules_of("export hf"), of_layout, **_names(plan))
     notes = notes_of("hf", plan, full_rate=FULL_RATE, adapter_rate=ADAPTER_RATE) + notes_on_price(plan)
     comments = header(plan, WRITTEN_FOR, notes)
     files = (
@@ -166,14 +167,6 @@ def export_hf(plan: Plan) -> TrainerFiles:
         files=files,
     )
     return TrainerFiles(WRITTEN_FOR, files, command, tuple(notes))
-
-
-def _check_expressible(plan: Plan) -> None:
-    """Raise Inexpressible, with every reason, where no files of these packages say what the plan says."""
-    of_model = rules_of("export hf")
-    reasons = broken_rules((*of_model, *rules_of("export bf16"), *rules_for(plan.runtime_spec)), plan)
-    reasons += objections_to(plan, "hf", **_names(plan))
-    refuse("hf", reasons, hint_for(plan, "hf", of_model))
 
 
 def _adapter_files(plan: Plan) -> tuple[ExportFile, ...]:

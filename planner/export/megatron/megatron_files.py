@@ -23,10 +23,10 @@ from planner.export.megatron.plan_options import (
     precision,
     switch_arguments,
 )
-from planner.export.refusal import broken_rules, hint_for, notes_on_price, refuse
+from planner.export.refusal import notes_on_price
 from planner.export.run_settings import notes_on_model, run_settings
 from planner.export.spelling import broken_rules_of_recipe, recipe_of, unspelled
-from planner.export.stages import Stages, objections_to, virtual_stages
+from planner.export.stages import check_expressible, virtual_stages
 from planner.export.trainer_files import (
     IMAGE_OF_AMD,
     Arguments,
@@ -47,6 +47,7 @@ from planner.export.trainer_files import (
 from planner.specs.base import Fields, Named, Texts
 from planner.trainers.load import since_of
 from planner.trainers.rules.facts import is_hybrid, norms_queries_twice, release
+from planner.trainers.rules.recipe import rules_for
 from planner.trainers.rules.rule_rows import Rule, rules_of
 
 _RUN = sections_of("run", {})
@@ -126,8 +127,13 @@ def megatron_arguments(
     stages = virtual_stages(plan.best, plan.model.spec.num_hidden_layers)
     named = "export bridge" if target == "bridge" else "export megatron"
     rules = rules_of(named, runtime=plan.runtime_spec) if of_model is None else of_model
-    _check_expressible(plan, stages, target, rules, own_schedules)
     runtime = plan.runtime_spec
+    check_expressible(
+        plan, target, rules, rules_for(runtime), stages, rows="megatron",
+        more=broken_rules_of_recipe(plan) + unspelled(plan, SWITCH_OPTIONS, "Megatron core"),
+        written_for=written_for(plan), schedules=(*_SCHEDULES, *own_schedules), own_schedules=own_schedules,
+        recomputable=_RECOMPUTABLE,
+    )  # fmt: skip
     return {
         **model_arguments(plan.model.spec, plan.training.seq_length, runtime.vocab_divisible_by, runtime.dropout),
         **GRID.written(plan),
@@ -137,23 +143,6 @@ def megatron_arguments(
         **switch_arguments(plan),
         **run_arguments(plan),
     }
-
-
-def _check_expressible(
-    plan: Plan,
-    stages: Stages,
-    target: str,
-    of_model: tuple[Rule, ...],
-    own_schedules: Texts,
-) -> None:
-    """Raise Inexpressible, with every reason, where Megatron-LM cannot run the plan."""
-    reasons = broken_rules((*of_model, *rules_of("layout megatron", runtime=plan.runtime_spec)), plan)
-    schedules = (*_SCHEDULES, *own_schedules)
-    names = {"written_for": written_for(plan), "schedules": schedules, "own_schedules": own_schedules}
-    names["recomputable"] = _RECOMPUTABLE
-    reasons += objections_to(plan, "megatron", stages, **names)
-    reasons += broken_rules_of_recipe(plan) + unspelled(plan, SWITCH_OPTIONS, "Megatron core")
-    refuse(target, reasons, hint_for(plan, target, of_model))
 
 
 def requirements(arguments: Arguments, is_amd: bool = False) -> tuple[Requirement, ...]:
