@@ -38,10 +38,10 @@ ALLOWED = {
     # what `explain` answers is sentences, with the numbers written as the reports write them
     "search": {"errors", "shape", "specs", "trainers", "schedule", "physics", "answer", "layout", "report.causes"},
     # a target's constraints are written once, and the search holds candidates against them too
-    # and prices a plan under the trainer that it is written for
+    # and prices a plan under the trainer that it is written for; what a manifest says is a run
     "export": {
         "distribution", "errors", "files", "shape", "specs", "trainers", "schedule", "answer", "months",
-        "layout.price",
+        "layout.price", "layout.runs",
     },
     # a saved plan is priced again to cut its seconds further; a probe's file is read without torch; a sweep searches; a
     # job that resumes is split, searched again and held against months of failures, as the phases of a run are
