@@ -38,7 +38,7 @@ ALLOWED = {
     # what `explain` answers is sentences, with the numbers written as the reports write them
     "search": {"errors", "shape", "specs", "trainers", "schedule", "physics", "answer", "layout", "report.causes"},
     # a target's constraints are written once, and the search holds candidates against them too
-    # and prices a plan under the trainer that it is written for
+    # and prices a plan under the trainer that it is written for; what a manifest says is a run
     "export": {
         "distribution", "errors", "files", "shape", "specs", "trainers", "schedule", "answer", "months",
         "layout.price", "layout.runs",
