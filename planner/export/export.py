@@ -178,7 +178,7 @@ def _machines(plan: Plan) -> Fields:
     version = runtime.version or next(iter(versions_of(runtime)[-1:]), "")
     said = {
         "hardware": _shipped("hardware", hardware),
-        "gpus_per_node": cluster.node_size,
+        "gpus_per_node": cluster.gpus_per_node,
         "inter_node": rate and f"{8 * rate} Gb/s per GPU",
         "runtime": f"{runtime.name}@{version}" if version and runtime.name == runtime.family else None,
     }

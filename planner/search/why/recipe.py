@@ -1,6 +1,6 @@
 """The worth of every switch: each is set to each of its other values, and layouts are searched again.
 
-These searches run side by side, in as many processes as there are processors.
+Long searches of other commands run side by side (`side_by_side`), in as many processes as there are processors.
 """
 
 from __future__ import annotations
