@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import sys
 import time
 from collections.abc import Callable
@@ -230,6 +231,7 @@ def server(folder: Path) -> MCPServer[Any]:
 
 def over_http(made: MCPServer, port: int, ready: Callable[[str], None]) -> None:
     """Offer the tools at /mcp of this machine's own address until interrupted; `ready` is called with the address."""
+    logging.getLogger("mcp").setLevel(logging.WARNING)
     with listen(port, "plan mcp --http") as listener:
         address = f"http://{HOST}:{listener.getsockname()[1]}/mcp"
         settings = uvicorn.Config(made.streamable_http_app(), log_level="error")
