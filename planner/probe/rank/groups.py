@@ -113,6 +113,7 @@ class Status:
     def __init__(self, store: Any, rank: int) -> None:
         """The connection is this status's own: others wait for ranks."""
         self.store, self.key, self.num_moves = store, PROGRESS.format(rank), 0
+        self._telling = threading.Lock()
         self.enter("start")
         threading.Thread(target=self._beat, daemon=True).start()
 
@@ -128,7 +129,8 @@ class Status:
         self.num_moves += 1
 
     def _tell(self) -> None:
-        with suppress(RuntimeError):  # who hosts the store is gone
+        # one after the other, so that no word of an older phase comes behind the last one
+        with self._telling, suppress(RuntimeError):  # who hosts the store is gone
             self.store.set(self.key, f"{self.phase}|{self.detail}|{self.num_moves}|{time.monotonic():.3f}")
 
     def _beat(self) -> None:
