@@ -305,7 +305,7 @@ class Ways:
         """The error of a search that found nothing."""
         ways = (self._stay(), self._split(), self._reshard())
         self.open = _different([way for way in ways if way is not None])
-        self.near = self._near()
+        self.near = _different([*self.open, *self._near()])[len(self.open) :]
 
     def loading(self, candidate: Candidate) -> Loads | None:
         """The way in which a layout loads the checkpoint; None if it cannot."""
