@@ -29,10 +29,10 @@ from planner.decide.phases import (
     plan_in,
     run_in,
 )
+from planner.decide.side_by_side import side_by_side
 from planner.errors import PlannerError, SpecError
 from planner.months.losses import SECONDS_PER_DAY, losses_of
 from planner.months.whole_run import Standstill
-from planner.search.why.recipe import side_by_side
 from planner.trainers.documents import attended_fraction, masked_documents
 from planner.trainers.load import AXES, Checkpoint, checkpoint_of
 from planner.trainers.spec import RuntimeSpec

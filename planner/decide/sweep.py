@@ -17,12 +17,12 @@ from typing import Any
 from pydantic import Field
 
 from planner.answer import SIGMAS_TO_END, Interval, Layout, Plan, half_width
+from planner.decide.side_by_side import side_by_side
 from planner.errors import PlannerError
 from planner.search.case import Case
 from planner.search.recipes import pinned
 from planner.search.safest import exceeds_risk
 from planner.search.search import search_dtypes
-from planner.search.why.recipe import side_by_side
 from planner.search.why.remedy import least_that
 from planner.specs.base import Fields, Spec, filled
 from planner.trainers.switches import Value

@@ -40,7 +40,7 @@ class NotSearched(PlannerError):
 
 _SEARCHES = (
     ("planner.search.search", "planned"), ("planner.decide.sweep", "side_by_side"),
-    ("planner.search.why.recipe", "side_by_side"), ("planner.schedule.synthesis", "synthesize"),
+    ("planner.decide.course", "side_by_side"), ("planner.schedule.synthesis", "synthesize"),
 )  # fmt: skip
 """Functions that take seconds, whatever they are asked."""
 

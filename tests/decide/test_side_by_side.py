@@ -8,9 +8,9 @@ import signal
 
 import pytest
 
+import planner.decide.side_by_side as module
+from planner.decide.side_by_side import side_by_side
 from planner.errors import SpecError
-from planner.search.why import recipe as module
-from planner.search.why.recipe import side_by_side
 
 
 @pytest.fixture(autouse=True)
