@@ -143,6 +143,8 @@ class Layout(Spec):
     num_gpus_used: PositiveInt
     num_gpus_spare: int = 0
     """GPUs that no rank uses."""
+    host_bytes: Count = 0
+    """Offloaded states, weights and activations that a rank keeps in its host's memory, in the mean over stages."""
 
     @property
     def dp_outermost(self) -> bool:

@@ -31,7 +31,7 @@ from planner.physics.cost import PartCost
 from planner.physics.layers import ModelTotals
 from planner.physics.memory import frozen_weights_bytes
 from planner.physics.pricing import Pricing
-from planner.physics.stage_memory import StageBytes
+from planner.physics.stage_memory import StageBytes, host_bytes
 from planner.schedule.actions import Schedule
 from planner.schedule.graph import made_order
 from planner.schedule.orders import build_schedule, placement
@@ -105,6 +105,7 @@ def parallelism_of(candidate: Candidate) -> Layout:
         recompute_modules=candidate.pricing.selective_modules if recompute == "selective" else (),
         num_gpus_used=used,
         num_gpus_spare=candidate.pricing.cluster.num_gpus - used,
+        host_bytes=round(float(host_bytes(candidate.pricing, shape))),
     )
 
 

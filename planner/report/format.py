@@ -221,6 +221,8 @@ def manner(layout: Layout, is_brief: bool = False) -> Texts:
         parts.append(f"ranks {layout.rank_order}")
     if layout.num_gpus_spare:
         parts.append(f"{layout.num_gpus_spare:,} of {layout.num_gpus_used + layout.num_gpus_spare:,} GPUs idle")
+    if layout.host_bytes:
+        parts.append(f"{gibibytes(layout.host_bytes)} GiB of host memory a GPU")
     return tuple(parts)
 
 
@@ -406,7 +408,9 @@ def _on(layout: PricedLayout) -> list[str]:
     marks = {gain.switch: "*" for gain in layout.recipe_gains if gain.replanned and are_mixed}
     on = [name for name, value in layout.recipe.items() if value != next(iter(SWITCHES[name].values), value)]
     on.sort(key=lambda name: -gains.get(name, 0.0))
-    shares = {name: f" {percent(gain)}{marks.get(name, '')}" for name, gain in gains.items() if abs(gain) >= LEAST_GAIN}
+    # one that costs time, for the memory that it frees, may take more than all that would be left without it
+    worth = {name: percent(gain) if gain > 0 else f"takes {percent(gain / (gain - 1))}" for name, gain in gains.items()}
+    shares = {name: f" {worth[name]}{marks.get(name, '')}" for name, gain in gains.items() if abs(gain) >= LEAST_GAIN}
     return [f"{named(name, layout.recipe[name])}{shares.get(name, '')}" for name in on]
 
 

@@ -512,8 +512,9 @@ def test_a_layout_whose_host_has_too_few_bytes_says_so() -> None:
     layout = Parallelism(dp=8, zero_stage=1)
     need_gib = HOST_STATE_BYTES * PARAMETERS / 8 / GIB
     for host_gib in (0.9 * need_gib, 1.3 * need_gib):
-        warnings = price_given(load_model("8b"), cluster(host_gib), TRAINING_OF_HOST_MEMORY, layout, runtime).warnings
-        told = [warning for warning in warnings if "host memory" in warning]
+        priced = price_given(load_model("8b"), cluster(host_gib), TRAINING_OF_HOST_MEMORY, layout, runtime)
+        assert priced.parallelism.host_bytes == pytest.approx(need_gib * GIB, rel=1e-6)
+        told = [warning for warning in priced.warnings if "host memory" in warning]
         assert bool(told) == (host_gib < need_gib)
         assert all(f"{need_gib:,.0f} GiB a GPU" in warning for warning in told)
 

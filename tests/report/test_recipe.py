@@ -54,8 +54,10 @@ def said(plan: Plan, **changes: Any) -> dict[str, str]:
 
 
 def test_what_is_on_is_named_with_what_it_saves_the_most_first(make_plan: MakePlan) -> None:
-    gains = (gain("p2p_overlap", True, 22.5), gain("ep_overlap", "delayed", 27.6))
-    assert said(make_plan(), recipe_gains=gains) == {"on": "ep_overlap delayed 20.0%, p2p_overlap 1.9%"}
+    plan = make_plan()
+    for without_s, worth in ((22.5, "1.9%"), (plan.step.step_s / 2, "takes 50.0%")):
+        gains = (gain("p2p_overlap", True, without_s), gain("ep_overlap", "delayed", 27.6))
+        assert said(plan, recipe_gains=gains) == {"on": f"ep_overlap delayed 20.0%, p2p_overlap {worth}"}
 
 
 def test_a_recipe_that_nobody_knows_has_no_lines(make_plan: MakePlan) -> None:

@@ -162,7 +162,8 @@ def test_a_layout_beside_another_says_only_what_differs(make_plan: MakePlan) -> 
     alone, other = entry_of("best", plan.best), entry_of("1.", plan.alternatives[0], plan.best)
     assert (alone.more, alone.manner) == ("", "1f1b, ZeRO-1, no recompute, sequence parallel")
     assert (other.more, other.manner, other.peak) == ("+2.3%", "", "76.2")
-    assert other.remark == other.trade
+    offloaded = plan.best.model_copy(update={"parallelism": plan.parallelism.model_copy(update={"host_bytes": 2**31})})
+    assert entry_of("2.", offloaded, plan.best).manner == "2.0 GiB of host memory a GPU"
     assert entry_of("given", make_plan(total_gib=92.0, fits=False).best).peak == "92.0!"
 
 
