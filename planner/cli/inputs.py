@@ -381,7 +381,10 @@ def _operations(asked: JobOptions) -> OperationsSpec:
     dated = next((name for name, value in ends.items() if value is not None), None)
     is_counted = asked.tokens is not None or asked.examples is not None
     if dated is not None and is_counted:
-        raise SpecError(f"--{dated}: asks how many tokens, which are given", f"leave --{dated} out")
+        raise SpecError(
+            f"--{dated}: asks how many tokens, which are given",
+            f"leave --{dated} out; plan sweep finds the GPUs that a deadline or a budget asks for",
+        )
     if given and not is_counted and dated is None:
         _log.warning("%s: has no effect without --tokens", ", ".join(map(option, given)))
     return _checked(OperationsSpec, given)
