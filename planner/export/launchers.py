@@ -49,6 +49,7 @@ def preflight(plan: Plan, command: LaunchCommand) -> ExportFile:
         "checkpoint_bytes": plan.checkpoint_bytes,
         "promised": promised(plan),
         "shared_bytes": gpus * SHARED_BYTES,
+        "host_bytes": gpus * plan.parallelism.host_bytes,
     }
     return ExportFile(PREFLIGHT, node_check(checks))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,8 @@ from planner.specs.registry import load_hardware, load_model
 from planner.specs.training import Parallelism, TrainingSpec
 from planner.trainers.load import load_runtime
 from planner.trainers.rules.recipe import export_rules_for
+from planner.trainers.spec import RuntimeSpec
+from planner.trainers.stated import switched
 
 TABLES = yaml.safe_load((Path(__file__).parent / "tables.yaml").read_text())
 
@@ -32,7 +35,7 @@ ABLE = ("hf",)
 
 
 def _plan(
-    runtime: str = "hf",
+    runtime: RuntimeSpec | str = "hf",
     gpus: int = 1,
     adapters: dict[str, Any] | None = None,
     objective: dict[str, Any] | None = None,
@@ -72,6 +75,16 @@ def test_attention_is_one_that_takes_the_models_caps_and_sinks(name: str, attent
     assert attention_name(load_runtime("hf"), load_model(name)) == attention
     blackwell = attention if "flash-attn3" not in attention else "flash_attention_4"
     assert attention_name(load_runtime("hf"), load_model(name), "blackwell") == blackwell
+
+
+@pytest.mark.parametrize(("recipe", "zero_stage", "needs"), TABLES["packages_that_a_recipe_needs"])
+def test_what_a_recipe_takes_from_other_packages_is_looked_for(
+    recipe: dict[str, Any], zero_stage: int, needs: list[str]
+) -> None:
+    plan = _plan(switched(load_runtime("hf"), recipe), 2, zero_stage=zero_stage)
+    [checks] = [file.text for file in bundle_of(plan, "hf").files if file.name == "preflight.py"]
+    found = re.findall(r'\\"module\\": \\"(\w+)', checks)
+    assert sorted({*found} - {"torch", "transformers", "trl", "accelerate", "datasets"}) == needs
 
 
 @pytest.mark.parametrize("name", ["gemma-4-31b", "qwen3-next-80b-a3b", "nemotron-3-nano"])

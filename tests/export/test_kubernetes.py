@@ -300,7 +300,7 @@ def test_each_missing_thing_is_one_line(
 
 
 def test_the_machine_is_looked_at(planned: Planned, tmp_path: Path, machine: dict[str, str]) -> None:
-    """A taken port, no room for checkpoints, processes on the GPUs, a clock that is not set, no card of the network."""
+    """A taken port, no room for checkpoints or offloaded states, busy GPUs, a wrong clock, no card of the network."""
     programs = {
         "nvidia-smi": "case $1 in --query-compute-apps*) echo 4242, 30000;; *) echo 580.1;; esac",
         "timedatectl": "echo no",
@@ -310,7 +310,13 @@ def test_the_machine_is_looked_at(planned: Planned, tmp_path: Path, machine: dic
         (tmp_path / name).chmod(0o755)
     plan = planned("llama-3.1-405b", 1024, tp=8, pp=8)
     hardware = plan.cluster.hardware.model_copy(update={"network": "slingshot"})
-    plan = plan.model_copy(update={"cluster": plan.cluster.model_copy(update={"hardware": hardware})})
+    cluster, layout = plan.cluster, plan.parallelism.model_copy(update={"host_bytes": 2**50})
+    plan = plan.model_copy(
+        update={
+            "cluster": cluster.model_copy(update={"hardware": hardware}),
+            "best": plan.best.model_copy(update={"parallelism": layout}),
+        }
+    )
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -320,7 +326,7 @@ def test_the_machine_is_looked_at(planned: Planned, tmp_path: Path, machine: dic
     said = "\n".join(lines)
     for words in (
         "processes 4242 hold", "no card of the planned network slingshot", "two checkpoints take", "not synchronised",
-        f"port {port} is taken",
+        f"port {port} is taken", "what the plan offloads takes 8,388,608",
     ):  # fmt: skip
         assert words in said
 

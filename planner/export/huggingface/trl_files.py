@@ -155,7 +155,7 @@ def export_hf(plan: Plan) -> TrainerFiles:
         starts_ranks=True,
         arguments={},
         placeholders=(model, *others),
-        requirements=requirements_of("hf", plan),
+        requirements=requirements_of("hf", plan, **_names(plan)),
         promise=promise(plan, LOG),
         environment={
             "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
