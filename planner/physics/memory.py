@@ -325,9 +325,11 @@ def working_set(op: Operator, runtime: RuntimeSpec) -> tuple[Saved, ...]:
             compiled = (softmax._replace(name="copy of the softmax"),) * runtime.fused_cross_entropy
             return (Saved("logits in 16 bits", softmax.dims), *compiled, narrow)
         # beside the softmax, as large: its gradient, and that of the logits
-        names = ("gradient of the softmax", "gradient of the logits", "indices of the loss", "its mask")
-        beside = tuple(
-            kept._replace(name=name) for kept, name in zip((softmax, softmax, labels, labels), names, strict=True)
+        beside = (
+            softmax._replace(name="gradient of the softmax"),
+            softmax._replace(name="gradient of the logits"),
+            labels._replace(name="indices of the loss"),
+            labels._replace(name="its mask"),
         )
         if op.working_bytes is None:
             return beside
