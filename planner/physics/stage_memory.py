@@ -121,7 +121,7 @@ def static_bytes(part: PartCost, shape: Shape, runtime: RuntimeSpec, dtype: str)
 
 def fixed_bytes(pricing: Pricing, table: CostTable) -> Number:
     """Bytes that every rank holds beside its layers: buffers, tables, token ids."""
-    return fixed_workspace_bytes(pricing, table) + constant_bytes(pricing.model, table.shape, pricing.runtime)
+    return bytes_of(buffers(pricing, table)) + constant_bytes(pricing.model, table.shape, pricing.runtime)
 
 
 def fixed_workspace_bytes(pricing: Pricing, table: CostTable) -> float:
