@@ -121,8 +121,7 @@ def static_bytes(part: PartCost, shape: Shape, runtime: RuntimeSpec, dtype: str)
 
 def fixed_bytes(pricing: Pricing, table: CostTable) -> Number:
     """Bytes that every rank holds beside its layers: buffers, tables, token ids."""
-    tables = constant_bytes(pricing.model, table.shape, pricing.runtime)
-    return bytes_of(buffers(pricing, table)) + tables
+    return bytes_of(buffers(pricing, table)) + constant_bytes(pricing.model, table.shape, pricing.runtime)
 
 
 def fixed_workspace_bytes(pricing: Pricing, table: CostTable) -> float:
@@ -157,8 +156,9 @@ def buffers(pricing: Pricing, table: CostTable) -> tuple[Saved, ...]:
         dtype="fp32" if runtime.gradient_bytes == FP32 else "bf16",
     )  # fmt: skip
     gathered = Saved("two gathered layers", (2, layer))
-    if runtime.parameter_offload:
-        # the first gathers of a step find nothing on the GPU: embedding and head stay from the forward to the backward
+    if runtime.parameter_offload or runtime.runs_transformers:
+        # embedding and head stay from the forward to the backward: FSDP's root lets go of its weights after that alone,
+        # DeepSpeed keeps a billion elements; where all wait on the host, the first gathers find nothing on the GPU
         ends = _gathered_elements(table.embedding, runtime) + _gathered_elements(table.head, runtime)
         gathered = Saved("two gathered layers, embedding and head", (2 * layer + ends,))
     return (gathered, before, *beside)
@@ -166,8 +166,7 @@ def buffers(pricing: Pricing, table: CostTable) -> tuple[Saved, ...]:
 
 def _gathered_elements(part: PartCost, runtime: RuntimeSpec) -> float:
     """Elements of 16 bits that the gathered weights of a layer take; frozen ones are gathered as they are kept."""
-    frozen = float(part.frozen_parameters)
-    return float(part.parameters) - frozen + frozen * runtime.gathered_frozen_bytes / BF16
+    return float(part.parameters - part.frozen_parameters * (1 - runtime.gathered_frozen_bytes / BF16))
 
 
 def _overlapped(pricing: Pricing, shape: Shape) -> tuple[Saved, ...]:

@@ -166,7 +166,8 @@ def test_natural_routing_fills_one_rank_more_unless_biases_balance_experts() -> 
     qwen, deepseek = asked | {"model": "qwen3-235b-a22b"}, asked | {"model": "deepseek-v3"}
     assert parse_run({"run": qwen}).training.moe_imbalance == 1.0
     assert parse_run({"run": qwen | natural}).training.moe_imbalance == NATURAL_IMBALANCE > 1.0
-    assert parse_run({"run": deepseek | natural}).training.moe_imbalance == 1.0
+    biased = parse_run({"run": deepseek | natural}).training
+    assert biased.moe_imbalance == 1.0 < (biased.moe_peak_imbalance or 0.0)
     assert parse_run({"run": asked | natural | {"model": "mixtral-8x7b"}}).training.moe_imbalance == STRONG_IMBALANCE
     unbalanced = load_model("qwen3-30b").model_dump(mode="json", exclude_unset=True)
     unbalanced["moe"]["router_aux_loss_coef"] = 0
@@ -363,7 +364,7 @@ def test_runs_lie_in_intervals(
         TrainingSpec(seq_length=8192, global_batch_size=batch, dtype=dtype),
         Parallelism(tp=1, pp=1, dp=count, ep=8, micro_batch_size=micro_batch),
         # as the summaries' recipes have it
-        runtime=load_runtime("megatron").with_features({"bf16_gradients": True})[0],
+        runtime=load_runtime("megatron").with_features({"bf16_gradients": True, "cross_entropy_fusion": True})[0],
         says_switches=False,
     )
     assert plan.fits

@@ -264,6 +264,22 @@ def test_allocated_memory_of_megatron_on_h100(layout: dict[str, Any], gib: float
     assert last.memory.peak_allocated_bytes / 2**30 == pytest.approx(gib, rel=0.015)
 
 
+def test_a_loss_that_megatron_fuses_natively_copies_its_softmax() -> None:
+    """Its tests gpt3_mcore_te_tp2_pp2_{cross_entropy_loss_fusion, resume_torch_dist} on H100: 1,751 and 1,366 MiB."""
+    model = {
+        "name": "gpt3-345m", "num_hidden_layers": 12, "hidden_size": 512, "intermediate_size": 2048,
+        "num_attention_heads": 8, "vocab_size": 50_257, "gated_mlp": False, "bias": True, "tie_word_embeddings": True,
+        "position_embedding": "learned", "max_position_embeddings": 1024, "norm": "layernorm",
+    }  # fmt: skip
+    run = {"model": model, "hardware": "h100", "num_gpus": 8, "runtime": "megatron", "seq_length": 1024}
+    run |= {"global_batch_size": 32, "parallelism": {"tp": 2, "pp": 2, "micro_batch_size": 4, "zero_stage": 0}}
+    native, plain = (
+        parse_run({"run": run | {"features": {"cross_entropy_fusion": how}}}).evaluate().stages[-1].memory
+        for how in ("native", False)
+    )
+    assert (native.peak_allocated_bytes - plain.peak_allocated_bytes) / 2**20 == pytest.approx(385, rel=0.1)
+
+
 BLOOM = [row for row in load_rows() if row.family == "bloom-prequel" and row.measured.peak_memory_gib]
 """nvidia-smi of one node after one iteration, to the GB."""
 
