@@ -78,11 +78,10 @@ def collective_s(
     size: Number,
     places: Places,
     cluster: ClusterSpec,
-    inner_factor: float = 1.0,
     exchanges: Number = 1.0,
 ) -> Number:
     """Seconds of `exchanges` that move `num_bytes` in all over `size` ranks at `places`; 0 for one rank."""
-    seconds: Number = sum(collective_tiers_s(kind, num_bytes, size, places, cluster, inner_factor, exchanges))
+    seconds: Number = sum(collective_tiers_s(kind, num_bytes, size, places, cluster, exchanges=exchanges))
     return seconds
 
 

@@ -306,13 +306,16 @@ def first_layouts(
         return None
 
 
-def some_layout(case: Case) -> Plan:
-    """The plan of the first layout of a case that is found to fit, within its time limit.
+def some_layout(
+    case: Case, deadline: Deadline, known: Candidate | None = None, starts: Sequence[RuntimeSpec] = ()
+) -> Plan:
+    """The plan of the first layout of a case that is found to fit, or of a `known` one that none of the first beats.
 
-    Raises Infeasible if there is none, SolverError if time is up before that is known.
+    It is searched for under the recipes of `starts`, or that of the known one. Raises Infeasible if there is none,
+    SolverError if time is up before that is known.
     """
-    deadline, recipes = Deadline(case.limits.time_limit_s, patient=False), Recipes.of(case)
-    found = first_layouts(case, recipes, deadline) or find_layouts(case, recipes.starts(), deadline)
+    recipes = Recipes.of(case)
+    found = first_layouts(case, recipes, deadline, known, starts) or find_layouts(case, recipes.starts(), deadline)
     return found.standing(found.best).plan()
 
 

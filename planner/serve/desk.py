@@ -22,7 +22,7 @@ from planner.answer import Plan
 from planner.errors import Infeasible, PlannerError, SolverError, SpecError, defect
 from planner.layout.price import with_microbatches
 from planner.plan_file import with_alternative
-from planner.search.case import Case
+from planner.search.case import Case, Deadline
 from planner.search.layouts import Standing, some_layout
 from planner.search.recipes import pinned
 from planner.search.search import planned
@@ -84,7 +84,7 @@ def whole(case: Case, tell: Tell) -> Plan:
 
 def first(case: Case, tell: Tell) -> Plan:
     """The plan of the first layout that fits among a few; its gap is to the best of these few."""
-    return some_layout(pinned(case))
+    return some_layout(pinned(case), Deadline(case.limits.time_limit_s, patient=False))
 
 
 def context() -> BaseContext:

@@ -486,9 +486,9 @@ def parse_expression(text: str, limits: InputLimits = EXPRESSION) -> ast.expr:
     return tree
 
 
-def literal(text: str | ast.expr, limits: InputLimits = EXPRESSION) -> Any:
+def literal(text: str | ast.expr) -> Any:
     """The value of a literal such as `[1, None]`, as text or as a tree. Raises ValueError for anything else."""
-    tree = parse_expression(text, limits) if isinstance(text, str) else text
+    tree = parse_expression(text) if isinstance(text, str) else text
     try:
         return ast.literal_eval(tree)
     except _FAILURES as error:

@@ -223,7 +223,7 @@ def stated_consents(text: str, runtime: RuntimeSpec, hardware: HardwareSpec) -> 
     return tuple(dict.fromkeys(names))
 
 
-def check_together(setting: Setting, stated: Recipe, option: str = "--switch") -> None:
+def check_together(setting: Setting, stated: Recipe) -> None:
     """Raise SpecError where stated switches break a rule of the job: with each other, or with what is left unsaid."""
     for rule in broken_recipe_rules(setting):
         if rule.is_about_layout:
@@ -234,7 +234,7 @@ def check_together(setting: Setting, stated: Recipe, option: str = "--switch") -
             continue
         both = " and ".join(f"{name}={written(stated[name])}" for name in dict.fromkeys(involved))
         raise SpecError(
-            f"{option}: {both}: {rule.switch} {rule.says}", _mended(rule, found, stated) or f"leave {both} out"
+            f"--switch: {both}: {rule.switch} {rule.says}", _mended(rule, found, stated) or f"leave {both} out"
         )
 
 

@@ -24,9 +24,9 @@ from planner.report.causes import largest_cause, now, says_best, says_misfit, sa
 from planner.search.case import Case, Deadline
 from planner.search.ilp.node import node_of
 from planner.search.ilp.program import describe
-from planner.search.layouts import find_layouts, first_layouts
+from planner.search.layouts import some_layout
 from planner.search.rebalance import recompute_of
-from planner.search.recipes import Recipes, pinned
+from planner.search.recipes import pinned
 from planner.search.search import planned, search, search_dtypes
 from planner.search.why.explanation import Beaten, ChangedAssumption, Constraint, Explanation, Lift
 from planner.search.why.misses import DOES_NOT_FIT, BrokenRule, Miss, hint_for, nearest_miss, refusal
@@ -232,16 +232,6 @@ def aside(case: Case) -> Plan:
     return search(case.limited(top=1, time_limit_s=min(TIME_LIMIT_S, case.limits.time_limit_s)))
 
 
-def soon(case: Case, known: Candidate | None, start: RuntimeSpec) -> Plan:
-    """The plan of the first layout that a search of the case finds, or of a `known` one that none of them beats.
-
-    It is searched for under the recipe `start`, or that of the known one. Raises Infeasible if nothing fits.
-    """
-    deadline, recipes = Deadline(TIME_LIMIT_S), Recipes.of(case)
-    found = first_layouts(case, recipes, deadline, known, [start]) or find_layouts(case, recipes.starts(), deadline)
-    return found.standing(found.best).plan()
-
-
 @record
 class Outcome:
     """The layout that is chosen under a change, beside the step that the present choice would take under it."""
@@ -273,7 +263,7 @@ def outcome(case: Case, change: Variation, now: Plan, layouts: Sequence[Candidat
     chosen: PricedLayout | None
     try:
         if fastest is None or change.gives_room:
-            chosen = soon(then, fastest, kept.pricing.runtime).best
+            chosen = some_layout(then, Deadline(TIME_LIMIT_S), fastest, [kept.pricing.runtime]).best
         else:
             chosen = price_layout(fastest, fastest.pricing.totals, exact=False)
     except (Infeasible, SolverError):

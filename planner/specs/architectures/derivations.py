@@ -211,13 +211,13 @@ def root_of_hidden(config: Config) -> Derived:
     return {"embedding_multiplier": hidden**0.5} if isinstance(hidden, int) and hidden > 0 else {}
 
 
-def one_for_all(*pairs: tuple[str, str], default: Any = None) -> Callable[[Config], Derived]:
+def one_for_all(*pairs: tuple[str, str]) -> Callable[[Config], Derived]:
     """A function that reads keys which hold one number, or a list of it for each layer (Hunyuan)."""
 
     def derive(config: Config) -> Derived:
         found = {}
         for name, key in pairs:
-            value = config.get(key, default)
+            value = config.get(key)
             if isinstance(value, list):
                 if not value or any(entry != value[0] for entry in value):
                     raise InexpressibleError(f"{key}: layers of different sizes, {str(value)[:60]}")
