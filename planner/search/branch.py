@@ -52,7 +52,6 @@ from planner.search.ilp.node import (
     shorter,
     split_of,
     splits_tried,
-    with_shorter_chunks,
 )
 from planner.search.priced_shapes import PricedShapes
 from planner.search.rebalance import SHAPES, improved, level_guess_s, level_split
@@ -409,15 +408,11 @@ class Branch:
                 bound = min(bound, solution.bound_s + tail_s)
             if bound >= self.cutoff_beyond_s(0.0):
                 break
-            variants = (solution, *with_shorter_chunks(problem, solution))
-            candidates = [layout.with_split(split_of(pricing, problem, variant)) for variant in variants]
-            fitting = [candidate for candidate in candidates if candidate.fits]
-            for candidate in fitting:
+            candidate = layout.with_split(split_of(pricing, problem, solution))
+            if candidate.fits:
                 self.keep(candidate)
-            if fitting:
-                fastest_s = min(candidate.step_s for candidate in fitting)
-                return float(bound) if fastest_s >= bound * (1 - NOISE) else 0.0
-            short_bytes = shorter(short_bytes, candidates[0].excess_bytes, solution.free_bytes)
+                return float(bound) if candidate.step_s >= bound * (1 - NOISE) else 0.0
+            short_bytes = shorter(short_bytes, candidate.excess_bytes, solution.free_bytes)
         return float(bound)
 
     def _of_gap(self, problem: Node) -> Node:

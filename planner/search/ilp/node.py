@@ -342,23 +342,6 @@ def _mean_kind(pricing: Pricing, table: CostTable) -> tuple[Runs, dict[tuple[Lay
     return ((kind, num_layers),), layers
 
 
-def with_shorter_chunks(node: Node, solution: Solution) -> Iterator[Solution]:
-    """Solutions on the shortest chunks that hold the layers, if the solver chose longer chunks and shorter end stages.
-
-    In the program a rank's seconds are the same. Only the replay shows that the order stalls on end stages that are
-    much shorter than the chunks. The layers that the end stages lack are shared between both, or as many as possible
-    are lacking at the last.
-    """
-    num_layers, num_stages = sum(solution.counts), len(solution.counts)
-    chunk = -(-num_layers // num_stages)  # long enough: `cuts_evenly` lets no other vpp through
-    if node.vpp == 1 or chunk >= max(solution.counts):
-        return
-    missing, most_at_last = num_stages * chunk - num_layers, chunk - (0 if node.empty_ends else 1)
-    for at_last in dict.fromkeys((missing - missing // 2, min(missing, most_at_last))):
-        counts = (chunk - missing + at_last, *[chunk] * (num_stages - 2), chunk - at_last)
-        yield replace(solution, counts=counts)
-
-
 def split_of(pricing: Pricing, node: Node, solution: Solution) -> Split:
     """The solver's counts as a split over virtual stages."""
     kinds, without = pricing.model.kinds, Split(solution.counts, node.base)
