@@ -48,7 +48,7 @@ def read_verl(config: ConfigFile) -> ImportedRun:
         imported.model_name = str(model)
     known = {"layout": imported.run["parallelism"], "gpus": imported.run["num_gpus"]}
     imported.put(readings("verl", settings, is_rl=is_rl, **known))
-    for name in ("verl", *(() if is_megatron else ("verl-fsdp",))):
+    for name in ("verl",) if is_megatron else ("verl", "verl-fsdp"):
         row = dialect(f"{name}-{'update' if is_rl else 'tuning'}")
         imported.assumed |= {path: str(value) for path, value in row.left_out(settings).items()}
     imported.refused += refused_settings(settings, "verl")
@@ -165,8 +165,8 @@ def read_roll(config: ConfigFile) -> ImportedRun:
         add_adapters(imported, arguments)
     else:
         imported = run_of_arguments(KeyedSettings(arguments, Script(), gpus), ConfigFile(""), _OF_ROLL)
-    of_others = _STRATEGY if said["is_megatron"] else "\0"
-    dialect("roll-worker").sort(imported, {path: v for path, v in own.items() if not path.startswith(of_others)})
+    is_read = {path for path in own if said["is_megatron"] and path.startswith(_STRATEGY)}
+    dialect("roll-worker").sort(imported, own, is_read)
     imported.source, imported.predicts_further = "roll", False
     imported.model_name = "" if imported.run["model"] else model
     imported.put(readings("roll", given | own, layout=imported.run["parallelism"], **said))

@@ -76,8 +76,8 @@ def micro_steps(record: RunRecord, line: FoundLine) -> None:
     if count > 1:
         record.note(f"its lines time micro-batches: a step is {count:g} of them")
     last, other = line.numbers["s"], number(record.state.get("micro_ms", "")) / 1000
-    seconds = last + (count - 1) * (other if other > 0 else last)
-    _take_step(record, line, step=micro // count, s=seconds, micro=math.nan)
+    others = (count - 1) * (other if other > 0 else last)
+    _take_step(record, line, step=micro // count, s=last + others, micro=math.nan)
 
 
 def _suffixed(text: str) -> tuple[float, float]:

@@ -164,8 +164,6 @@ def run_of_arguments(keyed: KeyedSettings, config: ConfigFile, tool: Dialect | N
     imported.refused += _other_batches(imported, said, beside)
     read_fine_tuning(imported, settings, number(said, *_SEQUENCE), "optimizer" in beside)
     _list_unread(imported, settings)
-    if is_on(settings.get("use_asft_loss")):
-        imported.reinforce(frozen_copies=1)
     _ROW.sort(imported, said, _READ, lambda name, v: is_off(v) or is_empty(v) or tool.is_harmless(name))
     imported.unknown |= {name: value for name, value in unread.items() if not _ROW.is_harmless(name)}
     layout.setdefault("micro_batch_size", 1)
@@ -174,11 +172,7 @@ def run_of_arguments(keyed: KeyedSettings, config: ConfigFile, tool: Dialect | N
 
 def _read_checkpointing(imported: ImportedRun, settings: Fields, tool: Dialect) -> None:
     """Recomputing of layers, which a key asks for, or the tool where no key forbids it."""
-    asked = {name: settings[name] for name in _CHECKPOINTING if str(settings.get(name, 0)) != "0"}
-    imported.unknown |= {
-        name: f"{value}, priced as kept on the GPU" for name, value in asked.items() if "offload" in str(value)
-    }
-    is_asked = any(not is_off(value) for value in asked.values())
+    is_asked = any(str(value) != "0" and not is_off(value) for value in map(settings.get, _CHECKPOINTING))
     if is_asked or ("disable_gradient_checkpointing" in settings and "gradient_checkpointing" in tool.unasked):
         is_forbidden = is_on(settings.get("disable_gradient_checkpointing"))
         imported.run["parallelism"]["recompute"] = "none" if is_forbidden else "full"
