@@ -165,8 +165,9 @@ def read_roll(config: ConfigFile) -> ImportedRun:
         add_adapters(imported, arguments)
     else:
         imported = run_of_arguments(KeyedSettings(arguments, Script(), gpus), ConfigFile(""), _OF_ROLL)
-    is_read = {path for path in own if said["is_megatron"] and path.startswith(_STRATEGY)}
-    dialect("roll-worker").sort(imported, own, is_read)
+    dialect("roll-worker").sort(
+        imported, own, {path for path in own if said["is_megatron"] and path.startswith(_STRATEGY)}
+    )
     imported.source, imported.predicts_further = "roll", False
     imported.model_name = "" if imported.run["model"] else model
     imported.put(readings("roll", given | own, layout=imported.run["parallelism"], **said))
