@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from itertools import pairwise
+from itertools import pairwise, product
 
 from planner.errors import SpecError
 from planner.export.followed.shell_script import read_script
@@ -52,9 +52,9 @@ def _of_automodel(name: str, settings: Settings, num_gpus: int | None) -> Import
     if any(path.startswith("peft.") for path in settings) and "peft.dim" not in settings:
         unasked["peft.dim"] = 8
     found: Settings = {}
-    for path, value in {**unasked, **settings}.items():
-        if path in row.renamed and str(value).lower() not in ("none", "null", "", "0"):
-            found.setdefault(row.renamed[path], value)
+    for given, (path, key) in product((settings, unasked), row.renamed.items()):
+        if str(given.get(path)).lower() not in ("none", "null", "", "0"):
+            found.setdefault(key, given[path])
     for key in ("training.local_batch_size", "training.global_batch_size"):
         if key not in found:
             path = next(path for path, name in row.renamed.items() if name == key)

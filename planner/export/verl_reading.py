@@ -48,6 +48,9 @@ def read_verl(config: ConfigFile) -> ImportedRun:
         imported.model_name = str(model)
     known = {"layout": imported.run["parallelism"], "gpus": imported.run["num_gpus"]}
     imported.put(readings("verl", settings, is_rl=is_rl, **known))
+    for name in ("verl",) if is_megatron else ("verl", "verl-fsdp"):
+        row = dialect(f"{name}-{'update' if is_rl else 'tuning'}")
+        imported.assumed |= {path: str(value) for path, value in row.left_out(settings).items()}
     imported.refused += refused_settings(settings, "verl")
     return imported
 
@@ -106,11 +109,8 @@ def _of_fsdp(settings: Settings, model: str, is_rl: bool) -> ImportedRun:
     imported = run_of_arguments(KeyedSettings(said["arguments"], Script(), _num_gpus(settings)), ConfigFile(""), _ROW)
     imported.put(said)
     imported.source = "verl"
-    actor, own = (_ACTOR, _MODEL) if is_rl else ("", "model.")
-    unsaid: Settings = {f"{own}enable_gradient_checkpointing": True, f"{actor}fsdp_config.fsdp_size": -1}
-    unsaid[f"{_ACTOR}ppo_micro_batch_size_per_gpu" if is_rl else "data.micro_batch_size_per_gpu"] = None if is_rl else 4
-    imported.assumed = {path: str(value) for path, value in unsaid.items() if path not in settings}
-    _offload(imported, settings, f"{actor}fsdp_config." if is_rl else "model.fsdp_config.")
+    imported.assumed = {}
+    _offload(imported, settings, f"{_ACTOR if is_rl else 'model.'}fsdp_config.")
     _list_unread(imported, settings, ())
     return imported
 
@@ -165,7 +165,9 @@ def read_roll(config: ConfigFile) -> ImportedRun:
         add_adapters(imported, arguments)
     else:
         imported = run_of_arguments(KeyedSettings(arguments, Script(), gpus), ConfigFile(""), _OF_ROLL)
-    dialect("roll-worker").sort(imported, {path: v for path, v in own.items() if not path.startswith(_STRATEGY)})
+    dialect("roll-worker").sort(
+        imported, own, {path for path in own if said["is_megatron"] and path.startswith(_STRATEGY)}
+    )
     imported.source, imported.predicts_further = "roll", False
     imported.model_name = "" if imported.run["model"] else model
     imported.put(readings("roll", given | own, layout=imported.run["parallelism"], **said))

@@ -67,12 +67,17 @@ def with_data(record: RunRecord, line: FoundLine) -> None:
 
 
 def micro_steps(record: RunRecord, line: FoundLine) -> None:
-    """A line of a micro-batch, of which a step has as many as the line's own counts or the configuration say."""
+    """A line of a micro-batch, of which a step has as many as the line's own counts or the configuration say.
+
+    LitGPT's last one of a step has the optimizer's in it, which the others have not.
+    """
     micro, step = line.numbers["micro"], line.numbers.get("step")
     count = max(1.0, micro / step if step else number(record.state.get("micro_batches", "1")))
     if count > 1:
         record.note(f"its lines time micro-batches: a step is {count:g} of them")
-    _take_step(record, line, step=micro // count, s=line.numbers["s"] * count, micro=math.nan)
+    last, other = line.numbers["s"], number(record.state.get("micro_ms", "")) / 1000
+    others = (count - 1) * (other if other > 0 else last)
+    _take_step(record, line, step=micro // count, s=last + others, micro=math.nan)
 
 
 def _suffixed(text: str) -> tuple[float, float]:

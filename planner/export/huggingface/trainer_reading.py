@@ -79,6 +79,8 @@ _ROW = dialect("huggingface")
 _READ = {*_ROW.read, *_GRID, *(name for names in _SPELLED.values() for name in names)}
 _TOOLS = tuple(map(dialect, ("llamafactory", "axolotl", "ms-swift", "deepspeed-chat", "trl", "transformers")))
 """Trainers around Hugging Face's, of which the first is meant whose marks the settings have."""
+_SECTIONS = ("dist_config", "quant_config")
+"""Sections of LLaMA-Factory's version 1 whose settings are read by their paths."""
 _BY_ACCELERATE = ("trl", "transformers")
 """Trainers whose launch says how they are sharded, in a file of Accelerate's."""
 
@@ -154,7 +156,7 @@ def run_of_arguments(keyed: KeyedSettings, config: ConfigFile, tool: Dialect | N
         layout["micro_batch_size"] = batch
     steps = number(said, "gradient_accumulation_steps")
     imported.microbatches_per_rank = steps or imported.microbatches_per_rank or (1 if batch else None)
-    by = "zero_stage" if run["runtime"] == DEEPSPEED_RUNTIME else "fsdp"
+    by = "fsdp" if is_off(settings.get("deepspeed")) and run["runtime"] != DEEPSPEED_RUNTIME else "zero_stage"
     sharded = {by: layout["zero_stage"]} if layout["zero_stage"] else {}
     known = {**settings, **sharded, "said": said, "num_gpus": run["num_gpus"]}
     imported.refused += refused_settings(known, "huggingface", "accelerate", tool.name)
@@ -162,8 +164,6 @@ def run_of_arguments(keyed: KeyedSettings, config: ConfigFile, tool: Dialect | N
     imported.refused += _other_batches(imported, said, beside)
     read_fine_tuning(imported, settings, number(said, *_SEQUENCE), "optimizer" in beside)
     _list_unread(imported, settings)
-    if is_on(settings.get("use_asft_loss")):
-        imported.reinforce(frozen_copies=1)
     _ROW.sort(imported, said, _READ, lambda name, v: is_off(v) or is_empty(v) or tool.is_harmless(name))
     imported.unknown |= {name: value for name, value in unread.items() if not _ROW.is_harmless(name)}
     layout.setdefault("micro_batch_size", 1)
@@ -172,11 +172,7 @@ def run_of_arguments(keyed: KeyedSettings, config: ConfigFile, tool: Dialect | N
 
 def _read_checkpointing(imported: ImportedRun, settings: Fields, tool: Dialect) -> None:
     """Recomputing of layers, which a key asks for, or the tool where no key forbids it."""
-    asked = {name: settings[name] for name in _CHECKPOINTING if str(settings.get(name, 0)) != "0"}
-    imported.unknown |= {
-        name: f"{value}, priced as kept on the GPU" for name, value in asked.items() if "offload" in str(value)
-    }
-    is_asked = any(not is_off(value) for value in asked.values())
+    is_asked = any(str(value) != "0" and not is_off(value) for value in map(settings.get, _CHECKPOINTING))
     if is_asked or ("disable_gradient_checkpointing" in settings and "gradient_checkpointing" in tool.unasked):
         is_forbidden = is_on(settings.get("disable_gradient_checkpointing"))
         imported.run["parallelism"]["recompute"] = "none" if is_forbidden else "full"
@@ -248,9 +244,10 @@ def _in_one(settings: Settings) -> Settings:
     """Settings of LLaMA-Factory's version 1 out of their sections, and those of `accelerate launch` in its file's."""
     found = dict(settings)
     if "model_class" in settings:
-        adapters, sharding = found.pop("peft_config", None), found.pop("dist_config", None)
+        adapters = found.pop("peft_config", None)
         found |= adapters if isinstance(adapters, dict) else {}
-        arguments: Settings = readings("llamafactory-arguments", found, sharding=sharding)["arguments"]
+        found |= flat({name: found.pop(name) for name in _SECTIONS if isinstance(found.get(name), dict)})
+        arguments: Settings = readings("llamafactory-arguments", found)["arguments"]
         found.pop("name", None)
         return found | arguments
     for section, start in (("fsdp_config", "fsdp_"), ("parallelism_config", "parallelism_config_")):

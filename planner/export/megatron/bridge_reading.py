@@ -50,9 +50,7 @@ IGNORED = re.compile("|".join(
      *(rf"{section}\.({'|'.join(words.split())})" for section, words in OF_BRIDGE["harmless"].items()))
 ))  # fmt: skip
 """Paths of fields that change neither seconds nor bytes of a step."""
-_OF_HYBRIDS = re.compile(
-    r"model\.(mamba_|hybrid_|is_hybrid|mtp_(hybrid|use_repeated)|keep_mtp|use_mamba|use_fused_weighted|first_last)"
-)
+_OF_HYBRIDS = re.compile(r"model\.(mamba_|hybrid_|is_hybrid|mtp_hybrid|keep_mtp|use_mamba|use_fused_weighted)")
 """Fields that describe a hybrid model of which the name is given."""
 _OPTION_MOMENTS = {theirs: ours for ours, theirs in OF_BRIDGE["moments"].items()}
 
