@@ -69,7 +69,7 @@ class CliOption(NamedTuple):
     """The unit of a number, or the name of the words that it may be."""
     is_positive: bool = False
     """True for a number that is above 0, and no larger than any that a run takes."""
-    elsewhere: Mapping[str, str] = {}  # noqa: RUF012
+    elsewhere: Mapping[str, str] = {}
     """Words that another command takes there, and how to type it."""
 
     @property
