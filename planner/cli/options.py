@@ -15,7 +15,7 @@ import inspect
 import json
 import re
 import shlex
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cache, partial, wraps
 from pathlib import Path
@@ -69,6 +69,8 @@ class CliOption(NamedTuple):
     """The unit of a number, or the name of the words that it may be."""
     is_positive: bool = False
     """True for a number that is above 0, and no larger than any that a run takes."""
+    elsewhere: Mapping[str, str] = {}
+    """Words that another command takes there, and how to type it."""
 
     @property
     def name(self) -> str:
@@ -166,9 +168,7 @@ def converted(row: CliOption, kind: Any, word: Any) -> Any:
     except (ValueError, OverflowError):
         example = UNITS[unit][1] if {int, float} & {*kinds} else "1"
         says = f"{row.name}: {word[:60]!r} is not a {'whole number' if int in kinds else 'number'}"
-        if (row.name, word) == ("--gpus", "auto"):
-            raise SpecError(says, "plan sweep --model 70b --gpus auto") from None
-        raise SpecError(says, f"write {row.name} {example}") from None
+        raise SpecError(says, row.elsewhere.get(word, f"write {row.name} {example}")) from None
     return word
 
 

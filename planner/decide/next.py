@@ -48,6 +48,9 @@ SIZES, SIZES_LENGTH, SHARES, SHARES_LENGTH, OWN = 0.50, 2.0, 0.34, 0.3, 0.21
 """The covariance of the errors of one job's layouts, fitted to 658 published layouts of 140 jobs. Held out source by
 source they have −1.05 nats a layout with it, and −0.93 with an error of the job and one of the layout alone
 (`tools/replay_next --fit`)."""
+_WIDTHS_PER_SIGMA = 1 / math.sqrt(SIZES**2 + SHARES**2 + OWN**2)
+"""Half-widths that are shown for a standard deviation: errors scatter less than the intervals of plans say, which hold
+until something is measured."""
 REPEAT_SIGMA = 0.005
 """Standard deviation of a step measured again, in natural logarithms: quiet sources repeat a run within 0.5%."""
 STARTUP_MINUTES = 5.0
@@ -372,7 +375,7 @@ def next_answer(run: NextRun, model: str) -> NextAnswer:
 
 def _described(run: NextRun, place: int, chance: float) -> NextLayout:
     choice, log = run.choices[place], float(run.belief.mean[place])
-    width = SIGMAS_TO_END * math.sqrt(max(float(run.belief.covariance[place, place]), 0.0))
+    width = _WIDTHS_PER_SIGMA * math.sqrt(max(float(run.belief.covariance[place, place]), 0.0))
     saved = 0.0 if place in run.done else run.saved(place)
     return NextLayout(
         name=choice.name,

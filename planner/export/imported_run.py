@@ -15,6 +15,7 @@ from planner.specs.base import Fields, Named, Said, filled
 from planner.specs.model import ModelSpec
 from planner.specs.reading import parse_json, parse_yaml, printable, shipped_table, text_beside
 from planner.specs.registry import load_model, model_names
+from planner.specs.shipped import find
 
 
 def json_of(text: str, hint: str) -> Any:
@@ -213,6 +214,8 @@ class ImportedRun:
             self.run["parallelism"], self.run["features"] = other.run["parallelism"], other.run["features"]
             self.refused = other.refused
         run = {**self.run, **added}
+        if _by_own_name(run.get("hardware")) != _by_own_name(self.run.get("hardware")):
+            run["inter_node"] = added.get("inter_node")  # a manifest's rate is of its own GPUs
         if self.pads and "document_lengths" in added:
             longest = max(entry["length"] for entry in added["document_lengths"])
             run |= {"batching": "padded", "seq_length": min(run["seq_length"] or longest, longest)}
@@ -368,3 +371,8 @@ def least_gpus(layout: Fields) -> int:
     attention, experts = (layout.get("tp", 1) * layout.get("cp", 1), layout.get("ep", 1) * (layout.get("etp") or 1))
     stages: int = max(1, layout.get("pp", 1))
     return stages * math.lcm(max(1, attention), max(1, experts))
+
+
+def _by_own_name(hardware: str | Fields | None) -> object:
+    """Hardware; what ships is the same by each of its names."""
+    return find("hardware", hardware) or hardware if isinstance(hardware, str) else hardware

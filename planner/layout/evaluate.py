@@ -293,8 +293,11 @@ def export_warnings(pricing: Pricing) -> tuple[str, ...]:
     warnings: tuple[str, ...] = ()
     if training.dtype == "bf16" and "bf16" not in hardware.peak_tflops:
         warnings = (f"{hardware.name} has no bf16: priced at the rate of fp16, which --dtype fp16 asks for",)
-    if hardware.architecture in BEFORE_FLASH and not runtime.flash_attention:
-        warnings += (f"{hardware.name}: attention keeps its scores, since fused kernels need Ampere or newer",)
+    if hardware.architecture in BEFORE_FLASH:
+        if not runtime.flash_attention:
+            warnings += (f"{hardware.name}: attention keeps its scores, since fused kernels need Ampere or newer",)
+        if model.moe and runtime.family in _OF_MEGATRON:
+            warnings += (f"plan export refuses experts on {hardware.name}: --moe-grouped-gemm needs Ampere or newer",)
     is_packed = training.document_lengths is not None and training.batching == "packed"
     if is_packed and not (runtime.masks_documents or runtime.dynamic_cp):
         warnings += (f"{runtime.name} attends across packed documents: priced as whole sequences ({_across(runtime)})",)
@@ -310,9 +313,12 @@ def host_warnings(pricing: Pricing, shape: Shape) -> tuple[str, ...]:
     return () if fits_host(pricing, shape) else (f"does not fit: {host_shortage(pricing, shape)}",)
 
 
+_OF_MEGATRON = ("megatron", "bridge", "primus-megatron")
+
+
 def _across(runtime: RuntimeSpec) -> str:
     """The reason why a trainer's attention leaves documents, and what prices one that does not."""
-    if runtime.family in ("megatron", "bridge", "primus-megatron"):
+    if runtime.family in _OF_MEGATRON:
         why = "Transformer Engine takes the causal mask alone, --reset-attention-mask or not: Megatron-LM issue 2357"
     else:
         why = f"no option of {runtime.name} masks them"

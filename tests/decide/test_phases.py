@@ -247,7 +247,10 @@ def proposed(run: NextRun) -> str | None:
 def test_the_favourite_is_measured_first_and_then_the_informative_one(choice: Callable[..., TrialChoice]) -> None:
     best, sure, unsure = choice("best", 10.0, 0.1), choice("sure", 10.3, 0.01), choice("unsure", 10.3, 0.3, tp=1)
     choices = [best, sure, unsure]
-    assert proposed(NextRun(2048, choices, days=30)) == "best"
+    run = NextRun(2048, choices, days=30)
+    assert proposed(run) == "best"
+    for one in next_answer(run, "405b").layouts:  # nothing measured narrows an interval yet
+        assert one.expected_s_interval == pytest.approx(choices[one.number].layout.step.step_s_interval)
     run = NextRun(2048, choices, [measured(best, 10.0)], days=30)
     assert proposed(run) == "unsure"
     assert run.saved(2) > 10 * run.saved(1)

@@ -164,10 +164,12 @@ def test_files_of_other_trainers_are_held_against_their_tables(text: str, says: 
 def test_a_plan_that_a_target_cannot_express_is_refused_by_name(
     planned: Callable[..., Plan], target: str, options: dict[str, Any], reasons: list[str]
 ) -> None:
+    plan = planned(**options)
     with pytest.raises(Inexpressible) as caught:
-        TRAINERS[target].write(planned(**options))
+        TRAINERS[target].write(plan)
     assert caught.value.exit_code == 2
     assert set(reasons) <= {reason.name for reason in caught.value.reasons}
+    assert any("--moe-grouped-gemm" in warning for warning in plan.warnings) is (reasons == ["grouped_experts"])
 
 
 ROOT = Path(str(plan_options.__file__)).parents[1]

@@ -15,6 +15,7 @@ from planner.answer import Plan
 from planner.errors import Infeasible
 from planner.export.export import bundle_of
 from planner.export.import_run import read_configuration
+from planner.export.imported_run import ImportedRun
 from planner.export.refusal import Inexpressible
 from planner.export.targets import SOURCES, TRAINERS
 from planner.layout.evaluate import evaluate
@@ -68,6 +69,13 @@ def test_machines_and_models_of_ones_own_come_back(target: str, runtime: str, ma
         trip = there_and_back(plan, files, start)
         assert trip.is_same, str(trip)
         assert (trip.again.runtime, trip.again.cluster.node_size) == (plan.runtime, plan.cluster.node_size)
+
+
+def test_the_rate_of_a_manifest_stays_with_its_gpus() -> None:
+    run = {"model": "llama-3.1-8b", "hardware": "h100-sxm-80gb", "num_gpus": 8, "seq_length": 4096,
+           "global_batch_size": 8, "parallelism": {}, "inter_node": "100 Gb/s per GPU"}  # fmt: skip
+    runs = (ImportedRun("deepspeed", run | {"features": {}}).complete(hardware=name) for name in ("h100", "a100"))
+    assert ["inter_node" in run for run in runs] == [True, False]
 
 
 def test_every_target_is_tried() -> None:

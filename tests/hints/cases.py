@@ -114,7 +114,6 @@ NOT_TYPED: dict[tuple[str, str], str] = {
     ("cli/inputs.py", "write 8 or 8,16"): _SEARCHES, ("cli/inputs.py", "write 4, 4x256"): _IMAGES,
     ("cli/inputs.py", "--images {number}"): _IMAGES, ("cli/inputs.py", "config.json of one that has"): _IMAGES,
     ("cli/options.py", "write {row.name} {example}"): _PROSE,
-    ("cli/options.py", "plan sweep --model 70b --gpus auto"): _SEARCHES,
     ("cli/options.py", "leave {row.name} out"): "it is to type nothing",
     ("cli/schedule.py", "plan schedule 1f1b --pp 4"): _PROSE,
     ("cli/schedule.py", "--sizes 1,1,2"): _PROSE, ("cli/schedule.py", "{option} 1"): _PROSE,

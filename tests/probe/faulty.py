@@ -77,9 +77,9 @@ def stage_out_of_memory(start: Start, rank: int, local_rank: int) -> None:
     stage_process(start, rank, local_rank)
 
 
-def aborted(start: Start, rank: int, local_rank: int) -> None:
-    """One rank raises; the other is aborted, as NCCL's watchdog does where a peer is gone."""
-    at("1B1", raise_error) if rank == SICK_RANK else at("0B1", os.abort)
+def ended(start: Start, rank: int, local_rank: int) -> None:
+    """One rank raises; the other ends without a word, as where a library lost its peer and ends the process."""
+    at("1B1", raise_error) if rank == SICK_RANK else at("0F2", lambda: os._exit(3))
     rank_process(start, rank, local_rank)
 
 

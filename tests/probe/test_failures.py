@@ -55,7 +55,7 @@ def small(make_run: Any, **options: Any) -> Any:
     [
         (faulty.killed, r"rank 1 \(stage 1, dp 0, cp 0, tp 0\) was killed by SIGKILL: .* (rehearsal|exchanges|step 0)"),
         (faulty.raising, r"rank 1 \(stage 1, dp 0, cp 0, tp 0\) failed in step 0, at 1B1 .*: RuntimeError: boom$"),
-        (faulty.aborted, r"rank 1 .* failed in step 0, at 1B1 .*: RuntimeError: boom$"),
+        (faulty.ended, r"rank 1 .* failed in step 0, at 1B1 .*: RuntimeError: boom$"),
         (faulty.other_torch, r"rank 1 on .* has torch 2\.6\.0, not .* as rank 0 on"),
     ],
 )

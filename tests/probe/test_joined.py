@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -28,6 +29,7 @@ from planner.layout.evaluate import evaluate
 from planner.probe.launch import joined as launch_joined
 from planner.probe.launch.joined import first_host, joins_others
 from planner.probe.launch.launcher import process_context
+from planner.probe.rank.groups import tcp_store
 from planner.specs.cluster import ClusterSpec
 from planner.specs.model import ModelSpec
 from planner.specs.registry import load_hardware
@@ -36,7 +38,7 @@ from planner.specs.training import Parallelism, TrainingSpec
 TABLES = yaml.safe_load((Path(__file__).parent / "tables.yaml").read_text())
 
 HERE = Path(__file__).parent
-PATIENCE_S = 100.0
+PATIENCE_S = 600.0
 """After this a test has hung; a busy machine takes long, and no test fails for that."""
 
 
@@ -95,8 +97,9 @@ def until(condition: Callable[[], bool]) -> None:
 
 
 def free_port() -> int:
+    """Below those that connections are given: one would have it before a rank that imports torch listens."""
     with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
+        free.bind(("127.0.0.1", random.SystemRandom().randrange(20_000, 30_000)))
         return int(free.getsockname()[1])
 
 
@@ -195,10 +198,12 @@ def test_ranks_that_disagree_say_so_at_once(name: str, plan_file: str, tmp_path:
 
 
 def test_a_rank_that_is_there_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    port = free_port()
-    for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": True}.items():
+    hosted = tcp_store("127.0.0.1", 0, PATIENCE_S, is_host=True)
+    with pytest.raises(OSError, match="refused"):  # which listens there alone
+        socket.create_connection(("127.0.0.2", hosted.port))
+    environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": hosted.port, "TORCHELASTIC_USE_AGENT_STORE": True}
+    for name, value in environment.items():
         monkeypatch.setenv(name, str(value))
-    hosted = dist.TCPStore("127.0.0.1", port, 2, is_master=True, wait_for_workers=False)
     dist.PrefixStore("attempt 0", hosted).set("world size", "2")
     launch_joined.meet(1, 2, PATIENCE_S)
     with pytest.raises(ProbeError, match="rank 1 was started twice"):

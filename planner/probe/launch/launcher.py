@@ -181,7 +181,7 @@ class _StartedRanks:
         silent = sorted(
             (code == -signal.SIGABRT, rank, code) for rank, code in self._codes().items() if code and rank not in told
         )
-        if silent and (not silent[0][0] or all(map(_consequence, failures))):
+        if silent and all(map(_consequence, failures)):
             _, rank, code = silent[0]
             ended = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
             last = self.heard.progress[rank]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import socket
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -166,9 +167,12 @@ class Heard:
 
 
 def tcp_store(host: str, port: int, timeout_s: float, is_host: bool = False) -> Any:
-    """A connection to the store in which ranks meet, or the store itself (`is_host`; port 0 takes a free one)."""
-    limit = timedelta(seconds=timeout_s)
-    return cast(Any, dist).TCPStore(host, port, is_master=is_host, timeout=limit, wait_for_workers=False)
+    """A connection to the store in which ranks meet, or the store itself (`is_host`); port 0 takes a free one, and
+    listens at that address alone."""
+    limit, own = timedelta(seconds=timeout_s), None if port else socket.create_server((host, port)).detach()
+    return cast(Any, dist).TCPStore(
+        host, port, is_master=is_host, timeout=limit, wait_for_workers=False, master_listen_fd=own
+    )
 
 
 def results_in(store: Any, ranks: Iterable[int]) -> tuple[RankResult, ...]:
