@@ -19,7 +19,14 @@ from pydantic import ValidationError
 
 from planner.errors import SpecError
 from planner.specs.architectures import derivations, layer_lists, sections
-from planner.specs.architectures.derivations import Config, Derived, InexpressibleError, check_switches, first_of
+from planner.specs.architectures.derivations import (
+    Config,
+    Derived,
+    InexpressibleError,
+    check_switches,
+    first_of,
+    mapping_in,
+)
 from planner.specs.architectures.layer_lists import without_unused_sections
 from planner.specs.base import filled
 from planner.specs.model import ModelSpec
@@ -224,10 +231,9 @@ def router(config: Config) -> Derived:
 
 def _vision(config: Config, text_hidden: Any, where: str) -> Derived:
     """The tower of a multimodal config; one that the table does not know is named, and left out."""
-    thinker = config.get("thinker_config")
-    config = thinker if isinstance(thinker, Mapping) else config
+    config = mapping_in(config, "thinker_config") or config
     stated = config.get("vision_config")
-    looked = _Looked(stated if isinstance(stated, Mapping) else {})
+    looked = _Looked(mapping_in(config, "vision_config"))
     found = (
         sections.vision_of({**config, "vision_config": looked}, text_hidden) if isinstance(text_hidden, int) else None
     )
@@ -345,8 +351,7 @@ def from_config(config: Config, where: str) -> ModelSpec:
     whole, (config, row) = config, _architecture(config, where)
     stated = config
     for section in row.sections:
-        inner = config.get(section)
-        config = {**(inner if isinstance(inner, dict) else {}), **config}
+        config = {**mapping_in(config, section), **config}
     config = {**_rotary_base(config), **config}
     given = _Looked({**row.defaults, **config})
     keys = {
@@ -435,11 +440,9 @@ def _is_unsaid(name: str, value: Any) -> bool:
 
 def _rotary_base(config: Config) -> Config:
     """Rotary settings as transformers 5 writes them: in rope_parameters, or in those of full attention."""
-    stated = config.get("rope_parameters")
-    if isinstance(stated, dict) and isinstance(stated.get("full_attention"), dict):
-        stated = stated["full_attention"]
-    names = ("rope_theta", "partial_rotary_factor")
-    return {name: stated[name] for name in names if name in stated} if isinstance(stated, dict) else {}
+    stated = mapping_in(config, "rope_parameters")
+    stated = mapping_in(stated, "full_attention") or stated
+    return {name: stated[name] for name in ("rope_theta", "partial_rotary_factor") if name in stated}
 
 
 def _first_key(keys: tuple[str, ...], config: Config) -> str | None:

@@ -39,6 +39,18 @@ def num_layers(config: Config) -> int:
     return min(layers, MAX_LAYERS) if isinstance(layers, int) else 0
 
 
+def mapping_in(config: Config, key: str) -> Config:
+    """The mapping under a key; an empty one where none stands there."""
+    stated = config.get(key)
+    return stated if isinstance(stated, Mapping) else {}
+
+
+def list_in(config: Config, key: str) -> list[Any]:
+    """The list under a key; an empty one where none stands there."""
+    stated = config.get(key)
+    return stated if isinstance(stated, list) else []
+
+
 def check_switches(config: Config) -> None:
     """Raise InexpressibleError where a switch is neither on nor off: any text would read as on."""
     for key in _SWITCHES:

@@ -14,6 +14,7 @@ from planner.specs.architectures.derivations import (
     Derived,
     InexpressibleError,
     first_of,
+    list_in,
     num_layers,
     sum_of,
     whole,
@@ -259,8 +260,7 @@ def moe_layers(is_moe: IsOne) -> Callable[[Config], Derived]:
 
 
 def qwen_moe(config: Config, layer: int) -> bool:
-    dense = config.get("mlp_only_layers")
-    return every("decoder_sparse_step", 0)(config, layer) and not (isinstance(dense, list) and layer in dense)
+    return every("decoder_sparse_step", 0)(config, layer) and layer not in list_in(config, "mlp_only_layers")
 
 
 def deepseek_moe(config: Config, layer: int) -> bool:
@@ -331,8 +331,8 @@ def rotated_layers(config: Config) -> Derived:
 
 def mllama_layers(config: Config) -> Derived:
     """Llama 3.2 Vision's listed layers attend to images, through two gates of one number each."""
-    stated = config.get("cross_attention_layers")
-    crosses = [isinstance(stated, list) and layer in stated for layer in range(num_layers(config))]
+    stated = list_in(config, "cross_attention_layers")
+    crosses = [layer in stated for layer in range(num_layers(config))]
     sizes = tuple({"vector_parameters": 2} if one else {} for one in crosses)
     return {"layer_types": shortest(["cross" if one else "full" for one in crosses]), "layer_sizes": sizes}
 
@@ -388,8 +388,7 @@ def repeated(key: str, names: dict[str, str]) -> Callable[[Config], Derived]:
     """A function that reads kinds of layers, which repeat."""
 
     def derive(config: Config) -> Derived:
-        stated = config.get(key)
-        whole_list = {**config, "num_hidden_layers": len(stated) if isinstance(stated, list) else 0}
+        whole_list = {**config, "num_hidden_layers": len(list_in(config, key))}
         return {"layer_types": tuple(listed(whole_list, names, key) or ())[: num_layers(config)] or None}
 
     return derive

@@ -19,6 +19,8 @@ from planner.specs.architectures.derivations import (
     Config,
     Derived,
     InexpressibleError,
+    list_in,
+    mapping_in,
     num_layers,
     sum_of,
     whole,
@@ -29,8 +31,7 @@ from planner.specs.units import is_count
 
 def kimi_delta(config: Config) -> Derived:
     """Kimi delta attention: sizes at the top, or in linear_attn_config as its checkpoints have them."""
-    given = config.get("linear_attn_config")
-    inner = given if isinstance(given, dict) else {}
+    inner = mapping_in(config, "linear_attn_config")
     dim = inner.get("head_dim", config.get("linear_head_dim"))
     heads = inner.get("num_heads", config.get("linear_num_heads"))
     conv = inner.get("short_conv_kernel_size", config.get("linear_conv_kernel_dim"))
@@ -115,8 +116,7 @@ def qwen4(config: Config) -> Derived:
             "weighs_heads": False
         }
         fields["layer_types"] = tuple("indexed" if kind == "full" else kind for kind in found["layer_types"])
-    stated = config.get("ple_layer_ids")
-    layers = sorted({each for each in stated if isinstance(each, int)}) if isinstance(stated, list) else []
+    layers = sorted({each for each in list_in(config, "ple_layer_ids") if isinstance(each, int)})
     if not layers:
         return fields
     hidden, heads = whole(config, "hidden_size"), (whole(config, "ngram_size") - 1) * whole(config, "heads_per_ngram")
@@ -144,10 +144,10 @@ def dots3(config: Config) -> Derived:
     kinds = lists.listed(config, names)
     if kinds is None:
         kinds = ["indexed" if layer == 0 or layer % 4 == 1 else "sliding" for layer in range(num_layers(config))]
-    given = config.get("per_layer_config")
-    stated = {int(layer): own for layer, own in given.items() if is_count(layer)} if isinstance(given, dict) else {}
-    slide = [layer for layer, kind in enumerate(kinds) if kind == "sliding" and isinstance(stated.get(layer), dict)]
-    own: Derived = stated[slide[0]] if slide else {}
+    stated = {int(layer): own for layer, own in mapping_in(config, "per_layer_config").items() if is_count(layer)}
+    own: Config = next(
+        (stated[i] for i, kind in enumerate(kinds) if kind == "sliding" and isinstance(stated.get(i), dict)), {}
+    )
     sizes = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
     latent = {name: whole(own, name, whole(config, f"swa_{name}")) for name in sizes}
     heads = whole(own, "num_attention_heads", whole(config, "swa_num_attention_heads"))
@@ -166,8 +166,7 @@ _COMPRESSED = {
 
 def compressed_attention(config: Config) -> Derived:
     """DeepSeek-V4's attention: kinds of layers by name, or by the tokens of a compressed key (0 for none)."""
-    rates = config.get("compress_rates")
-    named = rates if isinstance(rates, dict) else {}
+    named = mapping_in(config, "compress_rates")
     sparse = whole({**named, **config}, "compress_rate_csa", named.get("compressed_sparse_attention", 4))
     heavy = whole({**named, **config}, "compress_rate_hca", named.get("heavily_compressed_attention", 128))
     layers, stated = num_layers(config), config.get("compress_ratios")
@@ -193,9 +192,14 @@ def shared_compression(config: Config) -> Derived:
     """DeepSeek-V4.1: listed layers compress keys and choose among them for those behind; some add n-grams."""
     layers = num_layers(config)
     rates, makers, choosers, adders, rows = (
-        stated if isinstance(stated := config.get(key), list) and all(type(one) is int for one in stated) else []
-        for key in ("compress_ratios", "kv_source_layer_ids", "index_source_layer_ids", "engram_layer_ids",
-                    "engram_num_embeddings")
+        stated if all(type(one) is int for one in stated) else []
+        for stated in (
+            list_in(config, key)
+            for key in (
+                "compress_ratios", "kv_source_layer_ids", "index_source_layer_ids", "engram_layer_ids",
+                "engram_num_embeddings",
+            )
+        )
     )  # fmt: skip
     if len(rates) < layers or min(rates, default=0) < 0 or len(rows) < len(adders):
         raise InexpressibleError(f"compress_ratios, engram_num_embeddings: {rates!r:.60}, {rows!r:.60}")
@@ -230,13 +234,12 @@ _MINIMAX_M3_OLD = {
 
 def minimax_m3(config: Config) -> Derived:
     """MiniMax-M3's sparse layers attend to chosen blocks of keys, which heads without weights of their own score."""
-    given = config.get("sparse_attention_config")
-    stated = given if isinstance(given, dict) else {}
+    stated = mapping_in(config, "sparse_attention_config")
     kinds = lists.listed(config, {"full_attention": "full", "minimax_m3_sparse": "indexed"})
     if kinds is None:
-        chosen = stated.get("sparse_attention_freq")
-        listed = chosen if isinstance(chosen, list) and len(chosen) == config.get("num_hidden_layers") else ()
-        kinds = ["indexed" if layer < len(listed) and listed[layer] else "full" for layer in range(num_layers(config))]
+        chosen = lists.marked("sparse_attention_freq", 1, lists.never)
+        sizes = {**stated, "num_hidden_layers": config.get("num_hidden_layers")}
+        kinds = ["indexed" if chosen(sizes, layer) else "full" for layer in range(num_layers(config))]
     fields: Derived = {
         # a checkpoint's config says `swigluoai`, whose gate is clamped and passed through a sigmoid
         "activation": "silu", "layer_types": lists.shortest(kinds),
@@ -329,12 +332,9 @@ def nas_blocks(config: Config) -> Derived:
     A block without both does nothing, and is no layer here.
     """
     hidden, heads = whole(config, "hidden_size"), whole(config, "num_attention_heads")
-    blocks, kinds = config.get("block_configs"), list[tuple[str, str, Derived]]()
-    for block in blocks if isinstance(blocks, list) else ():
-        halves = block if isinstance(block, dict) else {}
-        attention, mlp = (
-            half if isinstance(half, dict) else {} for half in (halves.get(key) for key in ("attention", "ffn"))
-        )
+    kinds = list[tuple[str, str, Derived]]()
+    for block in list_in(config, "block_configs"):
+        attention, mlp = (mapping_in(block, key) if isinstance(block, dict) else {} for key in ("attention", "ffn"))
         mixer, kind = (
             "none" if half.get("no_op") else "linear" if half.get("replace_with_linear") else ""
             for half in (attention, mlp)
@@ -350,7 +350,7 @@ def nas_blocks(config: Config) -> Derived:
         kinds.append((mixer or "full", kind or "dense", sizes))
     layers = [kind for kind in kinds if kind[:2] != ("none", "none")]
     if not layers:
-        raise InexpressibleError(f"block_configs: {str(blocks)[:60]}, expected a list of blocks")
+        raise InexpressibleError(f"block_configs: {str(config.get('block_configs'))[:60]}, expected a list of blocks")
     return {
         "num_hidden_layers": len(layers), "layer_types": lists.shortest([mixer for mixer, _, _ in layers]),
         "mlp_layer_types": lists.shortest([mlp for _, mlp, _ in layers]),
