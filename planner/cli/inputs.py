@@ -23,7 +23,7 @@ from planner.record import record
 from planner.shape import liked_batch
 from planner.specs.base import Fields, Said, Spec, filled
 from planner.specs.cluster import ClusterSpec, parse_tiers
-from planner.specs.hardware import Efficiency, HardwareSpec, LinkTier
+from planner.specs.hardware import HardwareSpec, LinkTier
 from planner.specs.machines import with_host, with_network
 from planner.specs.model import ModelSpec
 from planner.specs.problems import among, checked
@@ -54,8 +54,10 @@ _OPTION_OF = {
     "network_gb_per_s": "assume", "switches": "switch", "num_spare_nodes": "spares",
 }  # fmt: skip
 """Fields that an option spells differently."""
-_OF_CLUSTER = ("network_gb_per_s", "host_us")
-"""Fields of a cluster that --assume names beside those of the runtime; `host_us` issues a kernel of an eager layer."""
+_OF_HARDWARE = {"host_us": ("efficiency", "host_us"), "host_memory_gib": ("host", "memory_gib")}
+"""Fields of the hardware that --assume names: the time to issue a kernel of an eager layer, the host's GiB a GPU."""
+_OF_CLUSTER = ("network_gb_per_s", *_OF_HARDWARE)
+"""All that --assume names beside the runtime's fields."""
 _ASSUMED = ("cuda_graphs", "masks_documents")
 """Fields of a runtime that can be assumed otherwise beside those of overlaps."""
 _TRUTH = {"true": True, "false": False}
@@ -143,9 +145,11 @@ def _hardware(asked: JobOptions) -> HardwareSpec:
 
 def _cluster(asked: JobOptions, hardware: HardwareSpec, assumed: Fields) -> ClusterSpec:
     """The GPUs and the network between them, with what --assume says of host and network."""
-    if (host_us := assumed.pop("host_us", None)) is not None:
-        efficiency = checked(Efficiency, hardware.efficiency.model_dump() | {"host_us": host_us}, where="--assume")
-        hardware = hardware.model_copy(update={"efficiency": efficiency})
+    for name, (part, field) in _OF_HARDWARE.items():
+        if name in assumed:
+            before: Spec = getattr(hardware, part)
+            after = checked(type(before), before.model_dump() | {field: assumed.pop(name)}, where=f"--assume {name}")
+            hardware = hardware.model_copy(update={part: after})
     values = {"hardware": hardware, "num_gpus": asked.gpus, "gpus_per_node": asked.gpus_per_node, **assumed}
     if asked.tier is not None:
         values["network_tiers"] = _network(asked.tier, hardware, values)

@@ -119,8 +119,9 @@ def test_one_layout() -> None:
 
 def test_the_hosts_speed_can_be_assumed() -> None:
     """Every launch of an eager layer follows it."""
-    jobs = [own_read_job({**JOB, **more}) for more in ({}, {"assume": "host_us=20"}, {"host": "p5"})]
+    jobs = [own_read_job({**JOB, **more}) for more in ({}, {"assume": "host_us=20,host_memory_gib=64"}, {"host": "p5"})]
     assert [job.cluster.hardware.efficiency.host_us for job in jobs] == [46, 20, 60]
+    assert [job.cluster.hardware.host.memory_gib for job in jobs[:2]] == [256, 64]
 
 
 @pytest.mark.parametrize(("options", "switch", "mean", "spread"), TABLES["options_say_how_experts_load"])

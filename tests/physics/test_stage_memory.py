@@ -528,5 +528,5 @@ def test_a_search_takes_no_layout_whose_host_has_too_few_bytes() -> None:
 
     with pytest.raises(Infeasible, match="host memory") as refused:
         found(10)
-    assert "memory_gib" in (refused.value.hint or "")
+    assert "--assume host_memory_gib=" in (refused.value.hint or "")
     assert found(64).best.fits

@@ -45,8 +45,7 @@ from planner.trainers.spec import RuntimeSpec
 
 _MORE_MICROBATCHES = "pin a smaller pp, dp or micro-batch-size, or raise the global batch size"
 _LESS_OFFLOADED = (
-    "offload less, or say how much the hosts have: plan hardware NAME > box.yaml, change its host's memory_gib, and "
-    "add --hardware box.yaml"
+    "offload less, or say how much the hosts have: add --assume host_memory_gib=512, where that is a GPU's share of it"
 )
 _NO_CP = "use cp 1, or another --runtime (torchtitan takes any attention)"
 _HINTS = {
