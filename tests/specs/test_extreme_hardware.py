@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from refusals import refused
 
 from planner import ClusterSpec, Parallelism, TrainingSpec, evaluate, load_model
 from planner.errors import SpecError
@@ -39,9 +40,8 @@ def _with(path: tuple[str | int, ...], value: float) -> dict[str, Any]:
 @pytest.mark.parametrize("path", list(_numbers(H100)), ids=lambda path: ".".join(map(str, path)))
 def test_no_number_of_a_profile_is_without_end(path: tuple[str | int, ...]) -> None:
     for value in (1e300, float("inf"), float("nan"), -1.0):
-        with pytest.raises(SpecError) as error:
+        with refused(str(next(part for part in reversed(path) if isinstance(part, str)))):
             checked(HardwareSpec, _with(path, value), "x.yaml")
-        assert str(next(part for part in reversed(path) if isinstance(part, str))) in error.value.message
 
 
 @pytest.mark.parametrize(

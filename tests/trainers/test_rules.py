@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import yaml
+from tables import beside
 
 from planner.shape import Shape
 from planner.specs.cluster import ClusterSpec
@@ -30,7 +31,7 @@ from planner.trainers.rules.rule_rows import SIZES, Rule, first_broken, rule_tab
 from planner.trainers.spec import RuntimeSpec
 from planner.trainers.stated import switched
 
-TABLES = yaml.safe_load((Path(__file__).parent / "tables.yaml").read_text())
+TABLES = beside(__file__)
 
 MEGATRON_RULES = rules_of("megatron")
 MEGATRON_CP_RULES = {
