@@ -247,9 +247,9 @@ _NEMO_RL = (
         (_NEMO_RL.replace("logprob_batch_size: 8", "logprob_chunk_size: 1024") % "", None),
     ],
 )
-def test_log_probabilities_between_updates_are_priced(text: str, scored: list[int] | None) -> None:
+def test_log_probabilities_between_updates_are_priced(text: str, scored: Any) -> None:
     found = read_configuration(text).run.get("objective", {})
-    assert [found.get("scored_tokens"), found.get("scored_alone", False)] == (scored or [None, False])
+    assert [found.get("scored_tokens"), found.get("scored_alone", False)] == [*(scored or (None, False))]
 
 
 _GRPO = (
