@@ -76,26 +76,9 @@ def test_the_heading_says_how_gains_were_priced(make_plan: MakePlan, replanned: 
     assert dict(recipe_lines(layout, {}))["on"].count("*") == (1 if len(set(replanned)) == 2 else 0)
 
 
-@pytest.mark.parametrize(
-    ("given", "says"),
-    [
-        (
-            offer("bf16_gradients", True, 9.0, "bf16_gradients"),
-            "--allow bf16_gradients: at least 10.0% faster, changes numerics",
-        ),
-        (
-            offer("optimizer", "sgd", 9.0, "optimizer"),
-            "--allow optimizer: sgd, at least 10.0% faster, changes numerics",
-        ),
-        (offer("dtype", "fp8", 7.5, "fp8"), "--allow fp8: at least 25.0% faster, changes numerics"),
-        (
-            offer("cuda_graph", "full_iteration", 8.0, "nan_checks", "fused_experts", changes="checks and numerics"),
-            "--allow nan_checks,fused_experts: cuda_graph full_iteration, at least 20.0% faster, "
-            "changes checks and numerics",
-        ),
-    ],
-)
-def test_an_offer_is_an_option_that_can_be_typed(given: Offer, says: str) -> None:
+@pytest.mark.parametrize(("words", "more", "says"), TABLES["an_offer_is_an_option_that_can_be_typed"])
+def test_an_offer_is_an_option_that_can_be_typed(words: list[Any], more: dict[str, str], says: str) -> None:
+    given = offer(*words, **more)
     line = says_offer(given, 10.0)
     assert line == says
     asked = SearchOptions(model="deepseek-v3", gpus=256, hardware="gb200", allow=line.split(":")[0].split()[1])

@@ -270,22 +270,7 @@ def report(**changes: Any) -> SearchReport:
     return SearchReport.model_validate(fields | changes)
 
 
-@pytest.mark.parametrize(
-    ("changes", "says"),
-    [
-        ({"gap": 0.0026}, "proven, gap 0.26%"),
-        # 0.5% of the step is a little more of the bound
-        ({"gap": 1 / 0.995 - 1, "asked_gap_fraction": 0.005}, "proven, gap 0.50%"),
-        ({"outcome": "bounded", "gap": 0.0525}, "bounded, gap 5.25%"),
-        (
-            {"outcome": "bounded", "gap": 0.0525, "asked_gap_fraction": 0.005},
-            "bounded, gap 5.25% where 0.50% was asked for",
-        ),
-        # a file of an earlier version, which called every search that ended proven
-        ({"gap": 0.0525, "asked_gap_fraction": 0.005}, "bounded, gap 5.25% where 0.50% was asked for"),
-        ({"gap": 0.0525, "outcome": "feasible"}, "stopped by the time limit, gap 5.25%"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "says"), TABLES["a_proof_that_falls_short_says_so"])
 def test_a_proof_that_falls_short_says_so(changes: dict[str, Any], says: str) -> None:
     assert says_outcome(report(**changes)) == says
 

@@ -286,17 +286,7 @@ def test_a_line_that_is_no_row_has_no_cells() -> None:
     assert row_of("a" * 200_000, ",") == []
 
 
-@pytest.mark.parametrize(
-    ("text", "unit", "number"),
-    [
-        ("8k", "size", 8192), ("2k", "size", 2048), ("8192", "size", 8192), ("16M", "count", 16e6),
-        ("15T", "count", 15e12), ("2.5e12", "count", 2.5e12), ("1,048,576", "count", 2**20), ("1_000", "size", 1000),
-        ("400Gb/s", "gb_per_s", 50), ("400gbps", "gb_per_s", 50), ("50GB/s", "gb_per_s", 50), ("50", "gb_per_s", 50),
-        ("3.2Tb/s", "gb_per_s", 400), ("80GiB", "gib", 80), ("64GB", "gib", 64e9 / 2**30), ("$5M", "usd", 5e6),
-        ("10%", "fraction", 0.1), ("30d", "days", 30), ("6w", "days", 42), ("12h", "days", 0.5), ("5min", "s", 300),
-        ("5ms", "us", 5000),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("text", "unit", "number"), TABLES["a_number_with_a_suffix"])
 def test_a_number_with_a_suffix(text: str, unit: str, number: float) -> None:
     assert parse_number(text, unit) == pytest.approx(number)
 

@@ -89,21 +89,9 @@ def test_no_name_means_two_things(names: dict[str, tuple[str, ...]]) -> None:
     assert spoken == [name.lower() for name in spoken]
 
 
-@pytest.mark.parametrize(
-    ("call", "name", "near"),
-    [
-        (load_model, "llama-3.1-404b", "llama-3.1-405b"),
-        (load_model, "405", "405b"),
-        (load_model, "deepseek-v5", "deepseek-v3"),
-        # the name of a family is no model of it
-        (load_model, "qwen3", "qwen3-8b"),
-        (load_model, "llama-3", "llama-3.1-8b"),
-        (load_hardware, "h100-sxm", "h100-sxm-80gb"),
-        (load_hardware, "gb200-nvl36", "gb200-nvl72"),
-    ],
-)
-def test_an_unknown_name_brings_the_nearest(call: Any, name: str, near: str) -> None:
-    error = failure(call, name)
+@pytest.mark.parametrize(("kind", "name", "near"), TABLES["an_unknown_name_brings_the_nearest"])
+def test_an_unknown_name_brings_the_nearest(kind: str, name: str, near: str) -> None:
+    error = failure({"model": load_model, "hardware": load_hardware}[kind], name)
     assert repr(name) in error.message
     assert near in error.hint
 
