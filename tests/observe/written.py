@@ -5,12 +5,12 @@ import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from tables import beside
+import yaml
 
 from planner.observe.log_reader import observe
 from planner.observe.observation import Observation
 
-TABLES = beside(__file__)
+TABLES = yaml.safe_load((Path(__file__).parent / "tables.yaml").read_text())
 
 BEGIN_S = 1_712_372_000
 """2024-04-06 02:53:20 UTC."""
