@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import yaml
+from tables import beside
 
 from planner.cli import main
 from planner.distribution import DISTRIBUTION
@@ -21,7 +21,7 @@ from planner.profile.doctor import Gpu
 from planner.profile.doctor import _trouble as trouble_of
 from planner.search.ilp import solver as self_test
 
-TABLES = yaml.safe_load((Path(__file__).parent / "tables.yaml").read_text())
+TABLES = beside(__file__)
 
 NVIDIA = 'echo "NVIDIA H100 80GB HBM3, 81559, 550.54.15"; echo "NVIDIA H100 80GB HBM3, 81559, 550.54.15"'
 AMD = json.dumps(

@@ -5,11 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
+from tables import beside
 
 from planner.cli import main
 
-TABLES = yaml.safe_load((Path(__file__).parent / "tables.yaml").read_text())
+TABLES = beside(__file__)
 
 JOB = ["--model", "8b", "--gpus", "16", "-s", "4096", "-b", "64", "--time-limit", "3600", "--switch", "default"]
 TIGHT = ["--model", "70b", "--gpus", "64", "-s", "4096", "-b", "64", "--time-limit", "3600", "--switch", "default"]

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 import pytest
-import yaml
+from tables import beside
 
 import planner
 from planner.cli import main
@@ -21,7 +21,7 @@ from planner.schedule.orders import SCHEDULES as ORDERS
 from planner.specs.training import Dtype
 from planner.trainers.shipped import calibration_date
 
-TABLES = yaml.safe_load((Path(__file__).parent / "tables.yaml").read_text())
+TABLES = beside(__file__)
 
 OF_A_JOB = ("evaluate", "explain", "sweep", "serve", "observe")
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
+from tables import beside
 
 from planner.cli import inputs, main
 from planner.cli.inputs import Job, read_described, read_job, read_limits
@@ -20,7 +20,7 @@ from planner.specs.training import Parallelism, SearchLimits, TrainingSpec
 from planner.trainers.documents import example_lengths, mean_length
 from planner.trainers.switches import written
 
-TABLES = yaml.safe_load((Path(__file__).parent / "tables.yaml").read_text())
+TABLES = beside(__file__)
 
 JOB = {"model": "405b", "gpus": 2048}
 
@@ -131,14 +131,7 @@ def test_options_say_how_experts_load(options: dict[str, Any], switch: str | Non
     assert (training.moe_imbalance, training.moe_spread) == (mean, spread)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"model": "deepseek-v3", "runtime": "torchtitan"},
-        {"model": "glm-4.5-air", "lora": True},
-        {"model": "8b", "hardware": "mi300x"},
-    ],
-)
+@pytest.mark.parametrize("options", TABLES["python_takes_a_job_as_the_command_line_does"])
 def test_python_takes_a_job_as_the_command_line_does(options: dict[str, Any]) -> None:
     job = own_read_job({"gpus": 64, **options})
     said = {name: getattr(job.training, name) for name in ("seq_length", "global_batch_size", "adapters", "objective")}

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
+from tables import beside
 
 from planner.answer import Plan
 from planner.cli import main
@@ -17,7 +17,7 @@ from planner.report.terminal import COLUMNS, LINES
 from planner.specs.registry import hardware_names
 from planner.validate.rows import PublishedRun, load_rows
 
-TABLES = yaml.safe_load((Path(__file__).parent / "tables.yaml").read_text())
+TABLES = beside(__file__)
 
 SMALL = ["--model", "llama-3.2-1b", "--gpus", "8", "--time-limit", "3600"]
 LAYOUT = ["evaluate", "--model", "405b", "--gpus", "2048", "--tp", "8", "--pp", "16"]

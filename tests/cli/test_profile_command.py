@@ -6,14 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
+from tables import beside
 
 from planner.cli import main
 from planner.cli.measurements import read_probe
 from planner.plan_file import read_plan
 from planner.specs.registry import load_hardware
 
-TABLES = yaml.safe_load((Path(__file__).parent / "tables.yaml").read_text())
+TABLES = beside(__file__)
 
 torch = pytest.importorskip("torch", reason="needs the probe extra (torch)")
 

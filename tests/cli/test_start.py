@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
+from tables import beside
 
 from planner.cli.app import COMMANDS, _named
 from planner.trainers.load import load_runtime
 from planner.trainers.shipped import RUNTIMES, architectures_of
 
-TABLES = yaml.safe_load((Path(__file__).parent / "tables.yaml").read_text())
+TABLES = beside(__file__)
 
 LIBRARIES = ("numpy", "pydantic", "yaml", "rich", "pulp", "highspy", "matplotlib", "torch")
 

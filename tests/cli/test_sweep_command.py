@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
+from tables import beside
 
 from planner.answer import Plan
 from planner.cli import main
 from planner.plan_file import read_plan
 
-TABLES = yaml.safe_load((Path(__file__).parent / "tables.yaml").read_text())
+TABLES = beside(__file__)
 
 QUICK = ["sweep", "--model", "8b", "-s", "4096", "-b", "64", "--tp", "1", "--pp", "1", "--micro-batch-size", "1", "-q"]
 

@@ -10,8 +10,8 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
-import yaml
 from priced_plans import priced_plan
+from tables import beside
 from trace_judge import judge, named
 
 from planner.cli import main
@@ -20,7 +20,7 @@ from planner.specs.units import GIB
 from planner.trainers.load import load_runtime
 from planner.trainers.switches import SWITCHES
 
-TABLES = yaml.safe_load((Path(__file__).parent / "tables.yaml").read_text())
+TABLES = beside(__file__)
 
 
 @pytest.fixture(scope="module")
@@ -195,9 +195,8 @@ def test_a_plan_is_shown_as_it_was_answered(saved: Path, capsys: pytest.CaptureF
 @pytest.mark.parametrize(
     ("words", "noun"),
     [
+        *TABLES["other_answers_are_shown_as_they_were_answered"],
         (["sweep", *JOB[:2], "--gpus", "8,16", "--no-history", "--json"], "16 GPUs"),
-        (["compare", "PLAN", "PLAN", "--json"], "plan"),
-        (["--from", "PLAN", "--gpus", "4", "--json"], "Ways to go on"),
         (["evaluate", *JOB[:5], "--tp", "2", "--json"], "TP 2"),
     ],
 )

@@ -13,23 +13,14 @@ from hypothesis import strategies as st
 from pages import printed
 from priced_plans import priced_plan
 from probes import probe_result, probe_run
+from tables import beside
 
 from planner.answer import Plan
 from planner.cli import main
 from planner.decide import check as checking
 from planner.decide.check import Check, check
 from planner.decide.compare import Compared, Comparison, compare, of_observation, of_plan, of_probe
-from planner.decide.sweep import (
-    Goal,
-    PlannedNodes,
-    Point,
-    Sweep,
-    Trial,
-    of_points,
-    plan_all,
-    planned,
-    with_deadline,
-)
+from planner.decide.sweep import Goal, PlannedNodes, Point, Sweep, Trial, of_points, plan_all, planned, with_deadline
 from planner.errors import SpecError
 from planner.export.import_run import read
 from planner.layout.evaluate import evaluate
@@ -44,7 +35,7 @@ from planner.specs.training import AdapterSpec, Parallelism, SearchLimits, Train
 from planner.specs.units import GIB
 from planner.trainers.load import load_runtime
 
-TABLES = yaml.safe_load((Path(__file__).parent / "tables.yaml").read_text())
+TABLES = beside(__file__)
 
 
 def trial(num_gpus: int, model: str = "8b", hardware: str = "h100", tokens: float | None = 1e12, **pins: Any) -> Trial:
@@ -63,11 +54,7 @@ def here(trials: Any) -> list[Point]:
 PINS: dict[str, Any] = {"tp": (1, 2), "pp": (1, 2), "micro_batch_size": (1,), "vpp": (1,)}
 
 
-@pytest.mark.parametrize(
-    "more",
-    [{}, {"allow": ("fp8",)}, {"switches": {"overlap_grad_reduce": False, "overlap_param_gather": False}}],
-    ids=str,
-)
+@pytest.mark.parametrize("more", TABLES["a_point_has_the_figures_of_the_plan_with_its_options"], ids=str)
 def test_a_point_has_the_figures_of_the_plan_with_its_options(more: dict[str, Any]) -> None:
     one = trial(16, **PINS, **more)
     answer = plan(one.case.model, one.case.cluster, one.case.training, limits=one.case.limits)
@@ -331,13 +318,7 @@ def test_two_runs_are_held_against_each_other_as_finely_as_both_are_known() -> N
 ROOT = Path(__file__).parents[2]
 SCRIPT = TABLES["script"]
 FULL = "--use-distributed-optimizer --recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
-EDITS = {
-    "nothing": ("--swiglu", "--swiglu", 0),
-    "recomputes": ("--use-distributed-optimizer", FULL, 9),
-    "too large": ("--micro-batch-size 1", "--micro-batch-size 16", 3),
-    "refused": ("--ffn-hidden-size 14336", "--ffn-hidden-size 14337", 8),
-    "unknown": ("--swiglu", "--swiglu --attention-of-tomorrow 3", 10),
-}
+EDITS = TABLES["edits"]
 """What a pull request changes in the script, and the exit code of its check."""
 
 

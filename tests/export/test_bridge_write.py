@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
+from tables import beside
 
 from planner.answer import Plan
 from planner.export.megatron.bridge_files import bridge_overrides, export_bridge, hydra
 from planner.export.refusal import Inexpressible
 from planner.specs.model import ModelSpec
 
-TABLES = yaml.safe_load((Path(__file__).parent / "tables.yaml").read_text())
+TABLES = beside(__file__)
 
 Planned = Callable[..., Plan]
 
@@ -23,14 +22,8 @@ Planned = Callable[..., Plan]
 @pytest.mark.parametrize(
     ("model", "layout"),
     [
+        *TABLES["all_arguments_are_translated"],
         ("llama-3.1-405b", {"tp": 8, "pp": 16, "vpp": 4, "layers_per_stage": (1, *[2] * 62, 1)}),
-        ("qwen3-235b-a22b", {"tp": 2, "pp": 8, "ep": 32, "recompute": "selective"}),
-        ("nemotron-4-340b", {"tp": 8, "pp": 8, "recompute": "full"}),
-        ("gpt-oss-20b", {"pp": 4, "ep": 8}),
-        ("mixtral-8x7b", {"tp": 4, "ep": 4, "etp": 2, "cp": 2, "dtype": "fp8"}),
-        ("qwen2.5-72b", {"tp": 8, "pp": 4, "features": {"p2p_overlap": False, "tp_comm_overlap": True}, "vpp": 5}),
-        ("llama-3.1-8b", {"zero_stage": 3}),
-        ("deepseek-v3", {"pp": 16, "vpp": 2, "ep": 32, "layout": "Et*3|(tt|)*29m|L"}),
     ],
 )
 def test_all_arguments_are_translated(planned: Planned, model: str, layout: dict[str, Any]) -> None:

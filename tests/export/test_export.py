@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
+from tables import beside
 
 from planner.answer import Plan
 from planner.cli import main
@@ -35,7 +35,7 @@ from planner.specs.training import Parallelism, SearchLimits, TrainingSpec
 from planner.specs.units import GIB
 from planner.trainers.load import load_runtime
 
-TABLES = yaml.safe_load((Path(__file__).parent / "tables.yaml").read_text())
+TABLES = beside(__file__)
 
 Planned = Callable[..., Plan]
 
@@ -53,9 +53,7 @@ def test_function_and_command_write_the_same(planned: Planned, tmp_path: Path, m
     assert all(path.read_bytes() == Path("by-command", path.name).read_bytes() for path in paths)
 
 
-@pytest.mark.parametrize(
-    ("runtime", "trainer"), [("megatron", "megatron"), ("torchtitan", "torchtitan"), ("torch-eager", "torch")]
-)
+@pytest.mark.parametrize(("runtime", "trainer"), TABLES["a_launcher_alone_starts_the_plan_s_trainer"])
 def test_a_launcher_alone_starts_the_plan_s_trainer(planned: Planned, runtime: str, trainer: str) -> None:
     bundle = bundle_of(planned("llama-3.1-8b", 16, runtime=runtime, pp=2), ["slurm"])
     assert bundle.targets == (trainer, "slurm")
@@ -200,10 +198,7 @@ def test_existing_files_stay(planned: Planned, tmp_path: Path) -> None:
     assert "mine" not in (tmp_path / "launch.sbatch").read_text()
 
 
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    [("Llama 3.1/405B", "llama-3-1-405b"), ("--", "plan"), ("é" * 3, "plan"), ("a" * 99, "a" * 40)],
-)
+@pytest.mark.parametrize(("name", "expected"), TABLES["slug"])
 def test_slug(name: str, expected: str) -> None:
     assert slug(name) == expected
 

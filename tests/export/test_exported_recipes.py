@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
+from tables import beside
 
 from planner.answer import Plan
 from planner.export.export import bundle_of
@@ -23,7 +22,7 @@ from planner.trainers.load import load_runtime, since_of, switches_of, versions_
 from planner.trainers.rules.recipe import broken_recipe_rules, has_effect
 from planner.trainers.switches import SWITCHES
 
-TABLES = yaml.safe_load((Path(__file__).parent / "tables.yaml").read_text())
+TABLES = beside(__file__)
 
 Planned = Callable[..., Plan]
 
@@ -137,13 +136,8 @@ def test_a_value_that_a_version_lacks_is_refused_by_name(planned: Planned) -> No
     assert "--cuda-graph-scope moe_router moe_preprocess" in text_of(newer, "megatron", "launch.sh")
 
 
-@pytest.mark.parametrize(
-    "features",
-    [{}, {"compile": False}, {"async_tp": True}, {"memory_policy": "default"}, {"memory_policy": "sac_and_offload"}],
-)
-@pytest.mark.parametrize(
-    "layout", [{"tp": 2, "recompute": "selective"}, {"tp": 2, "zero_stage": 2, "recompute": "selective"}]
-)
+@pytest.mark.parametrize("features", TABLES["torchtitan_s_switches_come_back"])
+@pytest.mark.parametrize("layout", TABLES["torchtitan_s_switches_come_back_1"])
 def test_torchtitan_s_switches_come_back(planned: Planned, features: dict[str, Any], layout: dict[str, Any]) -> None:
     plan = planned("llama-3.1-8b", 16, runtime="torchtitan", features=features, **layout)
     text = text_of(plan, "torchtitan", "planned_recipe.py")
@@ -234,9 +228,7 @@ def test_a_version_exports_what_its_rules_allow(planned: Planned, job: str, vers
         assert "MODEL_ARGS" in bundle_of(plan, "megatron").files[0].text
 
 
-@pytest.mark.parametrize(
-    ("target", "runtime"), [("torchtitan", "torchtitan"), ("torch", "torch-eager"), ("megatron", "megatron")]
-)
+@pytest.mark.parametrize(("target", "runtime"), TABLES["a_trainer_is_told_all_of_its_own_plans"])
 def test_a_trainer_is_told_all_of_its_own_plans(planned: Planned, target: str, runtime: str) -> None:
     plan = planned("llama-3.1-8b", 16, tp=2, runtime=runtime)
     assert not any("priced for" in note for note in bundle_of(plan, target).notes)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import yaml
 from samples import TEXTS
+from tables import beside
 
 from planner.answer import Plan
 from planner.errors import SpecError
@@ -28,7 +29,7 @@ from planner.trainers.rules.recipe import export_rules_for
 from planner.trainers.spec import RuntimeSpec
 from planner.trainers.stated import switched
 
-TABLES = yaml.safe_load((Path(__file__).parent / "tables.yaml").read_text())
+TABLES = beside(__file__)
 
 ABLE = ("hf",)
 """Targets that write adapters."""
@@ -67,10 +68,7 @@ def test_other_targets_refuse_adapters(target: str, bits: int) -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    ("name", "attention"),
-    [("8b", "sdpa"), ("gemma-2-2b", "flash_attention_2"), ("gpt-oss-20b", "kernels-community/vllm-flash-attn3")],
-)
+@pytest.mark.parametrize(("name", "attention"), TABLES["attention_is_one_that_takes_the_models_caps_and_sinks"])
 def test_attention_is_one_that_takes_the_models_caps_and_sinks(name: str, attention: str) -> None:
     assert attention_name(load_runtime("hf"), load_model(name)) == attention
     blackwell = attention if "flash-attn3" not in attention else "flash_attention_4"

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from samples import layout_of
+from tables import beside
 
 from planner.decide.check import judged
 from planner.errors import SpecError
@@ -19,7 +19,7 @@ from planner.specs.base import Fields
 from planner.specs.model import ModelSpec
 from planner.specs.registry import load_model
 
-TABLES = yaml.safe_load((Path(__file__).parent / "tables.yaml").read_text())
+TABLES = beside(__file__)
 
 OFFLOADED = {"optimizer_offload": 1.0, "parameter_offload": True}
 
@@ -37,9 +37,7 @@ def test_accelerate_with_fsdp() -> None:
     assert imported.run["features"] == {"parameter_offload": "all"}
 
 
-@pytest.mark.parametrize(
-    ("strategy", "stage"), [("FULL_SHARD", 3), ("SHARD_GRAD_OP", 2), ("NO_SHARD", 0), ("1", 3), ("2", 2)]
-)
+@pytest.mark.parametrize(("strategy", "stage"), TABLES["strategies_of_fsdp"])
 def test_strategies_of_fsdp(strategy: str, stage: int) -> None:
     imported = read_configuration(f"distributed_type: FSDP\nfsdp_config: {{fsdp_sharding_strategy: {strategy}}}\n")
     assert layout_of(imported)["zero_stage"] == stage
@@ -109,12 +107,7 @@ def test_a_command_line_with_fsdp_and_adapters() -> None:
 
 
 def test_arguments_in_python_and_in_yaml() -> None:
-    python = read_configuration(
-        "from transformers import TrainingArguments\nBATCH = 2\n"
-        "model = AutoModelForCausalLM.from_pretrained('Qwen/Qwen3-8B')\n"
-        "args = TrainingArguments(per_device_train_batch_size=BATCH, gradient_accumulation_steps=4, bf16=True, "
-        "fsdp='full_shard', max_length=4096)\n"
-    )
+    python = read_configuration(TABLES["arguments_in_python_and_in_yaml"])
     assert (python.run["model"], layout_of(python)["zero_stage"], python.run["seq_length"]) == ("qwen3-8b", 3, 4096)
     assert python.complete(hardware="h100", num_gpus=16)["global_batch_size"] == 128
     axolotl = read_configuration(
@@ -133,6 +126,7 @@ _SFT = "--model_name_or_path Qwen/Qwen3-8B --per_device_train_batch_size 1 --bf1
 @pytest.mark.parametrize(
     ("command", "fields"),
     [
+        *TABLES["a_command_line_is_read_as_its_launcher_and_tool_take_it"],
         (
             f"accelerate launch --num_processes 8 --use_fsdp --fsdp_sharding_strategy SHARD_GRAD_OP "
             f"--fsdp_activation_checkpointing true sft.py {_SFT}",
@@ -149,23 +143,7 @@ _SFT = "--model_name_or_path Qwen/Qwen3-8B --per_device_train_batch_size 1 --bf1
             f"accelerate launch --config_file configs/zero3.yaml sft.py {_SFT}",
             {"zero_stage": 3, "sharding": "deepspeed"},
         ),
-        (
-            "trl sft --model_name_or_path Qwen/Qwen3-8B --dataset_name x --max_length 4096 --packing",
-            {"liger": "loss", "recompute": "full"},
-        ),
         (f"trl sft {_SFT} --dataset_name x", {"recompute": "full"}),
-        (
-            "python grpo.py --model_name_or_path Qwen/Qwen3-8B --num_generations 8 --max_prompt_length 512 "
-            "--max_completion_length 1536 --per_device_train_batch_size 4 --bf16",
-            {"seq_length": 2048},
-        ),
-        ("swift sft --model Qwen/Qwen3-8B --max_length 2048", {"adapters": 8, "recompute": "full"}),
-        (
-            "llamafactory-cli train --stage dpo --finetuning_type lora --model_name_or_path Qwen/Qwen3-8B "
-            "--enable_liger_kernel true --use_unsloth_gc true --cutoff_len 2048",
-            {"liger": "layers", "cpu_offloading_num_layers": 36, "recompute": "full"},
-        ),
-        ("swift sft --model Qwen/Qwen3-8B --tuner_type full --max_length 2048", {"weights": "hf"}),
     ],
 )
 def test_a_command_line_is_read_as_its_launcher_and_tool_take_it(command: str, fields: dict[str, Any]) -> None:
@@ -182,9 +160,8 @@ def test_a_command_line_is_read_as_its_launcher_and_tool_take_it(command: str, f
 @pytest.mark.parametrize(
     ("command", "variable"),
     [
-        ("swift sft --model ${MODEL_PATH} --max_length 2048", "MODEL_PATH"),
+        *TABLES["a_variable_of_the_surroundings_is_asked_for_by_name"],
         (f"accelerate launch sft.py {_SFT} --gradient_accumulation_steps $ACC_STEPS", "ACC_STEPS"),
-        ("python -m verl.trainer.main_ppo actor_rollout_ref.model.path=$HF_MODEL data.train_batch_size=8", "HF_MODEL"),
     ],
 )
 def test_a_variable_of_the_surroundings_is_asked_for_by_name(command: str, variable: str) -> None:
@@ -257,7 +234,7 @@ _NEMO_RL = (
 @pytest.mark.parametrize(
     ("text", "scored"),
     [
-        (_VERL, (16384, False)),
+        *TABLES["log_probabilities_between_updates_are_priced"],
         (_VERL + "data.train_files=~/data/gsm8k/train.parquet", (5120, False)),
         (_VERL + "actor_rollout_ref.model.use_remove_padding=False", (32768, False)),
         (_VERL + "actor_rollout_ref.actor.use_dynamic_bsz=True", (16384, False)),
@@ -267,16 +244,12 @@ _NEMO_RL = (
             (24000, True),
         ),
         (_VERL + "actor_rollout_ref.actor.use_dynamic_bsz=True actor_rollout_ref.model.use_fused_kernels=True", None),
-        (_OPENRLHF, (65536, False)),
-        (_OPENRLHF + "--packing_samples", None),
-        (_NEMO_RL % "", (32768, False)),
-        (_NEMO_RL % ", context_parallel_size: 2", (16384, False)),
         (_NEMO_RL.replace("logprob_batch_size: 8", "logprob_chunk_size: 1024") % "", None),
     ],
 )
-def test_log_probabilities_between_updates_are_priced(text: str, scored: tuple[int, bool] | None) -> None:
+def test_log_probabilities_between_updates_are_priced(text: str, scored: Any) -> None:
     found = read_configuration(text).run.get("objective", {})
-    assert (found.get("scored_tokens"), found.get("scored_alone", False)) == (scored or (None, False))
+    assert [found.get("scored_tokens"), found.get("scored_alone", False)] == [*(scored or (None, False))]
 
 
 _GRPO = (
@@ -287,25 +260,16 @@ _GRPO = (
 
 @pytest.mark.parametrize(
     ("text", "beside"),
-    [
+    [*TABLES["models_on_the_same_gpus_are_counted"],
         (_VERL, {"rollout_fraction": 0.5, "critics": 1}),
         (_VERL + "algorithm.adv_estimator=grpo actor_rollout_ref.actor.fsdp_config.param_offload=True", {}),
         (_VERL + "actor_rollout_ref.rollout.gpu_memory_utilization=0.8 critic.model.fsdp_config.optimizer_offload=True",
          {"rollout_fraction": 0.8}),
         (_VERL + "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2 actor_rollout_ref.actor.use_kl_loss=1",
          {"rollout_fraction": 0.5, "critics": 1, "frozen_copies": 1}),
-        (_OPENRLHF, {"critics": 1, "frozen_copies": 2}),
-        (_OPENRLHF + "--ref_reward_offload", {"critics": 1}),
         (_OPENRLHF.replace("train_ppo", "train_ppo_ray") + "--colocate_actor_ref", {"frozen_copies": 1}),
         (_OPENRLHF.replace("train_ppo", "train_ppo_ray") + "--colocate_all_models --advantage_estimator rloo "
-         "--remote_rm_url http://x --vllm_enable_sleep", {"frozen_copies": 1, "rollout_fraction": 0.95}),
-        (_GRPO % "", {"rollout_stays": True, "rollout_fraction": 0.3}),
-        (_GRPO % ", beta=0.04, vllm_enable_sleep_mode=True", {"rollout_fraction": 0.3, "frozen_copies": 1}),
-        (_GRPO % ", beta=0.04, vllm_mode='server'", {"frozen_copies": 1}),
-        (_GRPO % ", beta=0.04, vllm_device='auto'", {"frozen_copies": 1}),
-        ("swift rlhf --rlhf_type grpo --model Qwen/Qwen3-8B --tuner_type full --use_vllm true --sleep_level 1",
-         {"rollout_fraction": 0.9, "frozen_copies": 1}),
-    ],
+         "--remote_rm_url http://x --vllm_enable_sleep", {"frozen_copies": 1, "rollout_fraction": 0.95})],
 )  # fmt: skip
 def test_models_on_the_same_gpus_are_counted(text: str, beside: dict[str, float]) -> None:
     found = read_configuration(text).run["objective"]
@@ -375,13 +339,7 @@ def test_a_programs_own_file_stands_behind_it_and_the_launchers_before_it(tmp_pa
     assert (run["num_gpus"], run["seq_length"], run["parallelism"]["zero_stage"]) == (2, 1024, 3)
 
 
-_ROLL = (
-    "pretrain: Qwen/Qwen3-8B\nprompt_length: 2048\nresponse_length: 4096\nactor_train:\n  model_args:\n"
-    "    disable_gradient_checkpointing: false\n  training_args:\n    per_device_train_batch_size: 2\n"
-    "    gradient_accumulation_steps: 4\n  device_mapping: list(range(0,8)) + [8, 9, 10, 11, 12, 13, 14, 15]\n"
-    "  infer_batch_size: 4\n  strategy_args:\n    strategy_name: %s_train\n    strategy_config: %s\n"
-    "actor_infer: {x: 1}\n"
-)
+_ROLL = TABLES["_roll"]
 
 
 @pytest.mark.parametrize(("strategy", "said", "runtime", "batch", "layout"), TABLES["a_worker_of_roll_is_a_run"])
@@ -399,32 +357,20 @@ _TRAINED_WHOLE = "TrainingArguments(per_device_train_batch_size=1, bf16=True)\n"
 
 @pytest.mark.parametrize(
     ("text", "field", "value"),
-    [
+    [*TABLES["defaults_of_trainers_are_theirs"],
         ("from transformers import AutoModelForCausalLM, TrainingArguments\nm = AutoModelForCausalLM.from_pretrained("
          f"'Qwen/Qwen3-8B', torch_dtype=torch.bfloat16)\na = {_TRAINED_WHOLE}", "runtime", "hf"),
         ("from transformers import TrainingArguments\nmodel_name = 'Qwen/Qwen3-8B'\n"
          f"a = {_TRAINED_WHOLE}", "features", {"autocast": True}),
         ("from unsloth import FastModel\nm, t = FastModel.from_pretrained(model_name='Qwen/Qwen3-8B')\n"
          f"a = {_TRAINED_WHOLE}", "num_gpus", 1),
-        ("swift sft --model Qwen/Qwen3-8B --tuner_type lora --max_length 2048", "adapters",
-         {"base_bits": 16, "rank": 8, "dropout": 0.05, "targets": ["all-linear"]}),
-        ("llamafactory-cli train --model_name_or_path Qwen/Qwen3-8B --finetuning_type full --deepspeed zero2 "
-         "--torch_compile", "features", {}),
-        (_OPENRLHF + "--lora_rank 16", "adapters", {"base_bits": 16, "rank": 16, "targets": ["all-linear"]}),
-        ("swift rlhf --rlhf_type rm --model Qwen/Qwen3-8B --per_device_train_batch_size 2 --max_length 2048",
-         "parallelism", {"zero_stage": 0, "recompute": "full", "micro_batch_size": 4}),
-        ("swift rlhf --rlhf_type rm --model Qwen/Qwen3-8B --per_device_train_batch_size 2 --packing true",
-         "parallelism", {"zero_stage": 0, "recompute": "full", "micro_batch_size": 2}),
         *((f"NPROC_PER_NODE=8 megatron rlhf --model Qwen/Qwen3-8B --global_batch_size 16 --rlhf_type {stage}", *found)
           for stage, found in (
               ("dpo", ("objective", {"name": "dpo", "reference": "model"})),
               ("dpo --tuner_type lora", ("objective", {"name": "dpo", "reference": "adapters"})),
               ("dpo", ("global_batch_size", 32)), ("rm --packing true", ("global_batch_size", 16)),
               ("kto", ("global_batch_size", 16)),
-          )),
-        ("if [ $NODE_RANK == 0 ]; then\nswift sft --model Qwen/Qwen3-8B --max_length 2048\nelse\nsleep 1\nfi",
-         "seq_length", 2048),
-    ],
+          ))],
 )  # fmt: skip
 def test_defaults_of_trainers_are_theirs(text: str, field: str, value: Any) -> None:
     assert read_configuration(text).run[field] == value

@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 import yaml
 from samples import BASE
+from tables import beside
 
 from planner.errors import SpecError
 from planner.export.import_run import read, read_configuration
 
-TABLES = yaml.safe_load((Path(__file__).parent / "tables.yaml").read_text())
+TABLES = beside(__file__)
 
 MANIFESTS: dict[str, dict[str, Any]] = yaml.safe_load(Path(__file__).with_name("manifests.yaml").read_text())
 

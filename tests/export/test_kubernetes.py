@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import yaml
 from samples import preflight_names
+from tables import beside
 
 from planner.answer import Plan
 from planner.errors import SpecError
@@ -25,20 +26,14 @@ from planner.export.export import bundle_of
 from planner.export.launchers import kubernetes_manifest
 from planner.export.trainer_files import ExportFile, LaunchCommand
 
-TABLES = yaml.safe_load((Path(__file__).parent / "tables.yaml").read_text())
+TABLES = beside(__file__)
 
 Planned = Callable[..., Plan]
 
 SCHEMAS: dict[str, Any] = json.loads((Path(__file__).parent / "recorded" / "kubernetes_crds.json").read_text())
 TYPES: dict[str, Any] = {"object": dict, "array": list, "string": str, "boolean": bool, "integer": int}
 TARGETS = {"kubernetes": "kubernetes.yaml", "kubernetes-jobset": "kubernetes-jobset.yaml"}
-JOBS: dict[str, dict[str, Any]] = {
-    "one node": {"model": "llama-3.1-8b", "gpus": 8},
-    "nodes": {"model": "llama-3.1-8b", "gpus": 32, "tp": 2, "pp": 4},
-    "racks": {"model": "qwen3-30b-a3b", "gpus": 64, "ep": 64, "hardware": "gb200"},
-    "amd": {"model": "llama-3.1-8b", "gpus": 16, "hardware": "mi300x"},
-    "a smaller last node": {"model": "llama-3.1-8b", "gpus": 12, "tp": 4},
-}
+JOBS: dict[str, dict[str, Any]] = TABLES["jobs"]
 
 
 def faults(value: Any, schema: dict[str, Any], path: str) -> Iterator[str]:
@@ -218,11 +213,7 @@ def test_files_too_large_for_a_config_map_are_refused(planned: Planned) -> None:
         kubernetes_manifest(planned("llama-3.1-8b", 8), big)
 
 
-MODULES = {
-    "torch": "__version__ = '2.13.0+cu130'\nclass cuda:\n    device_count = staticmethod(lambda: 8)\n",
-    "transformer_engine": "__version__ = '2.14.0'\n", "transformer_engine.pytorch": "",
-    "fused_weight_gradient_mlp_cuda": "", "deep_ep": "class Buffer: pass\nclass HybridEPBuffer: pass\n",
-}  # fmt: skip
+MODULES = TABLES["modules"]
 
 
 @pytest.fixture

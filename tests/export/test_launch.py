@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from samples import preflight_names
+from tables import beside
 
 from planner.answer import Plan
 from planner.export.export import bundle_of, trials_of, write_trials
@@ -27,7 +27,7 @@ from planner.export.targets import TRAINERS
 from planner.export.trainer_files import ExportFile, ShellText, argv
 from planner.specs.units import GIB
 
-TABLES = yaml.safe_load((Path(__file__).parent / "tables.yaml").read_text())
+TABLES = beside(__file__)
 
 Planned = Callable[..., Plan]
 
@@ -176,10 +176,7 @@ def test_training_saves_before_slurm_ends_it(
         assert "--exit-duration-in-mins" not in run(file, MOCK="1", **environment)["argv"]
 
 
-@pytest.mark.parametrize(
-    ("gpus", "hardware", "expected"),
-    [(64, "gb200", ["--nodes=16", "--gpus-per-node=4", "--segment=16"]), (80, "gb200", ["--nodes=20", "--segment=10"])],
-)
+@pytest.mark.parametrize(("gpus", "hardware", "expected"), TABLES["nodes_of_a_rack_are_asked_for_together"])
 def test_nodes_of_a_rack_are_asked_for_together(
     planned: Planned, gpus: int, hardware: str, expected: list[str]
 ) -> None:
@@ -219,20 +216,9 @@ def test_torch_and_torchtitan_find_their_files(planned: Planned, run: Callable[.
     assert call["argv"][-3:] == ["planner.probe.worker", "--config", "/runs/my plan/plan.torch.yaml"]
 
 
-@pytest.mark.parametrize(
-    ("gpus", "layout", "expected"),
-    [
-        (8, {"tp": 2}, (1, 8, 8)),
-        (64, {"tp": 8}, (8, 8, 8)),
-        (12, {"tp": 2, "pp": 3, "dp": 2}, (2, 6, 6)),
-        (4, {}, (1, 4, 4)),
-        (60, {"tp": 4}, (8, 8, 4)),
-        (12, {"tp": 4}, (2, 8, 4)),
-        (32, {"tp": 16}, (4, 8, 8)),
-    ],
-)
-def test_nodes(planned: Planned, gpus: int, layout: dict[str, Any], expected: tuple[int, int, int]) -> None:
-    assert nodes_of(planned("llama-3.2-1b", gpus, **layout)) == expected
+@pytest.mark.parametrize(("gpus", "layout", "expected"), TABLES["nodes"])
+def test_nodes(planned: Planned, gpus: int, layout: dict[str, Any], expected: list[int]) -> None:
+    assert [*nodes_of(planned("llama-3.2-1b", gpus, **layout))] == expected
 
 
 def test_groups_stay_in_a_node_where_there_are_enough(planned: Planned) -> None:
@@ -261,12 +247,7 @@ def test_words_are_quoted() -> None:
     assert array == "\n".join(["ARGUMENTS=(", *(f"  {line}" for line in lines), ")"])
 
 
-PLANS: dict[str, dict[str, Any]] = {
-    "megatron": {"model": "qwen3-30b-a3b", "ep": 8, "features": {"ep_overlap": True, "dispatcher": "alltoall"}},
-    "bridge": {"model": "qwen3-30b-a3b", "ep": 8, "features": {"cuda_graph": "moe_router"}},
-    "torchtitan": {"model": "llama-3.1-8b", "tp": 2, "runtime": "torchtitan"},
-    "torch": {"model": "llama-3.1-8b", "tp": 2, "runtime": "torch-eager"},
-}
+PLANS: dict[str, dict[str, Any]] = TABLES["plans"]
 
 
 @pytest.mark.thorough(4)

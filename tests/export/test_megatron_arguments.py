@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from tables import beside
 
 from planner.answer import Plan
 from planner.export.import_run import read_configuration
@@ -27,39 +27,18 @@ from planner.specs.model import ModelSpec
 from planner.specs.registry import load_hardware, load_model
 from planner.specs.training import DocumentLength, Parallelism, TrainingSpec
 
-TABLES = yaml.safe_load((Path(__file__).parent / "tables.yaml").read_text())
+TABLES = beside(__file__)
 
 Planned = Callable[..., Plan]
 
 
-def test_dense_model(planned: Planned) -> None:
-    arguments = megatron_arguments(planned("llama-3.1-405b", 2048, tp=8, pp=16, vpp=4, seq_length=8192))
-    for option, value in {
-        "--num-layers": 126, "--hidden-size": 16384, "--ffn-hidden-size": 53248, "--num-attention-heads": 128,
-        "--kv-channels": 128, "--group-query-attention": True, "--num-query-groups": 8, "--vocab-size": 128256,
-        "--make-vocab-size-divisible-by": 128, "--untie-embeddings-and-output-weights": True, "--swiglu": True,
-        "--normalization": "RMSNorm", "--position-embedding-type": "rope", "--disable-bias-linear": True,
-        "--rotary-base": 500000, "--sequence-parallel": True, "--max-position-embeddings": 8192,
-        "--use-distributed-optimizer": True,
-    }.items():  # fmt: skip
-        assert arguments[option] == value, option
-    assert "--multi-latent-attention" not in arguments
-    assert "--num-experts" not in arguments
-
-
-def test_latent_attention_experts_and_mtp(planned: Planned) -> None:
-    plan = planned("deepseek-v3", 1024, ep=64, pp=16, vpp=2, layout="Et*3|(tt|)*29m|L")
-    arguments = megatron_arguments(plan)
-    for option, value in {
-        "--multi-latent-attention": True, "--q-lora-rank": 1536, "--kv-lora-rank": 512, "--qk-head-dim": 128,
-        "--qk-pos-emb-head-dim": 64, "--v-head-dim": 128, "--qk-layernorm": True, "--num-experts": 256,
-        "--moe-router-topk": 8, "--moe-ffn-hidden-size": 2048, "--moe-shared-expert-intermediate-size": 2048,
-        "--moe-layer-freq": "([0]*3+[1]*58)", "--mtp-num-layers": 1, "--expert-model-parallel-size": 64,
-        "--expert-tensor-parallel-size": 1, "--moe-router-enable-expert-bias": True,
-        "--pipeline-model-parallel-layout": "Et*3|(tt|)*29m|L",
-    }.items():  # fmt: skip
-        assert arguments[option] == value, option
-    assert "--group-query-attention" not in arguments
+@pytest.mark.parametrize(("model", "gpus", "layout", "said", "unsaid"), TABLES["arguments_of_a_model"])
+def test_arguments_of_a_model(
+    planned: Planned, model: str, gpus: int, layout: dict[str, Any], said: dict[str, Any], unsaid: list[str]
+) -> None:
+    arguments = megatron_arguments(planned(model, gpus, **layout))
+    assert {option: arguments[option] for option in said} == said
+    assert not arguments.keys() & set(unsaid)
 
 
 def test_heads_that_are_rotated_in_part(planned: Planned) -> None:
@@ -71,43 +50,11 @@ def test_heads_that_are_rotated_in_part(planned: Planned) -> None:
     assert bridge_overrides(plan)["model.rotary_percent"] == 0.5
 
 
-def test_gpt_with_biases_and_learned_positions(planned: Planned) -> None:
-    arguments = megatron_arguments(planned("gpt3-175b", 64, tp=8, pp=8, seq_length=2048))
-    assert arguments["--position-embedding-type"] == "learned_absolute"
-    assert arguments["--max-position-embeddings"] == 2048
-    assert arguments["--normalization"] == "LayerNorm"
-    for absent in ("--disable-bias-linear", "--swiglu", "--rotary-base", "--pipeline-model-parallel-layout"):
-        assert absent not in arguments
-
-
-def test_sliding_windows_and_sinks(planned: Planned) -> None:
-    arguments = megatron_arguments(planned("gpt-oss-20b", 16, ep=8, pp=2))
-    assert arguments["--window-size"] == "(127,0)"  # the query itself is the 128th
-    assert arguments["--window-attn-skip-freq"] == 2
-    assert arguments["--softmax-type"] == "learnable"
-
-
-@pytest.mark.parametrize(
-    ("layout", "expected"),
-    [
-        ({}, {}),
-        (
-            {"recompute": "selective", "recompute_modules": ("layernorm", "mlp")},
-            {"--recompute-granularity": "selective", "--recompute-modules": ("layernorm", "mlp")},
-        ),
-        (
-            {"recompute": "full"},
-            {"--recompute-granularity": "full", "--recompute-method": "uniform", "--recompute-num-layers": 1},
-        ),
-        (
-            {"recompute": "full", "recompute_num_layers": 3},
-            {"--recompute-granularity": "full", "--recompute-method": "block", "--recompute-num-layers": 3},
-        ),
-    ],
-)
+@pytest.mark.parametrize(("layout", "expected"), TABLES["recompute"])
 def test_recompute(planned: Planned, layout: dict[str, Any], expected: dict[str, Any]) -> None:
     arguments = megatron_arguments(planned("llama-3.1-70b", 64, tp=4, pp=4, **layout))
-    assert {key: value for key, value in arguments.items() if "recompute" in key} == expected
+    words = {key: [*value] if isinstance(value, tuple) else value for key, value in arguments.items()}
+    assert {key: value for key, value in words.items() if "recompute" in key} == expected
 
 
 NARROW = {"fp8_param_gather", "fp4_param_gather", "reuse_grad_buf_for_mxfp8_param_ag"}

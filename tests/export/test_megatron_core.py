@@ -6,12 +6,11 @@ import random
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from layouts import SIZES, expressible, some_layout
+from tables import beside
 
 from planner.answer import Plan
 from planner.export.megatron.megatron_files import megatron_arguments
@@ -23,25 +22,12 @@ from planner.specs.model import ModelSpec
 from planner.specs.registry import load_model
 from planner.trainers.rules.rule_rows import rules_of
 
-TABLES = yaml.safe_load((Path(__file__).parent / "tables.yaml").read_text())
+TABLES = beside(__file__)
 
 Planned = Callable[..., Plan]
 
 
-FIELDS = {
-    "--num-layers": "num_layers", "--hidden-size": "hidden_size", "--ffn-hidden-size": "ffn_hidden_size",
-    "--num-attention-heads": "num_attention_heads", "--num-query-groups": "num_query_groups",
-    "--kv-channels": "kv_channels", "--tensor-model-parallel-size": "tensor_model_parallel_size",
-    "--pipeline-model-parallel-size": "pipeline_model_parallel_size",
-    "--context-parallel-size": "context_parallel_size", "--sequence-parallel": "sequence_parallel",
-    "--pipeline-model-parallel-layout": "pipeline_model_parallel_layout",
-    "--num-virtual-stages-per-pipeline-rank": "virtual_pipeline_model_parallel_size",
-    "--num-experts": "num_moe_experts", "--expert-model-parallel-size": "expert_model_parallel_size",
-    "--expert-tensor-parallel-size": "expert_tensor_parallel_size", "--moe-ffn-hidden-size": "moe_ffn_hidden_size",
-    "--moe-router-topk": "moe_router_topk", "--moe-grouped-gemm": "moe_grouped_gemm",
-    "--mtp-num-layers": "mtp_num_layers", "--recompute-granularity": "recompute_granularity",
-    "--recompute-method": "recompute_method", "--recompute-num-layers": "recompute_num_layers", "--bf16": "bf16",
-}  # fmt: skip
+FIELDS = TABLES["fields"]
 
 
 @pytest.fixture(scope="module")
@@ -104,17 +90,7 @@ def layers_built(config: Any, megatron: Any) -> list[list[tuple[int, int]]]:
     return ranks
 
 
-LAYOUTS: list[tuple[str, int, dict[str, Any]]] = [
-    ("llama-3.1-8b", 8, {}),
-    ("llama-3.1-8b", 64, {"tp": 2, "pp": 4, "vpp": 4}),
-    ("llama-3.1-405b", 16384, {"tp": 8, "pp": 16, "vpp": 4, "cp": 2}),
-    ("llama-3.1-70b", 256, {"tp": 4, "pp": 4, "recompute": "full", "recompute_num_layers": 2}),
-    ("gpt3-175b", 1024, {"tp": 8, "pp": 8, "recompute": "full"}),
-    ("nemotron-4-340b", 2048, {"tp": 8, "pp": 16}),
-    ("qwen3-235b-a22b", 1024, {"tp": 2, "pp": 8, "vpp": 4, "ep": 32}),
-    ("mixtral-8x22b", 64, {"tp": 2, "pp": 4, "ep": 8, "recompute": "selective", "recompute_modules": ("moe_act",)}),
-    ("deepseek-v3", 1024, {"pp": 16, "vpp": 2, "ep": 64, "layout": "Et*3|(tt|)*29m|L"}),
-]
+LAYOUTS: list[tuple[str, int, dict[str, Any]]] = TABLES["layouts"]
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -177,13 +153,7 @@ def random_splits(number: int) -> list[tuple[int, list[int]]]:
 
 @pytest.mark.parametrize(
     ("counts", "mtp", "text"),
-    [
-        ([1, *[2] * 62, 1], None, "Et|(tt|)*62tL"),
-        ([3, *[2] * 29, 0, 0], 30, "Et*3|(tt|)*29m|L"),
-        ([0, 4, 4, 0], None, "E|(t*4|)*2L"),
-        ([1, 0, 0, 1], None, "Et||*2tL"),
-        ([2, 3], 1, "Ett|t*3mL"),
-    ],
+    [*TABLES["folded"], ([1, *[2] * 62, 1], None, "Et|(tt|)*62tL"), ([3, *[2] * 29, 0, 0], 30, "Et*3|(tt|)*29m|L")],
 )
 def test_folded(counts: list[int], mtp: int | None, text: str) -> None:
     assert layout_string(stages_of(counts, 2, mtp), 1 if mtp is not None else 0) == text

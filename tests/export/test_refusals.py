@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import yaml
+from tables import beside
 
 from planner.answer import Plan
 from planner.errors import SpecError
@@ -80,7 +81,7 @@ OPTIONS = {
 } | {"--fp8-format", "--fp4-format", "--disable-bias-linear", "--recompute-layer-ids", "CUDA_DEVICE_MAX_CONNECTIONS"}
 """Options of the trainer's own source; three are fields by another name, and one is Primus'."""
 TABLES = {name: row["refused"] for name, row in dialects().items() if "refused" in row}
-OF_FOLDER = yaml.safe_load((Path(__file__).parent / "tables.yaml").read_text())
+OF_FOLDER = beside(__file__)
 ROWS = [(name, rows[name]) for rows in (table()["refused"], *TABLES.values()) for name in rows]
 
 
@@ -124,11 +125,11 @@ def test_rows_name_options_that_megatron_has() -> None:
 @pytest.mark.parametrize(
     "text",
     [
+        *OF_FOLDER["what_starts_is_not_refused"],
         f"{_MODEL} --pipeline-model-parallel-size 4 --num-virtual-stages-per-pipeline-rank 3 --bf16",
         f"{_MODEL} --pipeline-model-parallel-size 4 --decoder-first-pipeline-num-layers 5 "
         "--decoder-last-pipeline-num-layers 5",
         f"{_MODEL} --recompute-granularity full --recompute-method block --recompute-num-layers 2",
-        "--overlap-param-gather --overlap-grad-reduce --use-distributed-optimizer --fp8-format hybrid --bf16",
     ],
 )
 def test_what_starts_is_not_refused(text: str) -> None:
@@ -286,13 +287,7 @@ def test_published_optimizers_name_their_source(name: str) -> None:
         assert optimizer.min_learning_rate < optimizer.learning_rate < 1e-3
 
 
-JOBS: dict[str, dict[str, Any]] = {
-    "megatron": {"model": "qwen3-30b-a3b", "gpus": 16, "ep": 8},
-    "bridge": {"model": "qwen3-30b-a3b", "gpus": 16, "ep": 8, "runtime": "bridge"},
-    "torchtitan": {"model": "llama-3.1-8b", "gpus": 16, "tp": 2, "runtime": "torchtitan"},
-    "torch": {"model": "llama-3.1-8b", "gpus": 16, "tp": 2, "runtime": "torch-eager"},
-    "deepspeed": {"model": "llama-2-7b", "gpus": 16, "runtime": "deepspeed", "zero_stage": 3},
-}
+JOBS: dict[str, dict[str, Any]] = OF_FOLDER["refusals_jobs"]
 PROOF = "random tokens and saves nothing"
 """The torch runner trains nothing that is kept: it shows that a layout runs."""
 NEEDS: dict[str, dict[str, str]] = yaml.safe_load(Path(__file__).with_name("run_needs.yaml").read_text())
@@ -338,9 +333,7 @@ def test_launchers_read_no_variable_that_nobody_sets(planned: Planned, target: s
         assert unknown <= FROM_THE_LAUNCHER, f"{file.name}: {unknown}"
 
 
-@pytest.mark.parametrize(
-    ("target", "name"), [("torchtitan", "planned_recipe.py"), ("deepspeed", "planned_training.py")]
-)
+@pytest.mark.parametrize(("target", "name"), OF_FOLDER["a_program_reads_no_variable_that_nobody_names"])
 def test_a_program_reads_no_variable_that_nobody_names(planned: Planned, target: str, name: str) -> None:
     bundle = bundle_of(planned(**JOBS[target]), [target])
     program = next(file.text for file in bundle.files if file.name == name)
@@ -400,9 +393,7 @@ def test_stages_that_leave_layers_out_are_refused(planned: Planned) -> None:
 
 
 @pytest.mark.parametrize(
-    ("saved", "expected"),
-    [(((1,), (3,), (0,), (0,)), [1, 0, 3, 0, 0, 0, 0, 0]), ((), [4, 0, 0, 0, 0, 0, 0, 0])],
-    ids=["of each chunk", "of the rank"],
+    ("saved", "expected"), OF_FOLDER["chunks_recompute_as_planned"], ids=["of each chunk", "of the rank"]
 )
 def test_chunks_recompute_as_planned(planned: Planned, saved: tuple[tuple[int, ...], ...], expected: list[int]) -> None:
     best = planned("llama-3.1-8b", 4, runtime="torch-eager", pp=2, vpp=4).best

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from round_trips import RUNTIME_OF, round_trips, there_and_back
+from tables import beside
 
 from planner.answer import Plan
 from planner.errors import Infeasible
@@ -28,6 +29,8 @@ from planner.specs.registry import load_hardware, load_model, model_names
 from planner.specs.training import Parallelism, SearchLimits, TrainingSpec
 from planner.trainers.generations import imbalance_of
 from planner.trainers.load import load_runtime
+
+TABLES = beside(__file__)
 
 Planned = Callable[..., Plan]
 
@@ -53,10 +56,8 @@ def test_each_file_of_an_export_is_read_as_its_plan(planned: Planned, target: st
 @pytest.mark.parametrize(
     ("target", "runtime", "machines"),
     [
-        ("megatron", "megatron", {"hardware": "h100", "num_gpus": 12}),
-        ("megatron", "megatron", {"hardware": "mi300x", "num_gpus": 16, "gpus_per_node": 4}),
+        *TABLES["machines_and_models_of_ones_own_come_back"],
         ("megatron", "megatron@0.16", {"hardware": with_network(load_hardware("h100"), "efa"), "num_gpus": 16}),
-        ("deepspeed", "deepspeed", {"hardware": "h100", "num_gpus": 16, "network_gb_per_s": 12.5}),
     ],
 )
 def test_machines_and_models_of_ones_own_come_back(target: str, runtime: str, machines: dict[str, Any]) -> None:
@@ -85,10 +86,7 @@ def test_every_target_is_tried() -> None:
 
 FILES = ("launch.sh", "launch.sbatch", "kubernetes.yaml", "kubernetes-jobset.yaml")
 LAUNCHERS = ["torchrun", "slurm", "kubernetes", "kubernetes-jobset"]
-JOBS: dict[str, dict[str, Any]] = {
-    "dense": {"model": "llama-3.1-70b", "gpus": 64, "tp": 4, "pp": 4, "vpp": 2},
-    "mixture": {"model": "qwen3-30b-a3b", "gpus": 16, "ep": 8},
-}
+JOBS: dict[str, dict[str, Any]] = TABLES["round_trips_jobs"]
 
 
 @pytest.mark.parametrize("job", JOBS)
@@ -109,10 +107,7 @@ def test_a_launcher_comes_back(planned: Planned, target: str, job: str) -> None:
 
 SEEDS = (0, 1, 3, 4, 5, 6, 7, 9)
 """Seeds of the draws; the jobs of seeds 2 and 8 take longest to plan."""
-MODELS = [
-    "llama-3.1-8b", "qwen3-30b-a3b", "gpt-oss-20b", "mixtral-8x7b", "moonlight-16b", "qwen3-32b",
-    "deepseek-v2-lite",
-]  # fmt: skip
+MODELS = TABLES["models"]
 TARGETS_OF = {"megatron": ("megatron", "bridge"), "torchtitan": ("torchtitan",)}
 REFUSED = "plan export refuses this model"
 

@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from refusals import refused
+from tables import beside
 
 from planner.answer import Plan
 from planner.errors import SpecError
@@ -25,6 +27,8 @@ from planner.specs.registry import load_hardware, load_model
 from planner.specs.training import SearchLimits, TrainingSpec
 
 pytest.importorskip("torch", reason="torch is not installed")
+
+TABLES = beside(__file__)
 
 Planned = Callable[..., Plan]
 
@@ -46,20 +50,7 @@ def written(plan: Plan, folder: Path) -> Path:
     return folder / PLAN_FILE
 
 
-@pytest.mark.parametrize(
-    ("model", "gpus", "options"),
-    [
-        ("llama-3.1-8b", 8, {"tp": 2, "pp": 4}),
-        ("llama-3.1-8b", 64, {"pp": 4, "vpp": 2, "layers_per_stage": (1, 5, 4, 4, 4, 5, 5, 4)}),
-        ("llama-3.1-405b", 16384, {"tp": 8, "pp": 16}),
-        ("llama-3.1-70b", 64, {"tp": 4, "pp": 8, "recompute": "full", "recompute_num_layers": 3}),
-        ("mixtral-8x7b", 64, {"tp": 2, "pp": 4, "ep": 8, "recompute": "selective", "recompute_modules": ("moe",)}),
-        ("llama-3.1-8b", 16, {"pp": 4, "vpp": 2, "schedule": "zb-v"}),
-        ("llama-3.1-8b", 16, {"pp": 4, "schedule": "zb-h1"}),
-        ("llama-3.2-1b", 8, {}),
-        ("llama-3.1-8b", 32, {"tp": 2, "cp": 4, "pp": 2, "zero_stage": 0}),
-    ],
-)
+@pytest.mark.parametrize(("model", "gpus", "options"), TABLES["the_file_is_the_planned_run"])
 def test_the_file_is_the_planned_run(
     planned: Planned, tmp_path: Path, model: str, gpus: int, options: dict[str, Any]
 ) -> None:
@@ -137,9 +128,8 @@ def test_sequences_that_do_not_split_are_named(planned: Planned, tmp_path: Path)
 
     path = written(eager(planned, tp=2, cp=2), tmp_path)
     path.write_text(path.read_text().replace("seq_length: 2048", "seq_length: 2046"))
-    with pytest.raises(SpecError, match=r"seq_length: 2046 tokens do not split over cp 2 and tp 2") as caught:
+    with refused(r"seq_length: 2046 tokens do not split over cp 2 and tp 2", "a multiple of 4"):
         read_run(path)
-    assert "a multiple of 4" in caught.value.hint
 
 
 def test_a_missing_schedule_is_named(planned: Planned, tmp_path: Path) -> None:

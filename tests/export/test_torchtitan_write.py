@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from samples import TEXTS, layout_of
+from tables import beside
 
 from planner.answer import Plan
 from planner.export.export import bundle_of
@@ -30,7 +30,7 @@ from planner.schedule.graph import to_torch_csv
 from planner.schedule.orders import build_schedule
 from planner.specs.model import ModelSpec
 
-TABLES = yaml.safe_load((Path(__file__).parent / "tables.yaml").read_text())
+TABLES = beside(__file__)
 
 Planned = Callable[..., Plan]
 
@@ -109,9 +109,7 @@ def test_batch_in_both_ways_of_counting(planned: Planned) -> None:
     assert before == {"num_pp_microbatches": 8, "pipeline_parallel_microbatch_size": 2}
 
 
-@pytest.mark.parametrize(
-    ("recompute", "line"), [("none", "None"), ("full", "FullAC.Config()"), ("selective", "SelectiveAC.Config()")]
-)
+@pytest.mark.parametrize(("recompute", "line"), TABLES["activation_checkpointing"])
 def test_activation_checkpointing(planned: Planned, recompute: str, line: str) -> None:
     assert f"config.activation_checkpoint = {line}" in source_of(titan(planned, recompute=recompute))
 
@@ -189,10 +187,7 @@ def test_v_shaped_schedules_are_expressible(planned: Planned) -> None:
     assert len(assigned(source, "STAGES")) == 8
 
 
-@pytest.mark.parametrize(
-    ("schedule", "vpp", "placed_like"),
-    [("zb-h2", 1, "1F1B"), ("v-half", 2, "ZBVZeroBubble"), ("auto", 2, "Interleaved1F1B")],
-)
+@pytest.mark.parametrize(("schedule", "vpp", "placed_like"), TABLES["orders_without_a_class_are_read_from_a_file"])
 def test_orders_without_a_class_are_read_from_a_file(
     planned: Planned, schedule: str, vpp: int, placed_like: str
 ) -> None:
@@ -316,13 +311,7 @@ def test_torchtitan_toml() -> None:
 
 
 def test_torchtitan_overrides() -> None:
-    imported = read_configuration(
-        "NGPU=64 torchrun -m torchtitan.train --module llama3 --config llama3_405b "
-        "--parallelism.pipeline_parallel_degree 8 --parallelism.tensor-parallel-degree=8 "
-        "--parallelism.pipeline_parallel_schedule ZBVZeroBubble --parallelism.no-enable_sequence_parallel "
-        "--training.max_context_length 4096 --training.num_tokens_per_microbatch_per_dp_rank 8192 "
-        "--training.num_tokens_per_train_step 1048576 --compile.enable"
-    )
+    imported = read_configuration(TABLES["torchtitan_overrides"])
     layout = layout_of(imported)
     assert imported.run["model"] == "llama-3.1-405b"
     assert imported.run["num_gpus"] == 64
@@ -332,13 +321,7 @@ def test_torchtitan_overrides() -> None:
 
 
 def test_a_recipe_with_values_that_only_a_run_knows() -> None:
-    imported = read_configuration(
-        "from torchtitan.config import ParallelismConfig\n"
-        "from torchtitan.models.llama3 import model_registry\n"
-        "config.model_spec = model_registry('8B')\n"
-        "config.parallelism = ParallelismConfig(tensor_parallel_degree=2 * 2, expert_parallel_degree=pick())\n"
-        "config.training.seq_len = 8192\n"
-    )
+    imported = read_configuration(TABLES["a_recipe_with_values_that_only_a_run_knows"])
     assert layout_of(imported)["tp"] == 4
     assert imported.run["model"] == "llama-3.1-8b"
     assert imported.run["seq_length"] == 8192
@@ -379,27 +362,11 @@ def test_a_model_of_a_trees_own_registry_is_followed(tmp_path: Path) -> None:
     assert read(recipe).run["model"] is None
 
 
-GRAPHS = """
-def plain():
-    training = TrainingConfig(max_context_length=8192, num_tokens_per_microbatch_per_dp_rank=8192)
-    return Trainer.Config(training=training, optimizer=Optimizers.Config(param_groups=groups()))
-
-def graphs():
-    config = to_graph_trainer_config(plain(), model_registry)
-    config.compile = GraphTrainerCompileConfig(enable=True{more})
-    return config
-"""
+GRAPHS = TABLES["graphs"]
 
 
-@pytest.mark.parametrize(
-    ("recipe", "more", "expected"),
-    [
-        ("graphs", "", ("default", "full_iteration", False)),
-        ("graphs", ', inductor_compilation="full", disable_passes=["cudagraph_pass"]', ("default", None, True)),
-        ("plain", "", ("eager", "full_iteration", None)),
-    ],
-)
-def test_a_step_is_captured_unasked(recipe: str, more: str, expected: tuple[object, ...]) -> None:
+@pytest.mark.parametrize(("recipe", "more", "expected"), TABLES["a_step_is_captured_unasked"])
+def test_a_step_is_captured_unasked(recipe: str, more: str, expected: list[object]) -> None:
     run = read_configuration(GRAPHS.replace("{more}", more), "torchtitan", recipe=recipe).run
-    assert tuple(run["features"].get(name) for name in ("memory_policy", "cuda_graph", "compile")) == expected
+    assert [run["features"].get(name) for name in ("memory_policy", "cuda_graph", "compile")] == expected
     assert run["parallelism"]["recompute"] == "selective"

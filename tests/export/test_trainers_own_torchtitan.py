@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 import yaml
 from samples import differences
+from tables import beside
 
 from planner.answer import Plan
 from planner.export.export import bundle_of
@@ -33,14 +34,13 @@ from planner.export.trainer_files import argv, settings
 from planner.specs.registry import load_model
 from planner.trainers.rules.facts import family_of, is_gpt_oss
 
+TABLES = beside(__file__)
+
 OWN = json.loads((Path(__file__).parent / "trainers_own" / "torchtitan.json").read_text())
 DIFFERENCES = differences("torchtitan")
 """Model and field to the reason why its value is not the registry's."""
 ROPE = {"scaling": "none"}
-LLAMA = {
-    "scaling_factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-}  # fmt: skip
+LLAMA = TABLES["llama"]
 YARN = {"beta_fast": 32.0, "beta_slow": 1.0, "original_seq_len": 4096, "truncate": True}
 
 
@@ -167,14 +167,7 @@ OWN_OF_TRAINERS_OWN_MEGATRON = json.loads((Path(__file__).parent / "trainers_own
 LEFT_OUT = {"--max-position-embeddings", "--vocab-size", "--padded-vocab-size"}
 """The sequence's length, and the vocabulary, which the tokenizer of a recipe brings."""
 OLDER = {"--use-rotary-position-embeddings": ("--position-embedding-type", "rope"), "--no-position-embedding": None}
-DEFAULTS: dict[str, Any] = {
-    "--norm-epsilon": 1e-5, "--rotary-base": 10_000, "--rotary-percent": 1, "--rotary-scaling-factor": 1,
-    "--rotary-seq-len-interpolation-factor": 1, "--mscale": 1, "--mscale-all-dim": 0, "--rope-scaling-factor": 8,
-    "--moe-router-score-function": "softmax", "--moe-router-load-balancing-type": "aux_loss", "--moe-aux-loss-coeff": 0,
-    "--moe-router-bias-update-rate": 1e-3, "--moe-router-topk-scaling-factor": 1, "--moe-layer-freq": 1,
-    "--normalization": "LayerNorm", "--mtp-loss-scaling-factor": 0.1, "--softmax-type": "vanilla",
-    "--position-embedding-type": "learned_absolute", "--moe-router-topk": 2,
-}  # fmt: skip
+DEFAULTS: dict[str, Any] = TABLES["defaults"]
 """Megatron-LM's values of options that are left out (core 0.20.0)."""
 
 DIFFERENCES_OF_TRAINERS_OWN_MEGATRON = differences("megatron")
@@ -223,26 +216,6 @@ def differing(recipe: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
     return {name: (ours[name], theirs[name]) for name in ours.keys() & theirs.keys() if ours[name] != theirs[name]}
 
 
-@pytest.mark.parametrize(
-    "recipe", OWN_OF_TRAINERS_OWN_MEGATRON["recipes"], ids=lambda recipe: f"{recipe['model']}-{recipe['path'][-30:]}"
-)
-def test_arguments_are_those_of_the_recipe(recipe: dict[str, Any]) -> None:
-    found = differing(recipe)
-    assert {
-        name: pair
-        for name, pair in found.items()
-        if (recipe["model"], name) not in DIFFERENCES_OF_TRAINERS_OWN_MEGATRON
-    } == {}
-
-
-def test_every_difference_is_one() -> None:
-    """No reason stands for a difference that is gone."""
-    found = {
-        (recipe["model"], name) for recipe in OWN_OF_TRAINERS_OWN_MEGATRON["recipes"] for name in differing(recipe)
-    }
-    assert DIFFERENCES_OF_TRAINERS_OWN_MEGATRON.keys() - found == set()
-
-
 OWN_OF_TRAINERS_OWN_BRIDGE = json.loads((Path(__file__).parent / "trainers_own" / "bridge.json").read_text())
 _FP32 = "routing in fp32, as recipes of larger mixtures have it"
 DIFFERENCES_OF_TRAINERS_OWN_BRIDGE = differences("bridge")
@@ -271,22 +244,18 @@ def differing_of_trainers_own_bridge(recipe: dict[str, Any]) -> dict[str, tuple[
     return {name: (ours[name], theirs[name]) for name in ours.keys() & theirs.keys() if ours[name] != theirs[name]}
 
 
-@pytest.mark.parametrize("recipe", OWN_OF_TRAINERS_OWN_BRIDGE["recipes"], ids=lambda recipe: recipe["model"])
-def test_fields_are_those_of_the_provider(recipe: dict[str, Any]) -> None:
-    found = differing_of_trainers_own_bridge(recipe)
-    assert {
-        name: pair for name, pair in found.items() if (recipe["model"], name) not in DIFFERENCES_OF_TRAINERS_OWN_BRIDGE
-    } == {}
+BOTH = [
+    (OWN_OF_TRAINERS_OWN_MEGATRON["recipes"], differing, DIFFERENCES_OF_TRAINERS_OWN_MEGATRON),
+    (OWN_OF_TRAINERS_OWN_BRIDGE["recipes"], differing_of_trainers_own_bridge, DIFFERENCES_OF_TRAINERS_OWN_BRIDGE),
+]
 
 
-def test_every_difference_is_one_of_trainers_own_bridge() -> None:
-    """No reason stands for a difference that is gone."""
-    found = {
-        (recipe["model"], name)
-        for recipe in OWN_OF_TRAINERS_OWN_BRIDGE["recipes"]
-        for name in differing_of_trainers_own_bridge(recipe)
-    }
-    assert DIFFERENCES_OF_TRAINERS_OWN_BRIDGE.keys() - found == set()
+@pytest.mark.parametrize(("recipes", "differs", "reasons"), BOTH, ids=["arguments", "fields"])
+def test_values_are_those_of_the_recipes_but_for_reasons_that_hold(recipes: Any, differs: Any, reasons: Any) -> None:
+    """No value differs without a reason, and no reason stands for a difference that is gone."""
+    found = {(recipe["model"], name): pair for recipe in recipes for name, pair in differs(recipe).items()}
+    assert {key: pair for key, pair in found.items() if key not in reasons} == {}
+    assert reasons.keys() - found.keys() == set()
 
 
 Planned = Callable[..., Plan]

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import yaml
+from tables import beside
 
 for package in ("transformers", "trl", "peft", "accelerate", "datasets"):
     pytest.importorskip(package)
@@ -35,20 +36,13 @@ from planner.specs.registry import load_hardware
 from planner.specs.training import AdapterSpec, Parallelism, TrainingSpec
 from planner.trainers.load import load_runtime
 
+TABLES = beside(__file__)
+
 # their own, about what they deprecate and about machines without a GPU
 pytestmark = pytest.mark.filterwarnings("ignore")
 
-SIZES: dict[str, Any] = {
-    "num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "vocab_size": 256,
-}  # fmt: skip
-JOBS: dict[str, dict[str, Any]] = {
-    "one GPU, 4 bits": {"adapters": {"rank": 4, "base_bits": 4}},
-    "replicas, attention alone": {"dp": 8, "zero_stage": 0, "adapters": {"rank": 8, "targets": ["attention"]}},
-    "whole model, sharded": {"dp": 8, "zero_stage": 3, "recompute": "full"},
-    "adapters, sharded": {"dp": 16, "zero_stage": 2, "adapters": {"rank": 4, "base_bits": 4, "dropout": 0.1}},
-    "the head too": {"adapters": {"rank": 2, "targets": ["mlp", "lm_head"]}},
-}
+SIZES: dict[str, Any] = TABLES["sizes"]
+JOBS: dict[str, dict[str, Any]] = TABLES["jobs"]
 
 
 def _plan(adapters: dict[str, Any] | None = None, tokens: float | None = None, **layout: Any) -> Plan:

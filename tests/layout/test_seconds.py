@@ -4,13 +4,12 @@ import random
 from collections.abc import Sequence
 from dataclasses import fields, replace
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import yaml
 from pinned_numbers import LAYOUTS
+from tables import beside
 from toys import Problem, legal_counts, toy_cluster, toy_model, toy_problem, toy_training
 
 from planner.answer import Plan, RunCost
@@ -30,7 +29,7 @@ from planner.specs.registry import load_hardware, load_model
 from planner.specs.training import AdapterSpec, DocumentLength, Parallelism, TrainingSpec
 from planner.trainers.documents import Lengths
 
-TABLES = yaml.safe_load((Path(__file__).parent / "tables.yaml").read_text())
+TABLES = beside(__file__)
 
 
 def priced(problem: Problem, **sizes: Any) -> CostTable:
@@ -284,14 +283,7 @@ def terms_of(plan: Plan) -> dict[str, float]:
 
 
 DENSE = {"tp": 4, "pp": 4, "dp": 2}
-PLANS: dict[str, dict[str, Any]] = {
-    "dense": {"model": "8b", **DENSE},
-    "recomputed": {"model": "8b", **DENSE, "recompute": "full"},
-    "narrow": {"model": "8b", **DENSE, "dtype": "fp8"},
-    "interleaved": {"model": "8b", **DENSE, "vpp": 2, "schedule": "interleaved-1f1b"},
-    "mixture": {"model": "qwen3-30b", "tp": 1, "pp": 2, "dp": 16, "ep": 8},
-    "multi-token prediction": {"model": "glm-4.5-air", "tp": 1, "pp": 2, "dp": 16, "ep": 16},
-}
+PLANS: dict[str, dict[str, Any]] = TABLES["plans"]
 
 
 @pytest.mark.parametrize("job", PLANS.values(), ids=list(PLANS))

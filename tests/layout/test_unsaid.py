@@ -3,15 +3,14 @@
 import math
 from collections.abc import Collection
 from dataclasses import replace
-from pathlib import Path
 from statistics import NormalDist
 from typing import Any
 
 import numpy as np
 import pytest
-import yaml
 from hypothesis import given
 from hypothesis import strategies as st
+from tables import beside
 from toys import toy_problem
 
 from planner.answer import SIGMAS_TO_END, Plan, PricedLayout
@@ -44,7 +43,7 @@ from planner.specs.units import GIB
 from planner.trainers.load import load_runtime
 from planner.trainers.spec import RuntimeSpec
 
-TABLES = yaml.safe_load((Path(__file__).parent / "tables.yaml").read_text())
+TABLES = beside(__file__)
 
 MIXTURE = TABLES["mixture"]
 SHARDED = TABLES["sharded"]

@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import doctest
 from dataclasses import fields, replace
-from pathlib import Path
 from types import ModuleType
 
 import numpy as np
 import pytest
-import yaml
+from tables import beside
 
 from planner import shape
 from planner.physics import pricing
@@ -29,7 +28,7 @@ from planner.specs.registry import load_model, model_names
 from planner.trainers.load import RUNTIMES, load_runtime
 from planner.trainers.spec import RuntimeSpec
 
-TABLES = yaml.safe_load((Path(__file__).parent / "tables.yaml").read_text())
+TABLES = beside(__file__)
 
 MEGATRON, TORCH = load_runtime("megatron"), load_runtime("torch-eager")
 ONE = Shape(seq_length=4096)
@@ -138,10 +137,7 @@ def test_a_tied_head_beside_its_embedding_has_no_matrix_of_its_own() -> None:
     assert flops[0] == flops[1]
 
 
-@pytest.mark.parametrize(
-    ("name", "parameters"),
-    [("nemotron-3-super-120b-a12b", 2_942_325_248), ("deepseek-v3", 11_610_068_224), ("glm-5.2", 9_952_920_576)],
-)
+@pytest.mark.parametrize(("name", "parameters"), TABLES["predictions_have_the_layers_of_the_checkpoint"])
 def test_predictions_have_the_layers_of_the_checkpoint(name: str, parameters: int) -> None:
     """Megatron-LM's pattern of Nemotron 3 ends in `/*E`; a block chooses keys where the last layer shares them."""
     assert model_totals(load_model(name), MEGATRON, 8192).num_predicting_parameters == parameters
@@ -290,10 +286,7 @@ def test_yarn_that_scales_is_rotated_in_eager_torch_unless_compiled() -> None:
     assert bytes_of[True, True] == bytes_of[False, True] == bytes_of[False, False]
 
 
-GPT = {
-    "gated_mlp": False, "activation": "gelu", "norm": "layernorm", "bias": True, "position_embedding": "learned",
-    "max_position_embeddings": 2048,
-}  # fmt: skip
+GPT = TABLES["gpt"]
 UNFUSED = load_runtime("megatron").model_copy(
     update={"flash_attention": False, "dropout": True, "vocab_divisible_by": 1}
 )
@@ -336,11 +329,7 @@ def test_activation_bytes_of_a_layer(name: str, batch: int) -> None:
     assert layer_bytes(model, sequence, core) == 34 * sbh / t
 
 
-SC21_TABLE_1 = {
-    "1.7B": (24, 2304, 24), "3.6B": (32, 3072, 30), "7.5B": (32, 4096, 36), "18B": (48, 6144, 40),
-    "39B": (64, 8192, 48), "76B": (80, 10240, 60), "145B": (96, 12288, 80), "310B": (128, 16384, 96),
-    "530B": (128, 20480, 105), "1T": (160, 25600, 128),
-}  # fmt: skip
+SC21_TABLE_1 = TABLES["sc21_table_1"]
 """Heads, hidden size and layers of the ten models."""
 
 

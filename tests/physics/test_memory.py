@@ -7,11 +7,10 @@ What 8- and 4-bit recipes keep and compute: which tensors are cast, and what sta
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
+from tables import beside
 from toys import exchange_s
 
 from planner.layout.evaluate import evaluate
@@ -50,7 +49,7 @@ from planner.validate.score import evaluate_rows
 from tools.calibrate.kernels import measured_model
 from tools.calibrate.tables import read_table
 
-TABLES = yaml.safe_load((Path(__file__).parent / "tables.yaml").read_text())
+TABLES = beside(__file__)
 
 
 @pytest.mark.parametrize(
@@ -196,8 +195,7 @@ def test_fp32_shards_with_weights_gathered_for_good() -> None:
 
 
 @pytest.mark.parametrize(
-    ("tp", "ep", "shard_size", "ranks"),
-    [(1, 1, 8, 8), (1, 1, 64, 64), (1, 4, 64, 16), (1, 4, 8, 2), (1, 8, 8, 1), (8, 4, 64, 128), (8, 4, 16, 32)],
+    ("tp", "ep", "shard_size", "ranks"), TABLES["experts_are_sharded_over_their_replicas_in_a_shard_group"]
 )
 def test_experts_are_sharded_over_their_replicas_in_a_shard_group(
     tp: int, ep: int, shard_size: int, ranks: int
@@ -241,10 +239,7 @@ def test_allocated_memory_is_right_on_average() -> None:
     assert sum(errors) / len(errors) < 0.01
 
 
-@pytest.mark.parametrize(
-    ("layout", "gib"),
-    [({"tp": 1, "pp": 4, "vpp": 8, "micro_batch_size": 1}, 56.55), ({"tp": 4, "pp": 1, "micro_batch_size": 2}, 53.22)],
-)
+@pytest.mark.parametrize(("layout", "gib"), TABLES["allocated_memory_of_megatron_on_h100"])
 def test_allocated_memory_of_megatron_on_h100(layout: dict[str, Any], gib: float) -> None:
     """Its own tests gpt3_7b_tp1_pp4_memory_speed and gpt3_7b_tp4_pp1_memory_speed: mem-max-allocated-bytes of the last
     rank on DGX H100 (golden_values_dev_dgx_h100.json). Unfused loss, dropout, no sequence parallelism."""

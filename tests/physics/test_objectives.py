@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
+from tables import beside
 
 from planner.answer import Plan
 from planner.layout.evaluate import evaluate
@@ -42,6 +43,8 @@ from planner.specs.training import (
 )
 from planner.trainers.load import load_runtime
 from planner.trainers.spec import RuntimeSpec
+
+TABLES = beside(__file__)
 
 CLUSTER = ClusterSpec(hardware=load_hardware("h200"), num_gpus=1)
 LORA = AdapterSpec()
@@ -154,13 +157,7 @@ def test_micro_batches_hold_whole_pairs() -> None:
     assert all(layout.parallelism.micro_batch_size % 2 == 0 for layout in layouts)
 
 
-@pytest.mark.parametrize(
-    ("fields", "says"),
-    [
-        ({"global_batch_size": 3, "objective": {"name": "dpo"}}, "is odd"),
-        ({"global_batch_size": 4, "objective": {"name": "dpo", "reference": "adapters"}}, "needs adapters"),
-    ],
-)
+@pytest.mark.parametrize(("fields", "says"), TABLES["contradictions_are_refused"])
 def test_contradictions_are_refused(fields: dict[str, object], says: str) -> None:
     with pytest.raises(ValidationError, match=says):
         TrainingSpec.model_validate({"seq_length": 8, **fields})
@@ -177,13 +174,7 @@ def _layer(adapters: AdapterSpec | None, runtime_name: str = "hf") -> tuple[Item
 
 
 @pytest.mark.parametrize(
-    ("rank", "targets", "trainable"),
-    [
-        # peft 0.21's print_trainable_parameters of Llama 3.1 8B
-        (16, ("all-linear",), 41_943_040),
-        (8, ("q_proj", "v_proj"), 3_407_872),
-        (64, ("all-linear",), 167_772_160),
-    ],
+    ("rank", "targets", "trainable"), TABLES["adapters_of_llama_8b_have_as_many_parameters_as_in_peft"]
 )
 def test_adapters_of_llama_8b_have_as_many_parameters_as_in_peft(
     rank: int, targets: tuple[str, ...], trainable: int

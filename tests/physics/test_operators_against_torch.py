@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from tables import beside
 
 torch = pytest.importorskip("torch", reason="needs the probe extra (torch)")
 
@@ -37,35 +38,17 @@ from planner.shape import Shape  # noqa: E402
 from planner.specs.model import ModelSpec  # noqa: E402
 from planner.trainers.load import load_runtime  # noqa: E402
 
+TABLES = beside(__file__)
+
 EAGER = load_runtime("torch-eager")
 SEQ = 64
 
-BASE: dict[str, Any] = {
-    "num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 160, "num_attention_heads": 8, "head_dim": 16,
-    "vocab_size": 256,
-}  # fmt: skip
+BASE: dict[str, Any] = TABLES["base"]
 MOE = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
 MLA = {"kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 24}
 GPT = {"gated_mlp": False, "activation": "gelu", "norm": "layernorm", "position_embedding": "none"}
 
-MODELS = {
-    "mha": {}, "gqa": {"num_key_value_heads": 2}, "gpt": {**GPT, "bias": True}, "gpt-weights-only": GPT,
-    "gpt-learned-positions": {**GPT, "bias": True, "position_embedding": "learned", "max_position_embeddings": SEQ},
-    "bloom": {**GPT, "bias": True, "position_embedding": "none", "embedding_norm": True},
-    "alibi": {**GPT, "bias": True, "position_embedding": "alibi"},
-    "relu2": {"gated_mlp": False, "activation": "relu2", "position_embedding": "rope"},
-    "qk-norm": {"num_key_value_heads": 4, "qk_norm": True},
-    "qkv-bias": {"num_key_value_heads": 4, "attention_bias": "qkv"},
-    "sliding": {"num_key_value_heads": 4, "sliding_window": 16},
-    "gemma": {
-        "activation": "gelu", "qk_norm": True, "post_norms": True, "num_key_value_heads": 4, "sliding_window": 16,
-    },
-    "mla": {"mla": {**MLA, "q_lora_rank": 40}}, "mla-direct-query": {"mla": MLA},
-    "mla-narrow-values": {"mla": {**MLA, "v_head_dim": 16}}, "moe": {"num_key_value_heads": 2, "moe": MOE},
-    "moe-shared": {"moe": {**MOE, "shared_expert_intermediate_size": 96, "router_bias": True}},
-    "moe-shared-gate": {"moe": {**MOE, "shared_expert_intermediate_size": 96, "shared_expert_gate": True}},
-    "moe-mla": {"mla": MLA, "moe": {**MOE, "num_experts": 16, "shared_expert_intermediate_size": 48}},
-}  # fmt: skip
+MODELS = TABLES["models"]
 
 
 def hidden(*shape: int) -> Any:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from pages import printed
 from probes import probe_result
+from tables import beside
 
 from planner.specs.registry import load_model
 
@@ -26,6 +27,8 @@ from planner.probe.result import (
 )
 from planner.report.machines import render_probe as render
 
+TABLES = beside(__file__)
+
 
 def rank(number: int = 0, spread: float = 0.001, **states: dict[str, Any]) -> RankResult:
     memory = ProbedMemory(static_bytes=1, peak_allocated_bytes=1, peak_reserved_bytes=1, device_used_bytes=1)
@@ -37,10 +40,7 @@ def rank(number: int = 0, spread: float = 0.001, **states: dict[str, Any]) -> Ra
     )  # fmt: skip
 
 
-HEALTHY: dict[str, Any] = {
-    "clock_mhz": 1455, "max_clock_mhz": 1980, "power_w": 698, "power_limit_w": 700, "default_power_limit_w": 700,
-    "temperature_c": 64, "throttle_reasons": ("software power cap",),
-}  # fmt: skip
+HEALTHY: dict[str, Any] = TABLES["healthy"]
 
 
 def test_a_gpu_at_its_power_limit_is_as_usual() -> None:
@@ -51,31 +51,7 @@ def test_a_gpu_at_its_power_limit_is_as_usual() -> None:
     assert [one.text for one in conditions_of([rank()])] == [f"rank 0: {UNSEEN.text}"], "nobody looked"
 
 
-@pytest.mark.parametrize(
-    ("states", "words", "is_fault"),
-    [
-        ({"before": {"busy_fraction": 0.9}}, "was busy before the run: a process out of sight", True),
-        (
-            {"before": {"busy_fraction": 0.9, "other_processes": ("python3 (7)",), "other_bytes": 2**30}},
-            "busy before the run: python3 (7), which held 1.0 GiB", True,
-        ),
-        ({"within": {"other_processes": ("python3 (7)",)}}, "was shared with python3 (7)", False),
-        ({"before": {**HEALTHY, "power_limit_w": 500}}, "power limit is 500 W, 700 by default", False),
-        (
-            {"within": {**HEALTHY, "throttle_reasons": ("hardware thermal slowdown",)}},
-            "lowered (64 °C): hardware", True,
-        ),
-        ({"after": {"throttle_reasons": ("hardware power brake",)}}, "because too little power", True),
-        (
-            {"within": {**HEALTHY, "power_w": 400, "throttle_reasons": ("applications clocks setting",)}},
-            "clocks are set lower: 1455 of 1980 MHz under load", False,
-        ),
-        (
-            {"within": {**HEALTHY, "power_w": 400, "throttle_reasons": (), "busy_fraction": 0.9}},
-            "the driver gives no reason: 1455", False,
-        ),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("states", "words", "is_fault"), TABLES["unusual_conditions_are_named"])
 def test_unusual_conditions_are_named(states: Any, words: str, is_fault: bool) -> None:
     (condition,) = conditions_of([rank(**states)])
     assert words in condition.text

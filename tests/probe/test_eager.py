@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from priced_plans import priced_plan
+from tables import beside
 
 from planner.answer import Plan
 from planner.errors import ProbeError, SpecError
@@ -38,12 +39,9 @@ from planner.probe.run_price import EAGER, in_eager_torch  # noqa: E402
 from planner.profile.probe_calibration import from_probe  # noqa: E402
 from planner.schedule.replay import replay  # noqa: E402
 
-PLANS: dict[str, dict[str, Any]] = {
-    "megatron": {},
-    "fp8": {"dtype": "fp8"},
-    "unbalanced experts": {"model": "mixtral-8x7b", "tp": 1, "pp": 2, "dp": 4, "ep": 4, "moe_imbalance": 1.5},
-    "torchtitan": {"runtime": "torchtitan", "recompute": "selective", "zero_stage": 1},
-}
+TABLES = beside(__file__)
+
+PLANS: dict[str, dict[str, Any]] = TABLES["plans"]
 
 
 def make_plan(model: str = "8b", dtype: str = "bf16", moe_imbalance: float = 1.0, **more: Any) -> Plan:
@@ -248,11 +246,7 @@ def test_a_kernel_that_did_not_run_is_missed(probe_it: Any) -> None:
 
 @pytest.mark.parametrize(
     ("job", "ran", "says"),
-    [
-        (LONG, {"kernels": ("efficient with a mask", "flash")}, "torch's memory-efficient kernel with a mask ran"),
-        # a GPU before Hopper, or a torch before 2.10 under ROCm, has no grouped product
-        ({"model": "mixtral-8x7b", "tp": 1, "pp": 2, "dp": 4, "ep": 4}, {"one_by_one": True}, "one product after anot"),
-    ],
+    TABLES["a_kernel_that_no_profile_has_is_shown_and_corrects_nothing"],
     ids=["attention", "experts"],
 )
 def test_a_kernel_that_no_profile_has_is_shown_and_corrects_nothing(

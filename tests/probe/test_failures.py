@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
+from tables import beside
 
 from planner.errors import ProbeError
 
@@ -32,7 +32,7 @@ from planner.probe.launch.launcher import launch, log_folder, process_context
 from planner.probe.launch.process import asked_bytes, kind_of
 from planner.probe.rank.groups import WAITING, Identity, Progress, disagreement, hanging_rank, require_agreement
 
-TABLES = yaml.safe_load((Path(__file__).parent / "tables.yaml").read_text())
+TABLES = beside(__file__)
 
 HERE = Path(__file__).parent
 PATIENCE_S = 600.0

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from tables import beside
 from tiny import GPT, MLA, MOE
 
 torch = pytest.importorskip("torch", reason="needs the probe extra (torch)")
@@ -18,9 +19,11 @@ from planner.probe.result import RankResult  # noqa: E402
 from planner.probe.run import ProbeRun  # noqa: E402
 from planner.schedule.orders import SCHEDULES  # noqa: E402
 
+TABLES = beside(__file__)
+
 pytestmark = [
     # torch 2.13 has new names for exchanges
-    pytest.mark.filterwarnings("ignore:.torch.distributed.*is deprecated:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:.torch.distributed.*is deprecated:FutureWarning")
 ]
 EXPERTS = MOE | {"num_experts": 8}
 KINDS: dict[str, dict[str, Any]] = {
@@ -32,21 +35,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "mixture": {"moe": {**EXPERTS, "shared_expert_intermediate_size": 16}},
     "latent": {"mla": MLA, "moe": EXPERTS, "num_nextn_predict_layers": 1},
 }  # fmt: skip
-GRIDS: dict[str, dict[str, Any]] = {
-    "one": {}, "tp2": {"tp": 2, "sequence_parallel": True}, "tp2-whole": {"tp": 2}, "dp2": {"dp": 2},
-    "dp2-zero0": {"dp": 2, "zero": False, "dp_outermost": True}, "dp2-stands-for-4": {"dp": 2, "dp_stands_for": 4},
-    "dp2-zero3": {"dp": 2, "fully_sharded": True}, "cp2": {"cp": 2, "seq_length": 4},
-    "cp2-tp2-dp2": {"cp": 2, "tp": 2, "dp": 2, "sequence_parallel": True, "seq_length": 4},
-    "recomputed": {"num_recomputed": 1, "recompute_modules": ("core_attn", "mlp")}, "ep2": {"dp": 2, "ep": 2},
-    "ep4": {"tp": 2, "sequence_parallel": True, "dp": 2, "ep": 4},
-}  # fmt: skip
-RUNS = {
-    "none": ("gpt", "dp2-zero3"), "gpipe": ("tied", "dp2"), "1f1b": ("latent", "ep4"),
-    "interleaved-1f1b": ("gemma", "cp2-tp2-dp2"), "breadth-first": ("sinks", "cp2"), "zb-h1": ("mixture", "tp2"),
-    "zb-h2": ("alibi", "dp2-zero0"), "zb-v": ("latent", "cp2"), "v-half": ("chunks", "tp2-whole"),
-    "v-min": ("dense", "dp2-stands-for-4"), "dualpipe": ("sinks", "recomputed"), "dualpipe-v": ("mixture", "ep2"),
-    "chimera": ("tied", "tp2"), "pipedream-2bw": ("gpt", "cp2"), "forward-only": ("dense", "one"),
-}  # fmt: skip
+GRIDS: dict[str, dict[str, Any]] = TABLES["grids"]
+RUNS = TABLES["runs"]
 """For each schedule the kind of layers and the grid that it runs with: all kinds and grids have their turn."""
 
 

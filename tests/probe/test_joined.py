@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
+from tables import beside
 from tiny import TINY
 
 pytest.importorskip("torch", reason="needs the probe extra (torch)")
@@ -35,7 +35,7 @@ from planner.specs.model import ModelSpec
 from planner.specs.registry import load_hardware
 from planner.specs.training import Parallelism, TrainingSpec
 
-TABLES = yaml.safe_load((Path(__file__).parent / "tables.yaml").read_text())
+TABLES = beside(__file__)
 
 HERE = Path(__file__).parent
 PATIENCE_S = 600.0
@@ -178,11 +178,7 @@ def test_a_rank_that_waits_names_the_one_that_stopped(plan_file: str) -> None:
     assert "pipeline.py" in told  # the stacks
 
 
-DIFFERENT = {
-    "options": (("--scale", "128"), "rank 1 on {host} has model.hidden_size 128, not 64"),
-    "steps": (("--steps", "2"), "rank 1 on {host} has num_steps 2, not 1"),
-    "stage": (("--stage", "all"), "rank 1 on {host} refuses: --stage runs stages one at a time"),
-}
+DIFFERENT = TABLES["different"]
 """Options of rank 1 that rank 0 does not have, and what both say."""
 
 
@@ -224,9 +220,7 @@ def test_a_rank_that_was_killed_is_named_by_the_other(plan_file: str) -> None:
     assert "rank 0 (stage 0, dp 0, cp 0, tp 0) on 127.0.0.1 is gone" in told
 
 
-@pytest.mark.parametrize(
-    ("answers", "word"), [("here", ""), ("", "has stopped"), (None, "is gone"), ("nowhere", "cannot be reached")]
-)
+@pytest.mark.parametrize(("answers", "word"), TABLES["a_silent_rank_is_rung"])
 def test_a_silent_rank_is_rung(answers: str | None, word: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A process that runs answers; the kernel takes a call for one that is stopped; nobody does where it is gone."""
     monkeypatch.setattr(launch_joined, "RING_S", 0.3)
@@ -249,18 +243,7 @@ def test_first_host_of_slurm(nodes: str, host: str) -> None:
 
 
 SLURM = {"SLURM_STEP_NODELIST": "n[3-4]", "SLURM_JOB_ID": "5"}
-STARTED: dict[str, tuple[dict[str, str], list[str] | None]] = {
-    "a batch script": ({**SLURM, "SLURM_NTASKS": "8", "SLURM_PROCID": "0"}, None),
-    "srun": (
-        {**SLURM, "SLURM_PROCID": "3", "SLURM_STEP_NUM_TASKS": "4", "SLURM_LOCALID": "1"},
-        ["3", "4", "1", "n3", "29505"],
-    ),
-    "Open MPI": (
-        {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "1"},
-        ["1", "2", "1", "127.0.0.1", "29500"],
-    ),
-    "MPICH": ({"PMI_RANK": "1", "PMI_SIZE": "2"}, ["1", "2", "0", "127.0.0.1", "29500"]),
-}
+STARTED: dict[str, tuple[dict[str, str], list[str] | None]] = TABLES["started"]
 """The variables that a starter sets, and those of torchrun that they become."""
 NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 

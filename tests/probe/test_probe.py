@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
+from tables import beside
 
 from planner.errors import ProbeError, SpecError
 from planner.schedule.orders import build_schedule
@@ -31,7 +31,7 @@ from planner.probe.run import ChunkSpec
 from planner.probe.run_price import EAGER
 from planner.shape import Shape
 
-TABLES = yaml.safe_load((Path(__file__).parent / "tables.yaml").read_text())
+TABLES = beside(__file__)
 
 ROOT = Path(__file__).parent.parent.parent
 

@@ -3,37 +3,14 @@
 from __future__ import annotations
 
 import pytest
+from tables import beside
 
 from planner.probe.evidence import objection_to_device
 from planner.specs.registry import hardware_names, load_hardware
 
-DEVICES = {
-    # as torch or the driver calls them
-    "NVIDIA H200": "h200-sxm-141gb",
-    "NVIDIA H100 80GB HBM3": "h100-sxm-80gb",
-    "NVIDIA A100-SXM4-80GB": "a100-sxm-80gb",
-    "NVIDIA A800-SXM4-80GB": "a800-sxm-80gb",
-    "NVIDIA GH200 480GB": "gh200-96gb",
-    "NVIDIA GB200": "gb200-nvl72",
-    "NVIDIA B200": "b200-sxm-180gb",
-    "NVIDIA L40S": "l40s-48gb",
-    "NVIDIA L4": "l4-24gb",
-    "NVIDIA A10": "a10-24gb",
-    "NVIDIA A10G": "a10g-24gb",
-    "Tesla T4": "t4-16gb",
-    "NVIDIA GeForce RTX 3090": "rtx-3090-24gb",
-    "NVIDIA GeForce RTX 4060 Ti": "rtx-4060-ti-16gb",
-    "NVIDIA GeForce RTX 4090": "rtx-4090-24gb",
-    "NVIDIA GeForce RTX 5080": "rtx-5080-16gb",
-    "NVIDIA GeForce RTX 5090": "rtx-5090-32gb",
-    "NVIDIA RTX A6000": "rtx-a6000-48gb",
-    "NVIDIA RTX 6000 Ada Generation": "rtx-6000-ada-48gb",
-    "NVIDIA RTX PRO 6000 Blackwell Workstation Edition": "rtx-pro-6000-96gb",
-    "NVIDIA GB10": "dgx-spark-128gb",
-    "Tesla V100-SXM2-32GB": "v100-sxm-32gb",
-    "AMD Instinct MI300X": "mi300x",
-    "AMD Instinct MI355X": "mi355x",
-}
+TABLES = beside(__file__)
+
+DEVICES = TABLES["devices"]
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -62,10 +39,7 @@ def test_a_gpu_of_the_same_silicon_with_another_memory_is_another_gpu() -> None:
     assert hint == "probe on h200-sxm-141gb, or plan with --hardware h100-sxm-80gb"
 
 
-@pytest.mark.parametrize(
-    ("device", "name"),
-    [("NVIDIA H100 PCIe", "h100"), ("NVIDIA H100 NVL", "h100"), ("NVIDIA A100-PCIE-40GB", "a100-sxm-40gb")],
-)
+@pytest.mark.parametrize(("device", "name"), TABLES["a_card_is_another_gpu_than_the_one_on_a_board"])
 def test_a_card_is_another_gpu_than_the_one_on_a_board(device: str, name: str) -> None:
     hardware = load_hardware(name)
     said, _ = objection_to_device(device, "2.9", hardware) or ("", "")

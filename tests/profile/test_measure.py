@@ -1,34 +1,24 @@
 """Measuring a machine: rows are kept and gone on with, fits give back what made the rows, names find data sheets."""
 
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-import yaml
+from tables import beside
 
 from planner.physics.communication import collective_s
 from planner.probe.run_price import chunk_costs
 from planner.profile.fitting import STREAMS, MeasuredTable, fitted_tier
-from planner.profile.measurements import (
-    CPU,
-    GPU,
-    QUICK,
-    Machine,
-    MeasuredRow,
-    Measurements,
-    known_profile,
-    profile_of,
-)
+from planner.profile.measurements import CPU, GPU, QUICK, Machine, MeasuredRow, Measurements, known_profile, profile_of
 from planner.specs.cluster import ClusterSpec
 from planner.specs.hardware import LinkTier
 from planner.specs.registry import load_hardware
 from planner.specs.units import GIB
 from tools.calibrate.tables import read_table
 
-TABLES = yaml.safe_load((Path(__file__).parent / "tables.yaml").read_text())
+TABLES = beside(__file__)
 
 torch = pytest.importorskip("torch", reason="needs the probe extra (torch)")
 

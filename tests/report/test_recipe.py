@@ -7,12 +7,11 @@ The largest cause is the item that loses most, in words that hold for these two 
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from pages import printed
+from tables import beside
 
 from planner.answer import Offer, Plan, PricedLayout, RecipeGain, RecipeRefusal
 from planner.cli.inputs import read_job, read_limits
@@ -34,7 +33,7 @@ from planner.search.why.recipe import OtherValue, RecipeTable, SwitchWorth
 from planner.trainers.load import load_runtime, switches_of
 from planner.trainers.switches import Value
 
-TABLES = yaml.safe_load((Path(__file__).parent / "tables.yaml").read_text())
+TABLES = beside(__file__)
 
 MakePlan = Callable[..., Plan]
 RECIPE = {"ep_overlap": "delayed", "cuda_graph": "none", "p2p_overlap": True, "nan_checks": True}
@@ -77,26 +76,9 @@ def test_the_heading_says_how_gains_were_priced(make_plan: MakePlan, replanned: 
     assert dict(recipe_lines(layout, {}))["on"].count("*") == (1 if len(set(replanned)) == 2 else 0)
 
 
-@pytest.mark.parametrize(
-    ("given", "says"),
-    [
-        (
-            offer("bf16_gradients", True, 9.0, "bf16_gradients"),
-            "--allow bf16_gradients: at least 10.0% faster, changes numerics",
-        ),
-        (
-            offer("optimizer", "sgd", 9.0, "optimizer"),
-            "--allow optimizer: sgd, at least 10.0% faster, changes numerics",
-        ),
-        (offer("dtype", "fp8", 7.5, "fp8"), "--allow fp8: at least 25.0% faster, changes numerics"),
-        (
-            offer("cuda_graph", "full_iteration", 8.0, "nan_checks", "fused_experts", changes="checks and numerics"),
-            "--allow nan_checks,fused_experts: cuda_graph full_iteration, at least 20.0% faster, "
-            "changes checks and numerics",
-        ),
-    ],
-)
-def test_an_offer_is_an_option_that_can_be_typed(given: Offer, says: str) -> None:
+@pytest.mark.parametrize(("words", "more", "says"), TABLES["an_offer_is_an_option_that_can_be_typed"])
+def test_an_offer_is_an_option_that_can_be_typed(words: list[Any], more: dict[str, str], says: str) -> None:
+    given = offer(*words, **more)
     line = says_offer(given, 10.0)
     assert line == says
     asked = SearchOptions(model="deepseek-v3", gpus=256, hardware="gb200", allow=line.split(":")[0].split()[1])
@@ -201,25 +183,7 @@ def _slower(plan: Plan, item: str, by_s: float, **layout: Any) -> Plan:
     return plan.model_copy(update={"best": best})
 
 
-@pytest.mark.parametrize(
-    ("item", "layout", "words"),
-    [
-        ("compute_s", {"recompute": "selective", "recompute_modules": ("core_attn",)}, "every layer (core_attn)"),
-        ("compute_s", {"num_gpus_used": 1024}, "uses 1,024 GPUs of 2,048"),
-        ("compute_s", {"tp": 16}, "smaller and reach less of the peak: tp 16 with 1 sequence"),
-        ("compute_s", {"cp": 2, "micro_batch_size": 2}, "shorter blocks over 2 ranks than over 1"),
-        ("tp_comm_s", {"tp": 16}, "tp 16 leaves the NVLink domain of 8"),
-        ("tp_comm_s", {"tp": 4}, "between 4 GPUs, in the best between 8"),
-        ("cp_comm_s", {"cp": 4}, "go round 4 ranks, across nodes; in the best they stay"),
-        ("ep_comm_s", {"ep": 64}, "experts on 512 ranks, more than the 8 of an NVLink domain; in the best on 8"),
-        ("pp_comm_s", {"schedule": "zb-h1"}, "zb-h1 waits"),
-        ("exposed_dp_s", {"dp": 64, "shard_size": 64}, "3.2B parameters a rank are exchanged over 64 ranks and"),
-        ("exposed_dp_s", {"dp": 64, "shard_size": 8}, "over 64 ranks (8 a shard group) and"),
-        ("bubble_s", {"pp": 32}, "32 stages for 128 micro-batches; in the best 16 stages"),
-        ("optimizer_s", {"zero_stage": 0}, "sharded over none, the best's over 16 ranks"),
-        ("overhead_s", {"num_microbatches": 512}, "starts 512 micro-batches a step, in the best 128"),
-    ],
-)
+@pytest.mark.parametrize(("item", "layout", "words"), TABLES["the_item_that_loses_most_is_the_cause"])
 def test_the_item_that_loses_most_is_the_cause(
     make_plan: MakePlan, item: str, layout: dict[str, Any], words: str
 ) -> None:
@@ -239,18 +203,16 @@ def test_a_smaller_node_has_a_smaller_domain(make_plan: MakePlan) -> None:
     assert "tp 8 leaves the NVLink domain of 4 GPUs" in cause.because
 
 
-def test_a_difference_below_what_searches_are_exact_to_is_no_difference(make_plan: MakePlan) -> None:
+@pytest.mark.parametrize(
+    ("more_s", "words"),
+    [(0.05, "It is as fast: 0.23% slower"), (-1.0, "It is 4.5% faster, mostly by pipeline bubble, 1.00 s less")],
+)
+def test_what_is_no_slower_is_said_so(more_s: float, words: str, make_plan: MakePlan) -> None:
+    """Below what searches are exact to is no difference, and a pin can be faster than what is tried without it."""
     best = make_plan()
-    other = _slower(best, "bubble_s", 0.05)
+    other = _slower(best, "bubble_s", more_s)
     says = says_slower(best, other, largest_cause(best.best, other.best, best.cluster), 0.005)
-    assert says.startswith("It is as fast: 0.23% slower")
-
-
-def test_a_pin_can_be_faster_than_what_is_tried_without_it(make_plan: MakePlan) -> None:
-    best = make_plan()
-    other = _slower(best, "bubble_s", -1.0)
-    says = says_slower(best, other, largest_cause(best.best, other.best, best.cluster), 0.005)
-    assert says.startswith("It is 4.5% faster, mostly by pipeline bubble, 1.00 s less")
+    assert says.startswith(words)
 
 
 def test_differences_hold_every_item_and_add_up(make_plan: MakePlan) -> None:

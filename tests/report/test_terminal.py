@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from pages import printed
+from tables import beside
 
 from planner.answer import Plan
 from planner.observe.accounts import STEP_TERMS, WALL_TERMS
@@ -27,12 +28,10 @@ from planner.specs.cluster import ClusterSpec
 from planner.specs.registry import load_hardware
 from planner.specs.training import AdapterSpec, OperationsSpec, SearchLimits, TrainingSpec
 
+TABLES = beside(__file__)
+
 MakePlan = Callable[..., Plan]
-WIDEST: dict[str, Any] = {
-    "tp": 16, "cp": 16, "pp": 64, "vpp": 4, "dp": 1024, "ep": 64, "etp": 2, "micro_batch_size": 16,
-    "num_microbatches": 1024, "schedule": "interleaved-1f1b", "zero_stage": 3, "shard_size": 64,
-    "recompute": "selective", "recompute_modules": ("core_attn", "layernorm", "moe_act"), "num_gpus_spare": 12,
-}  # fmt: skip
+WIDEST: dict[str, Any] = TABLES["widest"]
 
 
 def text(plan: Plan, width: int = 80, **console: Any) -> str:
@@ -88,16 +87,7 @@ def stopped(plan: Plan) -> Plan:
     return plan.model_copy(update={"search": search, "command": "plan --model 405b --gpus 2048 --time-limit 20"})
 
 
-@pytest.mark.parametrize(
-    "sizes",
-    [
-        {},
-        {"pp": 1, "num_microbatches": 4},
-        {"pp": 63, "num_microbatches": 64},
-        {"total_gib": 92.0, "fits": False},
-        WIDEST,
-    ],
-)
+@pytest.mark.parametrize("sizes", TABLES["the_answer_fits_one_screen"])
 @pytest.mark.parametrize("change", [lambda plan: plan, stopped])
 def test_the_answer_fits_one_screen(make_plan: MakePlan, sizes: dict[str, Any], change: Callable[[Plan], Plan]) -> None:
     plan = change(make_plan(**sizes))
@@ -298,8 +288,6 @@ def test_without_a_gap_there_is_no_section() -> None:
     assert gap_section(Observed(observation=Observation(sources=(SOURCE,)))) is None
 
 
-@pytest.mark.parametrize(
-    ("fraction", "text"), [(1.0, "        │████████"), (-0.5, "    ████│        "), (0.0, "        │")]
-)
+@pytest.mark.parametrize(("fraction", "text"), TABLES["what_is_won_stands_left_of_what_is_lost"])
 def test_what_is_won_stands_left_of_what_is_lost(fraction: float, text: str) -> None:
     assert printed(SignedBar(fraction), 17).rstrip() == text.rstrip()

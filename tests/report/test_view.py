@@ -11,13 +11,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import yaml
 from pages import DRAWN, Page, printed
+from tables import beside
 
 from planner.answer import (
     AS_PLANNED,
@@ -43,7 +42,7 @@ from planner.specs.cluster import ClusterSpec
 from planner.specs.registry import load_hardware
 from planner.specs.training import Parallelism, TrainingSpec
 
-TABLES = yaml.safe_load((Path(__file__).parent / "tables.yaml").read_text())
+TABLES = beside(__file__)
 
 MakePlan = Callable[..., Plan]
 
@@ -139,10 +138,7 @@ def test_both_reports_say_with_what_probability_it_fits_and_what_more_risk_would
     assert "fits with" not in terminal(make_plan()), "where nothing is known"
 
 
-@pytest.mark.parametrize(
-    ("risk", "says"),
-    [(None, ""), (0.0, "over 99%"), (0.004, "over 99%"), (0.0999, "90%"), (0.6, "40%"), (1.0, "under 1%")],
-)
+@pytest.mark.parametrize(("risk", "says"), TABLES["a_probability_of_one_is_never_said"])
 def test_a_probability_of_one_is_never_said(risk: float | None, says: str) -> None:
     assert fits_with(risk) == says
 
@@ -203,14 +199,7 @@ def test_the_fastest_is_kept_where_another_loses_as_little() -> None:
     assert Robust(NAMES[:2], ((1.0, 2.0), (1.0, 2.0))).least == 0
 
 
-@pytest.mark.parametrize(
-    ("rows", "says"),
-    [
-        (((1.0, 2.0), (1.1, 1.6)), "alternative 1 loses at most 10.0%, the fastest 25.0%"),
-        (((1.0, 2.0), (1.5, 1.9)), "the fastest loses least, at most 5.3%"),
-        (((1.0, 2.0), (1.5, 2.1)), "The fastest stays so under each of these."),
-    ],
-)
+@pytest.mark.parametrize(("rows", "says"), TABLES["the_remark_names_the_layout_that_loses_least"])
 def test_the_remark_names_the_layout_that_loses_least(
     make_plan: MakePlan, rows: tuple[tuple[float, ...], ...], says: str
 ) -> None:
@@ -281,30 +270,12 @@ def report(**changes: Any) -> SearchReport:
     return SearchReport.model_validate(fields | changes)
 
 
-@pytest.mark.parametrize(
-    ("changes", "says"),
-    [
-        ({"gap": 0.0026}, "proven, gap 0.26%"),
-        # 0.5% of the step is a little more of the bound
-        ({"gap": 1 / 0.995 - 1, "asked_gap_fraction": 0.005}, "proven, gap 0.50%"),
-        ({"outcome": "bounded", "gap": 0.0525}, "bounded, gap 5.25%"),
-        (
-            {"outcome": "bounded", "gap": 0.0525, "asked_gap_fraction": 0.005},
-            "bounded, gap 5.25% where 0.50% was asked for",
-        ),
-        # a file of an earlier version, which called every search that ended proven
-        ({"gap": 0.0525, "asked_gap_fraction": 0.005}, "bounded, gap 5.25% where 0.50% was asked for"),
-        ({"gap": 0.0525, "outcome": "feasible"}, "stopped by the time limit, gap 5.25%"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "says"), TABLES["a_proof_that_falls_short_says_so"])
 def test_a_proof_that_falls_short_says_so(changes: dict[str, Any], says: str) -> None:
     assert says_outcome(report(**changes)) == says
 
 
-@pytest.mark.parametrize(
-    ("schedules", "among"),
-    [((), ""), (("1f1b",), ", among 1f1b"), (("1f1b", "zb-h1", "zb-v"), ", among 1f1b, zb-h1 or zb-v")],
-)
+@pytest.mark.parametrize(("schedules", "among"), TABLES["the_bound_is_of_the_schedules_searched"])
 def test_the_bound_is_of_the_schedules_searched(schedules: tuple[str, ...], among: str) -> None:
     assert says_bound(report(schedules=schedules)).endswith(f"20.00 s{among}")
 
@@ -334,10 +305,7 @@ def test_steps_days_dollars_and_goodput_have_their_intervals(plan: Plan) -> None
     assert max(map(len, printed(render(plan)).splitlines())) <= 80
 
 
-@pytest.mark.parametrize(
-    ("failures_per_day", "said"),
-    [(0.0, "no interruptions"), (0.05, "an interruption every 20 days"), (93.4, "93 interruptions a day")],
-)
+@pytest.mark.parametrize(("failures_per_day", "said"), TABLES["how_often_it_is_interrupted"])
 def test_how_often_it_is_interrupted(plan: Plan, failures_per_day: float, said: str) -> None:
     rare = plan.model_copy(update={"goodput": GOODPUT.model_copy(update={"failures_per_day": failures_per_day})})
     assert said in printed(render(rare), 400)

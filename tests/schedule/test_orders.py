@@ -6,11 +6,10 @@ Our orders beside those of Primus' own scheduler, whose makespans and peaks were
 import random
 from collections.abc import Callable
 from itertools import accumulate
-from pathlib import Path
 
 import numpy as np
 import pytest
-import yaml
+from tables import beside
 
 from planner.errors import SpecError
 from planner.schedule import graph
@@ -29,7 +28,7 @@ from planner.schedule.orders import (
 )
 from planner.schedule.replay import Durations, _costs, _sweep, makespan_s, replay
 
-TABLES = yaml.safe_load((Path(__file__).parent / "tables.yaml").read_text())
+TABLES = beside(__file__)
 
 RandomShape = Callable[[str, random.Random], tuple[int, int, int]]
 

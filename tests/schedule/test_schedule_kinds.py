@@ -1,15 +1,14 @@
 """What the table of schedules says of them is what their action lists do."""
 
 import doctest
-from pathlib import Path
 
 import pytest
-import yaml
+from tables import beside
 
 from planner.schedule import replay
 from planner.schedule.orders import SCHEDULES, build_schedule, in_flight_chunks, passes_behind, violation
 
-TABLES = yaml.safe_load((Path(__file__).parent / "tables.yaml").read_text())
+TABLES = beside(__file__)
 
 PP, MICROBATCHES = 4, 16
 TRAINS = sorted(name for name, kind in SCHEDULES.items() if kind.trains_one_copy and name != "none")

@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import yaml
+from tables import beside
 from toys import MOE, Problem, case_of, solved, toy_cluster, toy_model, toy_problem, toy_training
 
 from planner.errors import Infeasible, SpecError
@@ -34,7 +33,7 @@ from planner.specs.training import Parallelism, SearchLimits, TrainingSpec
 from planner.trainers.load import RUNTIMES, load_runtime
 from planner.trainers.rules.recipe import rules_for
 
-TABLES = yaml.safe_load((Path(__file__).parent / "tables.yaml").read_text())
+TABLES = beside(__file__)
 
 
 def enumerated(problem: Problem) -> tuple[Shape, Rejections]:

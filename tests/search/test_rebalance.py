@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from priced_plans import priced_plan
+from tables import beside
 from toys import NO_LIMIT_S, legal_splits, toy_cluster, toy_model, toy_problem
 
 from planner.answer import Plan
@@ -26,7 +25,7 @@ from planner.specs.cluster import ClusterSpec
 from planner.specs.registry import load_hardware, load_model
 from planner.specs.training import Parallelism, SearchLimits, TrainingSpec
 
-TABLES = yaml.safe_load((Path(__file__).parent / "tables.yaml").read_text())
+TABLES = beside(__file__)
 
 
 def make_plan(runtime: str = "megatron", seq_length: int = 4096, **layout: Any) -> Plan:

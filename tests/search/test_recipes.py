@@ -9,13 +9,12 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tables import beside
 from toys import MOE, Problem, case_of, solved, toy_cluster, toy_model, toy_problem, toy_training
 
 from planner.answer import Plan
@@ -39,7 +38,7 @@ from planner.trainers.load import load_runtime, switches_of
 from planner.trainers.rules.recipe import Setting, broken_recipe_rules
 from planner.trainers.switches import SWITCHES, Value
 
-TABLES = yaml.safe_load((Path(__file__).parent / "tables.yaml").read_text())
+TABLES = beside(__file__)
 
 SLOW: dict[str, Any] = {
     "model": toy_model(6, moe=MOE), "cluster": toy_cluster(8, network_gb_per_s=5.0, nvlink_gb_per_s=40.0),
@@ -119,13 +118,7 @@ def test_what_is_chosen_is_legal_and_takes_nothing_without_consent(
             assert value == own or value not in SWITCHES[name].consent or name in allowed
 
 
-@pytest.mark.parametrize(
-    ("job", "switch", "value", "changes"),
-    [
-        (("qwen3-30b", "h100", 16), "bf16_gradients", True, "numerics"),
-        (("mixtral-8x22b", "h100", 64), "activation_offload", "moe_act", "where activations wait"),
-    ],
-)
+@pytest.mark.parametrize(("job", "switch", "value", "changes"), TABLES["a_consent_buys_what_was_offered"])
 def test_a_consent_buys_what_was_offered(job: tuple[str, str, int], switch: str, value: Value, changes: str) -> None:
     without = of_job(*job)
     offer = next(offer for offer in without.best.offers if offer.switch == switch)

@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from laws.counting import law
+from tables import beside
 from toys import MOE, NO_LIMIT_S, solved, toy_cluster, toy_model, toy_problem, toy_training
 
 from planner.answer import Plan, PricedLayout
@@ -30,6 +31,8 @@ from planner.specs.model import ModelSpec
 from planner.specs.registry import load_hardware, load_model, model_names
 from planner.specs.training import Parallelism, SearchLimits, TrainingSpec
 from planner.trainers.load import RUNTIMES, load_runtime
+
+TABLES = beside(__file__)
 
 SMALL: dict[str, Any] = {"training": toy_training(16), "cp": (1,), "zero_stage": (1,), "micro_batch_size": (1, 2)}
 EXHAUSTIVE: dict[str, dict[str, Any]] = {
@@ -181,21 +184,7 @@ def test_ties_go_the_same_way_whatever_the_order_of_pins() -> None:
     assert layouts[0] == layouts[1] == layouts[2]
 
 
-PINS: list[dict[str, Any]] = [
-    {"tp": (2,)},
-    {"tp": (1, 4), "pp": (2,)},
-    {"cp": (2,)},
-    {"dp": (2,)},
-    {"pp": (3,)},
-    {"pp": (2,), "vpp": (2,), "schedule": ("interleaved-1f1b",)},
-    {"micro_batch_size": (4,)},
-    {"zero_stage": (0,)},
-    {"recompute": ("full",)},
-    {"recompute": ("selective",)},
-    {"schedule": ("1f1b",), "pp": (4,)},
-    {"ep": (2,)},
-    {"ep": (4,), "etp": (2,), "tp": (2,)},
-]
+PINS: list[dict[str, Any]] = TABLES["pins"]
 
 
 @pytest.mark.thorough(3)

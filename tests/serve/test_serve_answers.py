@@ -4,16 +4,15 @@ import io
 import json
 import threading
 import zipfile
-from pathlib import Path
 from urllib.parse import urlencode
 
 import pytest
-import yaml
 from served import SMALL, Running
+from tables import beside
 
 from planner.plan_file import plan_of
 
-TABLES = yaml.safe_load((Path(__file__).parent / "tables.yaml").read_text())
+TABLES = beside(__file__)
 
 
 def test_a_job_ends_in_the_plan_of_the_command_line(running: Running) -> None:

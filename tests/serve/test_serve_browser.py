@@ -3,15 +3,14 @@
 import re
 from collections.abc import Iterator
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from browsers import chromium
 from served import Running
+from tables import beside
 
-TABLES = yaml.safe_load((Path(__file__).parent / "tables.yaml").read_text())
+TABLES = beside(__file__)
 
 WIDTHS = (1400, 390)
 

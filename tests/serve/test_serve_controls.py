@@ -2,11 +2,10 @@
 
 from dataclasses import fields
 from functools import cache
-from pathlib import Path
 
 import pytest
-import yaml
 from served import SMALL
+from tables import beside
 
 from planner.answer import Plan
 from planner.cli.options import SearchOptions
@@ -16,7 +15,7 @@ from planner.search.search import plan
 from planner.serve.app import plan_panel, same_layout
 from planner.serve.controls import CONTROLS, NETWORK, Catalogue, changed, form_of, options_of
 
-TABLES = yaml.safe_load((Path(__file__).parent / "tables.yaml").read_text())
+TABLES = beside(__file__)
 
 CATALOGUE = Catalogue.shipped({"model": "./mine.yaml"}, {})
 

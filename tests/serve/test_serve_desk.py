@@ -6,13 +6,12 @@ import json
 import socket
 import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from hostile import CLOSED, JSON, hostile, posted, request, status_of
 from served import SMALL, Running
+from tables import beside
 
 from planner.answer import Plan
 from planner.cli.views import read_question
@@ -23,7 +22,7 @@ from planner.serve.controls import Question
 from planner.serve.desk import KEPT, MAX_WAITING, Desk, Found, first, start, whole
 from planner.serve.server import HOST
 
-TABLES = yaml.safe_load((Path(__file__).parent / "tables.yaml").read_text())
+TABLES = beside(__file__)
 
 NOTHING = Infeasible("nothing fits", "add GPUs")
 

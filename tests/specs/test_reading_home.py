@@ -7,9 +7,9 @@ import re
 from pathlib import Path
 
 import pytest
-import yaml
+from tables import beside
 
-TABLES = yaml.safe_load((Path(__file__).parent / "tables.yaml").read_text())
+TABLES = beside(__file__)
 
 ROOT = Path(__file__).parents[2]
 HOME = "planner/specs/reading.py"

@@ -6,6 +6,7 @@ from itertools import chain
 from typing import Any
 
 import pytest
+from tables import beside
 
 from planner.cli.inputs import read_job
 from planner.cli.options import JobOptions
@@ -21,6 +22,8 @@ from planner.specs.model import ModelSpec, VisionSpec
 from planner.specs.registry import load_hardware, load_model
 from planner.specs.training import TrainingSpec
 from planner.trainers.load import load_runtime
+
+TABLES = beside(__file__)
 
 RUNTIME = load_runtime("torch-eager")
 QWEN = {"depth": 32, "hidden_size": 1280, "intermediate_size": 3420, "fullatt_block_indexes": [7, 15, 23, 31]}
@@ -42,57 +45,7 @@ def size(kind: str, vision: dict[str, Any], text_hidden: int) -> int:
     return model_totals(model_with(kind, vision, text_hidden), RUNTIME, 4096).num_vision_parameters
 
 
-@pytest.mark.parametrize(
-    ("kind", "vision", "hidden", "language", "total"),
-    [
-        # totals of the checkpoints' indexes
-        ("qwen2_5_vl", QWEN | {"out_hidden_size": 3584}, 3584, "qwen2.5-7b", 8_292_166_656),
-        ("qwen3_vl", {"depth": 27, "out_hidden_size": 4096}, 4096, "qwen3-8b", 8_767_123_696),
-        ("gemma3", SIGLIP | {"image_size": 896, "vision_use_head": False}, 5376, "gemma-3-27b", 27_432_406_640),
-        ("llama4", {"hidden_size": 1408, "image_size": 336, "vision_output_dim": 4096}, 5120, "llama-4-scout",
-         108_641_793_536),
-        ("mistral3", {"model_type": "pixtral", "patch_size": 14}, 5120, "mistral-small-24b", 24_011_361_280),
-        # towers that transformers 5.24 builds on the meta device
-        ("aria", {"model_type": "idefics3_vision", "hidden_size": 1152}, 4096, "", 184_816_000),
-        ("idefics2", {"model_type": "idefics2_vision"}, 4096, "", 819_662_848),
-        ("ernie4_5_vl_moe", {"model_type": "ernie4_5_vl_moe_vision"}, 2560, "", 774_658_560),
-        ("inkling2", {"model_type": "inkling2_vision"}, 4608, "", 327_693_312),
-        ("mllama", {"model_type": "mllama_vision_model", "image_size": 560}, 4096, "", 895_028_755),
-        ("vipllava", {**CLIP}, 4096, "", 341_274_624),
-        ("molmo2", {"model_type": "molmo2_vit"}, 3584, "", 503_342_544),
-        ("ovis2", {"model_type": "ovis2_vision"}, 1536, "", 351_168_502),
-        ("qwen2_vl", {"embed_dim": 1280, "hidden_size": 2048}, 2048, "", 667_893_248),
-        ("qwen3_5_moe", {"out_hidden_size": 2048}, 2048, "", 446_571_248),
-        ("internvl_chat", INTERN, 2048, "", 5_566_934_400),
-        ("kimi_k25", {"vt_hidden_size": 1152, "merge_kernel_size": [2, 2]}, 2048, "", 447_545_840),
-        ("glm4v", {"out_hidden_size": 2048, "intermediate_size": 13696}, 2048, "", 556_685_824),
-        ("glm4v_moe", {"out_hidden_size": 2048, "intermediate_size": 10944, "attention_bias": True}, 2048, "",
-         539_888_128),
-        ("llava", CLIP, 2048, "", 309_803_008),
-        ("llava_next", SIGLIP | {"image_size": 384}, 2048, "", 434_785_344),
-        ("minimax_m3_vl", {"hidden_size": 1280}, 2048, "", 714_564_096),
-        ("gemma4", SIGLIP | {"model_type": "gemma4_vision", "patch_size": 16, "head_dim": 72}, 2048, "", 571_907_376),
-        # by defaults of transformers 5.24 for vision_config
-        ("cohere2_vision", SIGLIP | {"intermediate_size": 3072, "num_attention_heads": 12, "image_size": 512,
-                                     "patch_size": 16}, 8192, "", 670_168_832),
-        ("smolvlm", {"hidden_size": 1152}, 4096, "", 171_270_144),
-        ("lfm2_vl", {"model_type": "siglip2_vision_model"}, 2560, "", 107_359_488),
-        ("lfm3_vl", {"model_type": "lfm3_vl_vision"}, 2048, "", 189_380_352),
-        ("paddleocr_vl", {"model_type": "paddleocr_vl_vision"}, 1024, "", 438_947_440),
-        ("exaone4_5", {"model_type": "exaone4_5_vision"}, 4096, "", 2_671_868_672),
-        ("glm_ocr", {"model_type": "glm_ocr_vision"}, 1536, "", 434_120_192),
-        ("glm5_next", {"model_type": "glm5_next_vision"}, 4096, "", 460_072_448),
-        ("hy_v4_vl", {"model_type": "hy_v4_vl_vision"}, 6144, "", 1_235_126_784),
-        ("step3p7", {"depth": 47}, 4096, "", 1_981_014_784),
-        ("nemotron_h_omni", {"model_type": "radio", "image_size": 224}, 4096, "", 691_447_296),
-        ("minicpmv4_6", {"model_type": "minicpmv4_6_vision"}, 4096, "", 157_399_552),
-        ("muse_glimmer", {"model_type": "muse_glimmer_vision"}, 6656, "", 1_921_845_760),
-        ("qianfan_ocr", {"model_type": "qianfan_ocr_vision"}, 4096, "", 337_583_104),
-        ("phi4_multimodal", {"model_type": "phi4_multimodal_vision"}, 3072, "", 441_550_016),
-        ("mimo_v2", {"depth": 28}, 4096, "mimo-v2-flash", 309_507_375_296),
-        ("hyperclovax_vision_v2", {"model_type": "qwen2_5_vl_vision"}, 4096, "", 3_097_709_312),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("kind", "vision", "hidden", "language", "total"), TABLES["parameters_to_the_digit"])
 def test_parameters_to_the_digit(kind: str, vision: dict[str, Any], hidden: int, language: str, total: int) -> None:
     beside = model_totals(load_model(language), RUNTIME, 4096).num_parameters if language else 0
     assert beside + size(kind, vision, hidden) == total
@@ -180,18 +133,7 @@ def seeing(tmp_path: Any) -> str:
     return str(tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("images", "lora", "expected"),
-    [
-        (None, False, (1, 1024, False)),
-        ("8", False, (8, 256, False)),
-        ("4x256:trained", False, (4, 256, True)),
-        ("0", False, None),
-        ("4x1024", False, "4,096 tokens are more than the 2,048 of a sequence"),
-        ("2:trained", True, "adapters leave the tower frozen"),
-        ("some", False, "some is no number of images"),
-    ],
-)
+@pytest.mark.parametrize(("images", "lora", "expected"), TABLES["images_of_a_sequence"])
 def test_images_of_a_sequence(seeing: str, images: str | None, lora: bool, expected: Any) -> None:
     asked = JobOptions(model=seeing, gpus=8, seq_length=2048, global_batch_size=8, images=images, lora=lora)
     if isinstance(expected, str):
@@ -199,7 +141,7 @@ def test_images_of_a_sequence(seeing: str, images: str | None, lora: bool, expec
             read_job(asked)
         return
     vision = read_job(asked).model.vision
-    found = vision and (vision.images_per_sequence, vision.image_tokens, vision.is_trained)
+    found = vision and [vision.images_per_sequence, vision.image_tokens, vision.is_trained]
     assert found == expected
 
 
@@ -224,18 +166,7 @@ def test_layers_that_attend_to_images_alone() -> None:
     assert not any(op.forward_flops for op in operators_of(blind))
 
 
-@pytest.mark.parametrize(
-    ("name", "tokens", "tiles"),
-    [
-        ("internvl3-8b", 1280, 5),
-        ("llava-v1.6-mistral-7b", 2880, 5),
-        ("smolvlm2-2.2b", 1377, 17),
-        ("qwen2.5-vl-7b", 1024, 1),
-        ("qwen3-vl-8b", 784, 1),
-        ("pixtral-12b", 3136, 1),
-        ("kimi-vl-a3b", 1024, 1),
-    ],
-)
+@pytest.mark.parametrize(("name", "tokens", "tiles"), TABLES["a_tower_sees_each_tile_by_itself"])
 def test_a_tower_sees_each_tile_by_itself(name: str, tokens: int, tiles: int) -> None:
     """Tiles of an image of 896 × 896, as transformers' processors cut it."""
     model = load_model(name)

@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from refusals import refused
+from tables import beside
 
 from planner.cli import main
 from planner.errors import SpecError
@@ -31,6 +33,8 @@ from planner.probe.model.peers import Surroundings
 from planner.probe.model.traced import TracedLayer
 from planner.trace import run
 from tools.counted_bytes import BytesAlive, gpu_kernels
+
+TABLES = beside(__file__)
 
 ODD = Path(__file__).parent / "odd_models.py"
 EAGER = load_runtime("torch-eager")
@@ -185,18 +189,15 @@ def test_a_traced_file_plans_without_torch(tmp_path: Path, capsys: pytest.Captur
 @pytest.mark.parametrize(
     ("source", "word"),
     [
+        *TABLES["a_module_that_cannot_be_traced_is_refused"],
         (f"module:{ODD}:waits", "cannot be traced"),
         (f"module:{ODD}:no_such", "no attribute 'no_such'"),
         (f"module:{ODD}:weights", "is no torch module"),
-        ("module:nowhere.py:make", "no such file"),
-        ("somewhere", "names no module"),
     ],
 )
 def test_a_module_that_cannot_be_traced_is_refused(source: str, word: str) -> None:
-    with pytest.raises(SpecError) as caught:
+    with refused(word):
         trace(source, "bad")
-    assert word in caught.value.message
-    assert caught.value.hint
 
 
 def test_three_lengths_say_a_polynomial() -> None:
@@ -214,24 +215,8 @@ LATENT = {"q_lora_rank": 384, "kv_lora_rank": 256, "qk_nope_head_dim": 64, "qk_r
 @pytest.mark.parametrize(
     ("kind", "sizes", "bytes_per_token"),
     [
-        # as tools/trace_known traced them of transformers 5.24
-        ("llama", GQA, 94_280),
-        ("qwen2", GQA, 94_280),
-        ("qwen3", GQA, 112_808),
-        ("mistral", GQA, 94_280),
-        ("phi3", GQA, 100_424),
-        ("starcoder2", GQA, 53_328),
-        ("granite", GQA, 94_280),
-        ("smollm3", GQA, 94_280),
-        ("olmoe", SMALL | {"num_experts": 16, "num_experts_per_tok": 4}, 144_172),
-        ("gemma", GQA | {"head_dim": 128}, 102_480),
-        ("gpt_neox", {"hidden_size": 2048, "intermediate_size": 8192, "num_attention_heads": 16}, 69_712),
-        ("qwen3_moe", SMALL | EXPERTS | {"num_experts": 16}, 62_300),
-        ("olmo2", GQA, 127_056),
-        ("seed_oss", GQA | {"head_dim": 128}, 98_376),
-        ("glm4_moe", SMALL | EXPERTS | {"first_k_dense_replace": 1, "n_routed_experts": 16}, 62_764),
+        *TABLES["a_layer_of_transformers_keeps_what_was_traced"],
         ("deepseek_v3", SMALL | EXPERTS | LATENT | {"n_routed_experts": 16, "n_group": 4, "topk_group": 2}, 75_060),
-        ("mixtral", SMALL | {"num_local_experts": 8, "num_experts_per_tok": 2}, 79_030),
     ],
 )
 def test_a_layer_of_transformers_keeps_what_was_traced(

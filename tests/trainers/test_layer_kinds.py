@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tables import beside
 
 from planner.errors import SpecError
 from planner.export.export import bundle_of
@@ -19,13 +20,12 @@ from planner.trainers.load import RUNTIMES, load_runtime
 from planner.trainers.rules.recipe import rules_for
 from planner.trainers.rules.rule_rows import first_broken, rules_of
 
+TABLES = beside(__file__)
+
 LAYER_KIND_RULES, UNWRITTEN_RULES = rules_of("layer_kinds"), rules_of("unwritten")
 TORCH_MODEL_RULES = rules_of("export torch-eager")
 TRAINING = TrainingSpec(seq_length=4096, global_batch_size=64)
-BASE: dict[str, Any] = {
-    "name": "tiny", "num_hidden_layers": 4, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 8,
-    "vocab_size": 256,
-}  # fmt: skip
+BASE: dict[str, Any] = TABLES["base"]
 MAMBA = {"state_size": 16, "intermediate_size": 128, "num_heads": 8, "n_groups": 2}
 DELTA = {"num_key_heads": 2, "num_value_heads": 8, "key_head_dim": 8, "value_head_dim": 16, "conv_kernel": 4}
 
@@ -69,27 +69,7 @@ def test_every_trainer_obeys_them(name: str) -> None:
     assert set(rules) <= set(rules_for(load_runtime(name)))
 
 
-@pytest.mark.parametrize(
-    ("fields", "reason"),
-    [
-        ({"layer_types": ("mamba2", "full"), "mamba": MAMBA}, "layer_kind"),
-        ({"layer_types": ("full", "none"), "mlp_layer_types": ("none", "dense")}, "layer_kind"),
-        ({"value_head_dim": 4}, "value_head_dim"),
-        ({"values_are_keys": True}, "values_are_keys"),
-        ({"attn_head_gate": True}, "attn_head_gate"),
-        ({"query_rank": 32}, "query_rank"),
-        ({"norm_weight": False}, "norm_weight"),
-        ({"head_bias": True}, "head_bias"),
-        ({"activation": "xielu", "gated_mlp": False}, "activation"),
-        ({"sliding_window": 8, "sliding_heads": {"num_key_value_heads": 2}}, "sliding_heads"),
-        ({"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "latent_size": 16}, "latent_size"),
-        ({"vector_parameters": 64}, "vector_parameters"),
-        ({"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "num_zero_experts": 2},
-         "num_zero_experts"),
-        ({"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "expert_norms": True},
-         "expert_norms"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("fields", "reason"), TABLES["no_export_leaves_a_field_out_silently"])
 def test_no_export_leaves_a_field_out_silently(fields: dict[str, Any], reason: str) -> None:
     rule = first_broken(UNWRITTEN_RULES, ModelSpec(**BASE, **fields), TRAINING, Shape())
     assert rule is not None
@@ -97,11 +77,7 @@ def test_no_export_leaves_a_field_out_silently(fields: dict[str, Any], reason: s
     assert first_broken(UNWRITTEN_RULES, ModelSpec(**BASE), TRAINING, Shape()) is None
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [{"pre_norms": False, "post_norms": True}, {"parallel_residual": "one_norm"}, {"attn_output_gate": True},
-     {"qk_norm": True, "qk_norm_over": "hidden"}, {"head_bias": True}],
-)  # fmt: skip
+@pytest.mark.parametrize("fields", TABLES["the_runner_builds_no_other_layers_than_the_models"])
 def test_the_runner_builds_no_other_layers_than_the_models(fields: dict[str, Any]) -> None:
     assert first_broken(TORCH_MODEL_RULES, ModelSpec(**BASE, **fields), TRAINING, Shape()) is not None
     assert first_broken(TORCH_MODEL_RULES, load_model("deepseek-v3"), TRAINING, Shape()) is None

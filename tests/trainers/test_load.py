@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
+from refusals import refused
+from tables import beside
 
 import planner
 from planner.errors import SpecError
@@ -33,7 +34,7 @@ from planner.trainers.spec import RuntimeSpec
 from planner.trainers.switches import ROWWISE, SWITCHES
 from tools.calibrate.runs import COEFFICIENTS, Coefficient
 
-TABLES = yaml.safe_load((Path(__file__).parent / "tables.yaml").read_text())
+TABLES = beside(__file__)
 
 DEFAULTS = RuntimeSpec(name="defaults")
 
@@ -97,56 +98,30 @@ def test_software_of_the_past_is_not_exported() -> None:
     assert export_rules_for(load_runtime("megatron-2021")) == ()
 
 
-@pytest.mark.parametrize(
-    ("runtime", "message", "hint"),
-    [
-        (RuntimeSpec(name="mine", trainer="megatorn"), "trainer: unknown 'megatorn'", "did you mean megatron"),
-        (RuntimeSpec(name="mine", rules=("megatorn",)), "rules: unknown 'megatorn'", "did you mean megatron"),
-        (
-            RuntimeSpec(name="my-megatron"),
-            "names neither its trainer nor its rules",
-            "give trainer, one of automodel, bridge, ",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("fields", "message", "hint"), TABLES["a_runtime_that_does_not_say_whose_rules_it_obeys"])
 def test_a_runtime_that_does_not_say_whose_rules_it_obeys_is_refused(
-    runtime: RuntimeSpec, message: str, hint: str
+    fields: dict[str, Any], message: str, hint: str
 ) -> None:
-    with pytest.raises(SpecError) as error:
-        rules_for(runtime)
-    assert message in error.value.message
-    assert hint in error.value.hint
+    with refused(message, hint):
+        rules_for(RuntimeSpec(**fields))
 
 
 @pytest.mark.parametrize(("text", "message", "hint"), TABLES["wrong_files"])
 def test_what_is_wrong_with_a_file_is_said(tmp_path: Path, text: str, message: str, hint: str) -> None:
     path = written(tmp_path, text)
-    with pytest.raises(SpecError) as error:
+    with refused(f"{path}: {message}", hint):
         load_runtime(path)
-    assert error.value.message.startswith(f"{path}: {message}")
-    assert hint in error.value.hint
 
 
 def test_a_name_that_no_trainer_has() -> None:
-    with pytest.raises(SpecError, match="runtime: unknown 'megatorn'") as error:
+    with refused("runtime: unknown 'megatorn'", "did you mean megatron"):
         load_runtime("megatorn")
-    assert "did you mean megatron" in error.value.hint
 
 
 @pytest.fixture
 def versioned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A trainer that ships with two versions: layer graphs of attention and a dispatcher came with the second."""
-    text = """
-        source: ours
-        sends_tokens_once: true
-        dispatcher: hybridep
-        switches:
-          cuda_graph: [none, moe_router, attn+moe_router]
-          dispatcher: [alltoall, deepep, hybridep]
-          ep_overlap: [false, true]
-        versions: ["0.9", "0.10", "0.20"]
-        since: {"cuda_graph=attn+moe_router": "0.20", "dispatcher=hybridep": "0.10", ep_overlap: "0.20"}
-    """
+    text = TABLES["versioned"]
     (tmp_path / "mine.yaml").write_text(text)
     monkeypatch.setattr(load, "_DATA", tmp_path)
     monkeypatch.setattr(load, "RUNTIMES", ("mine",))
@@ -180,10 +155,8 @@ def test_an_own_value_that_came_later_falls_back_to_the_plainest(versioned: Path
 
 @pytest.mark.parametrize(("name", "message", "hint"), TABLES["a_version_that_is_unknown_is_named"])
 def test_a_version_that_is_unknown_is_named(versioned: Path, name: str, message: str, hint: str) -> None:
-    with pytest.raises(SpecError) as caught:
+    with refused(message, hint):
         load_runtime(name)
-    assert caught.value.message == message
-    assert hint in caught.value.hint
 
 
 def test_a_trainer_without_versions_takes_none() -> None:
@@ -194,9 +167,8 @@ def test_a_trainer_without_versions_takes_none() -> None:
 @pytest.mark.parametrize(("lines", "message"), TABLES["wrong_versions"])
 def test_a_file_with_wrong_versions_is_named(tmp_path: Path, lines: str, message: str) -> None:
     path = written(tmp_path, f"source: ours\nbase: torchtitan\n{lines}\n")
-    with pytest.raises(SpecError) as caught:
+    with refused(message):
         load_runtime(path)
-    assert message in caught.value.message
 
 
 @pytest.mark.parametrize("values", ["null", "none", "1"])
@@ -254,7 +226,7 @@ def test_fp16_and_bf16_gradients_of_megatron_deepspeed() -> None:
 
 
 @pytest.mark.parametrize(
-    ("features", "stage"), [({}, 0), ({"dispatcher": "deepep"}, 1), ({"dispatcher": "deepep", "sync_free_moe": 0}, 0)]
+    ("features", "stage"), TABLES["runs_of_primus_with_deepep_fuse_routing_unless_they_say_otherwise"]
 )
 def test_runs_of_primus_with_deepep_fuse_routing_unless_they_say_otherwise(
     features: dict[str, Any], stage: int

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import yaml
+from tables import beside
 
 from planner.shape import Shape
 from planner.specs.cluster import ClusterSpec
@@ -30,7 +31,7 @@ from planner.trainers.rules.rule_rows import SIZES, Rule, first_broken, rule_tab
 from planner.trainers.spec import RuntimeSpec
 from planner.trainers.stated import switched
 
-TABLES = yaml.safe_load((Path(__file__).parent / "tables.yaml").read_text())
+TABLES = beside(__file__)
 
 MEGATRON_RULES = rules_of("megatron")
 MEGATRON_CP_RULES = {
@@ -44,24 +45,7 @@ TORCH_SCHEDULE_RULES = {
     name.removeprefix("torch:"): rules_of(name) for name in rule_table()["sets"] if name.startswith("torch:")
 }
 
-LLAMA = ModelSpec(
-    name="llama", num_hidden_layers=126, hidden_size=16384, intermediate_size=53248, num_attention_heads=128,
-    num_key_value_heads=8, vocab_size=128256,
-)  # fmt: skip
-DEEPSEEK = ModelSpec.model_validate(
-    {
-        "name": "deepseek", "num_hidden_layers": 61, "hidden_size": 7168, "intermediate_size": 18432,
-        "num_attention_heads": 128, "vocab_size": 129280, "num_nextn_predict_layers": 1,
-        "moe": {
-            "num_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 2048,
-            "shared_expert_intermediate_size": 2048, "first_k_dense_replace": 3,
-        },
-        "mla": {
-            "kv_lora_rank": 512, "q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
-            "v_head_dim": 128,
-        },
-    },
-)  # fmt: skip
+LLAMA, DEEPSEEK = (ModelSpec.model_validate(TABLES["models"][name]) for name in ("llama", "deepseek"))
 TRAINING = TrainingSpec(seq_length=8192, global_batch_size=2048)
 DENSE = Shape(
     tp=8, pp=16, vpp=1, dp=16, num_microbatches=128, seq_length=8192, sequence_parallel=1, shard_size=16, etp=8
@@ -80,54 +64,16 @@ def changed(model: ModelSpec, **fields: object) -> ModelSpec:
     return ModelSpec.model_validate({**model.model_dump(), **fields})
 
 
-PLAIN_DEEPSEEK = changed(DEEPSEEK, num_nextn_predict_layers=0)
-"""Without multi-token prediction."""
-NARROW_EXPERTS = changed(PLAIN_DEEPSEEK, moe={**PLAIN_DEEPSEEK.moe.model_dump(), "moe_intermediate_size": 1408})
-"""FSDP cuts them over no more than 128 ranks: 1408 = 11·128."""
-ODD_EXPERTS = changed(PLAIN_DEEPSEEK, moe={**PLAIN_DEEPSEEK.moe.model_dump(), "moe_intermediate_size": 1409})
-
-MEGATRON_CASES = [
-    ("heads_not_divisible_by_tp", changed(LLAMA, num_attention_heads=96), {"tp": 64}, "num_attention_heads 96"),
-    ("kv_heads_not_divisible_by_tp", changed(LLAMA, num_attention_heads=96, num_key_value_heads=6), {"tp": 4}, "6"),
-    ("delta_heads_not_divisible_by_tp_cp", load_model("qwen3-next-80b-a3b"), {"tp": 8, "cp": 4}, "num_key_heads 16"),
-    ("scan_groups_not_divisible_by_tp", load_model("nemotron-3-nano"), {"tp": 16}, "mamba.n_groups 8"),
-    ("scan_heads_not_divisible_by_tp_cp", load_model("nemotron-3-nano"), {"tp": 2, "cp": 64}, "mamba.num_heads 64"),
-    ("scan_groups_not_divisible_by_tp_cp", load_model("nemotron-3-nano"), {"tp": 2, "cp": 6}, "8 and tp·cp 12"),
-    ("cp_with_layer_kind", load_model("kimi-linear"), {"cp": 2}, "not of kimi_delta"),
-    ("intermediate_size_not_divisible_by_tp", changed(LLAMA, intermediate_size=53244), {}, "53244"),
-    (
-        "shared_expert_not_divisible_by_tp",
-        changed(DEEPSEEK, moe={**DEEPSEEK.moe.model_dump(), "shared_expert_intermediate_size": 2049}),
-        {"tp": 2},
-        "2049",
-    ),
-    ("moe_intermediate_size_not_divisible_by_etp", DEEPSEEK, {"etp": 3, "dp": 96}, "moe_intermediate_size 2048"),
-    ("mtp_hidden_size_not_divisible_by_tp", changed(DEEPSEEK, hidden_size=7169), {"tp": 2}, "7169"),
-    ("experts_not_divisible_by_ep", DEEPSEEK, {"ep": 3}, "num_experts 256"),
-    ("experts_not_divisible_by_ep", LLAMA, {"ep": 2}, "the model has none"),
-    ("experts_do_not_divide_ranks", DEEPSEEK, {"ep": 256}, "tp·cp·dp 128"),
-    ("expert_bias_with_etp", changed(DEEPSEEK, mlp_bias=True), {"etp": 2, "ep": 32}, "etp 1"),
-    ("moe_tp_without_sequence_parallel", DEEPSEEK, {"sequence_parallel": 0}, "tp 2"),
-    ("seq_length_not_divisible_by_2cp", LLAMA, {"cp": 3}, "2·cp 6"),
-    ("seq_length_not_divisible_by_tp_cp", LLAMA, {"seq_length": 8196}, "tp·cp 8"),
-    (
-        "seq_length_beyond_positions",
-        changed(LLAMA, position_embedding="learned", max_position_embeddings=4096),
-        {},
-        "4096 learned",
-    ),
-    ("vpp_without_pp", LLAMA, {"vpp": 2, "pp": 1}, "vpp 2"),
-    ("interleaving_too_few_microbatches", LLAMA, {"vpp": 2, "num_microbatches": 8}, "below pp 16"),
-    ("interleaving_microbatches_no_multiple_of_pp", LLAMA, {"vpp": 2, "num_microbatches": 136}, "num_microbatches 136"),
-    ("shard_size_not_dividing_dp_cp", LLAMA, {"shard_size": 6}, "shard_size 6"),
-    ("expert_ranks_not_divisible_by_instances", DEEPSEEK, {"shard_size": 16}, "dp·cp / shard_size 4"),  # 2 replicas
-    ("rank_order_with_experts", DEEPSEEK, {"dp_outermost": 1}, "is not tp·cp"),
-    ("rank_order_with_fsdp", LLAMA, {"dp_outermost": 1, "zero_stage": 3}, "zero_stage 3"),
-]
+def model_of(name: str, fields: dict[str, Any]) -> ModelSpec:
+    """One of the two models above or of those that ship, with fields changed, in its experts too."""
+    base = {"llama": LLAMA, "deepseek": DEEPSEEK}.get(name) or load_model(name)
+    experts = {"moe": {**base.moe.model_dump(), **fields["moe"]}} if base.moe and "moe" in fields else {}
+    return changed(base, **{**fields, **experts})
 
 
-@pytest.mark.parametrize(("reason", "model", "fields", "words"), MEGATRON_CASES)
-def test_megatron_refuses(reason: str, model: ModelSpec, fields: dict[str, int], words: str) -> None:
+@pytest.mark.parametrize(("reason", "name", "changes", "fields", "words"), TABLES["megatron_refuses"])
+def test_megatron_refuses(reason: str, name: str, changes: dict[str, Any], fields: dict[str, int], words: str) -> None:
+    model = model_of(name, changes)
     shape = replace(DENSE if model.moe is None else SPARSE, **fields)
     rules = [rule for rule in MEGATRON_RULES if rule.reason == reason]
     rule = first_broken(rules, model, TRAINING, shape)
@@ -136,117 +82,28 @@ def test_megatron_refuses(reason: str, model: ModelSpec, fields: dict[str, int],
 
 
 def test_every_megatron_rule_has_a_case() -> None:
-    assert {rule.reason for rule in MEGATRON_RULES} == {case[0] for case in MEGATRON_CASES}
+    assert {rule.reason for rule in MEGATRON_RULES} == {case[0] for case in TABLES["megatron_refuses"]}
 
 
-@pytest.mark.parametrize(
-    ("model", "shape"),
-    [
-        (LLAMA, DENSE),
-        (LLAMA, replace(DENSE, vpp=2)),
-        (LLAMA, replace(DENSE, tp=16)),  # key-value heads are copied
-        (LLAMA, replace(DENSE, num_microbatches=4)),  # 1F1B runs with fewer micro-batches than stages
-        (LLAMA, replace(DENSE, sequence_parallel=0, seq_length=8193)),
-        (DEEPSEEK, SPARSE),
-        (DEEPSEEK, replace(SPARSE, tp=1, sequence_parallel=0)),
-        (DEEPSEEK, replace(SPARSE, shard_size=32)),
-        (DEEPSEEK, replace(SPARSE, shard_size=16, zero_stage=0)),
-    ],
-)
-def test_megatron_accepts(model: ModelSpec, shape: Shape) -> None:
-    assert broken(MEGATRON_RULES, model, shape) is None
+@pytest.mark.parametrize(("name", "fields"), TABLES["megatron_accepts"])
+def test_megatron_accepts(name: str, fields: dict[str, int]) -> None:
+    model, shape = (LLAMA, DENSE) if name == "llama" else (DEEPSEEK, SPARSE)
+    assert broken(MEGATRON_RULES, model, replace(shape, **fields)) is None
 
 
-@pytest.mark.parametrize(
-    ("kind", "model", "cp", "reason"),
-    [
-        ("a2a", LLAMA, 8, "kv_heads_not_divisible_by_tp_cp"),
-        ("a2a", changed(LLAMA, num_attention_heads=8), 2, "heads_not_divisible_by_tp_cp"),
-        ("a2a", changed(LLAMA, num_key_value_heads=64), 8, None),
-        ("p2p", LLAMA, 8, None),
-        ("p2p", changed(LLAMA, sliding_window=128), 8, "sliding_window_with_ring_cp"),
-        ("p2p", changed(LLAMA, sliding_window=128), 1, None),
-        ("all_gather", changed(LLAMA, sliding_window=128), 8, None),
-        ("all_gather", changed(LLAMA, attention_sinks=True), 8, "attention_sinks_with_cp"),
-    ],
-)
-def test_context_parallel_kinds(kind: str, model: ModelSpec, cp: int, reason: str | None) -> None:
-    assert broken(MEGATRON_CP_RULES[kind], model, replace(DENSE, cp=cp)) == reason
+@pytest.mark.parametrize(("kind", "changes", "cp", "reason"), TABLES["context_parallel_kinds"])
+def test_context_parallel_kinds(kind: str, changes: dict[str, Any], cp: int, reason: str | None) -> None:
+    assert broken(MEGATRON_CP_RULES[kind], changed(LLAMA, **changes), replace(DENSE, cp=cp)) == reason
 
 
-IN_TORCH: dict[str, list[tuple[str | None, ModelSpec, dict[str, int]]]] = {
-    "torchtitan": [
-        ("kv_heads_not_divisible_by_tp", LLAMA, {"tp": 16}),
-        (None, PLAIN_DEEPSEEK, {"tp": 16, "vpp": 1, "shard_size": 16}),
-        ("mtp_with_pp_or_cp", DEEPSEEK, {}),
-        ("mtp_with_pp_or_cp", DEEPSEEK, {"pp": 1, "vpp": 1, "cp": 2}),
-        (None, DEEPSEEK, {"pp": 1, "vpp": 1}),
-        ("tied_embeddings_with_pp", changed(LLAMA, tie_word_embeddings=True), {}),
-        ("experts_do_not_divide_ranks", DEEPSEEK, {"shard_size": 16}),
-        ("experts_do_not_divide_ranks", PLAIN_DEEPSEEK, {"zero_stage": 0}),  # replicas hold no experts for each other
-        (None, PLAIN_DEEPSEEK, {"zero_stage": 0, "ep": 2}),
-        ("experts_unevenly_sharded", NARROW_EXPERTS, {"dp": 1024, "shard_size": 1024, "ep": 8}),
-        (None, NARROW_EXPERTS, {"dp": 1024, "shard_size": 1024, "ep": 16}),  # 128 ranks an expert
-        (None, NARROW_EXPERTS, {"dp": 1024, "shard_size": 64, "ep": 2}),  # whole experts
-        ("experts_unevenly_sharded", NARROW_EXPERTS, {"dp": 512, "shard_size": 512, "ep": 1, "etp": 2}),
-        ("moe_intermediate_size_not_divisible_by_etp", ODD_EXPERTS, {"ep": 1, "etp": 2}),
-        ("etp_not_expressible", DEEPSEEK, {"etp": 2}),
-        ("etp_not_expressible", DEEPSEEK, {"ep": 1}),
-        ("seq_length_not_divisible_by_tp_2cp", LLAMA, {"cp": 3, "shard_size": 48}),
-        ("seq_length_not_divisible_by_tp_2cp", LLAMA, {"seq_length": 8196}),
-        ("shard_size_not_dividing_dp_cp", LLAMA, {"shard_size": 6}),
-        ("shard_size_no_multiple_of_cp", LLAMA, {"cp": 4, "shard_size": 2}),
-        ("too_few_microbatches", LLAMA, {"num_microbatches": 8}),
-        ("microbatches_no_multiple_of_rounds", LLAMA, {"vpp": 2, "num_microbatches": 37}),
-        (None, LLAMA, {"vpp": 2, "num_microbatches": 8}),
-        (None, LLAMA, {}),
-        (None, PLAIN_DEEPSEEK, {}),
-    ],
-    "torch-eager": [
-        ("kv_heads_not_divisible_by_tp", LLAMA, {"tp": 16}),
-        ("experts_not_divisible_by_ep", DEEPSEEK, {"ep": 3, "dp": 96}),
-        ("experts_do_not_divide_ranks", DEEPSEEK, {"dp": 24}),
-        (None, DEEPSEEK, {"dp": 16, "cp": 2}),  # 64 ranks a stage, context-parallel ones among them
-        ("etp_not_expressible", DEEPSEEK, {"etp": 2}),
-        ("moe_tp_without_sequence_parallel", DEEPSEEK, {"sequence_parallel": 0}),
-        ("attention_sinks_with_cp", changed(LLAMA, attention_sinks=True), {"cp": 2}),
-        (None, changed(LLAMA, attention_sinks=True), {}),
-        ("alibi_with_cp", changed(LLAMA, position_embedding="alibi"), {"cp": 2}),
-        (None, changed(LLAMA, sliding_window=128), {"cp": 2}),
-        ("zero_stage_not_expressible", LLAMA, {"zero_stage": 3}),
-        ("shard_size_not_expressible", LLAMA, {"shard_size": 4}),
-        (None, LLAMA, {"shard_size": 4, "zero_stage": 0}),
-        ("seq_length_not_divisible_by_tp_cp", LLAMA, {"seq_length": 8193}),
-        (None, LLAMA, {"seq_length": 8193, "sequence_parallel": 0}),
-        (None, LLAMA, {"cp": 4, "seq_length": 8192 + 4 * 8}),  # tp is even: shards make up whole chunks
-        ("seq_length_not_divisible_by_tp_cp", LLAMA, {"cp": 4, "seq_length": 8192 + 4 * 4}),
-        (None, LLAMA, {"cp": 4, "seq_length": 8192 + 2 * 4, "sequence_parallel": 0}),
-        ("seq_length_not_divisible_by_tp_cp", LLAMA, {"cp": 4, "seq_length": 8192 + 4, "sequence_parallel": 0}),
-        ("vocab_size_not_divisible_by_tp", changed(LLAMA, vocab_size=128257), {}),
-        (None, LLAMA, {"vpp": 2}),
-        (None, DEEPSEEK, {}),
-    ],
-    "automodel": [
-        ("kv_heads_not_divisible_by_tp", LLAMA, {"tp": 16}),
-        ("tied_embeddings_with_pp", changed(LLAMA, tie_word_embeddings=True), {}),
-        ("experts_with_tp", DEEPSEEK, {}),
-        (None, DEEPSEEK, {"tp": 1}),
-        (None, DEEPSEEK, {"tp": 1, "zero_stage": 1}),  # replicas of whole weights are FSDP's ranks too
-        ("experts_do_not_divide_ranks", DEEPSEEK, {"tp": 1, "dp": 24, "shard_size": 24}),
-        ("seq_length_not_divisible_by_2cp", LLAMA, {"cp": 3, "shard_size": 48}),
-        ("shard_size_not_dividing_dp_cp", LLAMA, {"shard_size": 6}),
-        ("too_few_microbatches", LLAMA, {"num_microbatches": 8}),
-        ("microbatches_no_multiple_of_rounds", LLAMA, {"vpp": 2, "num_microbatches": 37}),
-        (None, LLAMA, {}),
-    ],
-}
 RULES_IN_TORCH = {"torchtitan": TORCHTITAN_RULES, "torch-eager": TORCH_EAGER_RULES, "automodel": AUTOMODEL_RULES}
 
 
-@pytest.mark.parametrize(
-    ("trainer", "reason", "model", "fields"), [(name, *case) for name, cases in IN_TORCH.items() for case in cases]
-)
-def test_trainers_in_torch(trainer: str, reason: str | None, model: ModelSpec, fields: dict[str, int]) -> None:
+@pytest.mark.parametrize(("trainer", "reason", "name", "changes", "fields"), TABLES["trainers_in_torch"])
+def test_trainers_in_torch(
+    trainer: str, reason: str | None, name: str, changes: dict[str, Any], fields: dict[str, int]
+) -> None:
+    model = model_of(name, changes)
     shape = DENSE if model.moe is None else SPARSE
     if trainer == "torch-eager":
         shape = replace(shape, **fields)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
+from tables import beside
 
 from planner.cli import main
 from planner.errors import Unsupported
@@ -52,7 +52,7 @@ from planner.validate.score import (
     score,
 )
 
-TABLES = yaml.safe_load((Path(__file__).parent / "tables.yaml").read_text())
+TABLES = beside(__file__)
 
 PAGE = Path(__file__).parents[2] / "docs" / "ACCURACY.md"
 OFFLOADED = {"llama3-70b-gb300x64-fp8-cs", "llama3-1-405b-gb200x128-fp8-cs", "lightning-h100x16"}
@@ -244,10 +244,7 @@ def test_a_gain_is_the_share_of_the_longer_step_whatever_the_unit() -> None:
     assert rate.measured.gain == pytest.approx(0.2)
 
 
-@pytest.mark.parametrize(
-    ("measured_on", "predicted_on", "right"),
-    [(0.8, 0.99, True), (0.8, 1.01, False), (1.2, 1.01, True), (0.995, 1.01, True), (0.995, 1.1, False)],
-)
+@pytest.mark.parametrize(("measured_on", "predicted_on", "right"), TABLES["signs_agree_or_both_gains_are_noise"])
 def test_signs_agree_or_both_gains_are_noise(measured_on: float, predicted_on: float, right: bool) -> None:
     one = pair(measured={"off": 1.0, "on": measured_on, "unit": "s"})
     assert PricedPair(one, 1.0, predicted_on).sign_right == right
@@ -335,14 +332,7 @@ def test_features_of_published_runs_are_known() -> None:
     assert num_unsupported == 0
 
 
-@pytest.mark.parametrize(
-    ("model", "num_parameters"),
-    [
-        ("mpt-125m", 125_311_488), ("mpt-350m", 355_985_408), ("mpt-760m", 760_470_528),
-        ("mpt-1b", 1_315_950_592), ("mpt-3b", 2_651_837_440), ("mpt-7b", 6_658_859_008),
-        ("mpt-13b", 12_853_954_560), ("mpt-30b", 29_975_214_080), ("mpt-70b", 64_862_437_376),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("model", "num_parameters"), TABLES["models_have_the_parameters_that_their_tables_state"])
 def test_models_have_the_parameters_that_their_tables_state(model: str, num_parameters: int) -> None:
     """LLM Foundry's tables, of sequences of 2,048 tokens: positions are learned, one vector each."""
     rows = [row for row in load_rows() if row.family == "llm-foundry" and row.run["seq_length"] == 2048]

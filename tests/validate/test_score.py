@@ -9,11 +9,14 @@ from functools import cache
 
 import numpy as np
 import pytest
+from tables import beside
 
 from planner.answer import PricedLayout
 from planner.validate.choices import regrets, sweeps
 from planner.validate.rows import PublishedRun, load_rows
 from planner.validate.score import Scored, by_family, evaluate_rows, score, spearman, weighted_quantile
+
+TABLES = beside(__file__)
 
 
 @pytest.mark.parametrize(("fraction", "expected"), [(0.1, 1.0), (0.5, 2.0), (0.8, 2.0), (0.9, 5.0)])
@@ -55,8 +58,7 @@ def test_sequences_of_4_thousand_to_a_million_tokens_take_what_was_measured() ->
 
 
 @pytest.mark.parametrize(
-    ("family", "gpu", "num_rows", "worst"),
-    [("torchtitan-docs", "a100", 8, 0.05), ("nemo-gb200", "gb200", 10, 0.11), ("internevo", "a100", 46, 0.22)],
+    ("family", "gpu", "num_rows", "worst"), TABLES["runs_that_nobody_fitted_to_take_what_was_measured"]
 )
 def test_runs_that_nobody_fitted_to_take_what_was_measured(family: str, gpu: str, num_rows: int, worst: float) -> None:
     rows = [row for row in load_rows() if row.family == family and row.run["hardware"].startswith(gpu)]
@@ -150,18 +152,7 @@ def test_a_layout_measured_again_counts_once_with_its_geometric_mean() -> None:
     assert sweep.regret == pytest.approx(0.2)
 
 
-@pytest.mark.parametrize(
-    "other",
-    [
-        {"family": "another"},
-        {"source": "the same tables, container 26.04"},
-        {"run": {"global_batch_size": 999}},
-        {"run": {"hardware": "h100-sxm-80gb"}},
-        {"run": {"dtype": "fp8"}},
-        {"trust": "C"},
-        {"assumed": ("zero_stage",)},
-    ],
-)
+@pytest.mark.parametrize("other", TABLES["other_jobs_releases_and_runs_that_do_not_count_are_no_choice"])
 def test_other_jobs_releases_and_runs_that_do_not_count_are_no_choice(other: dict[str, object]) -> None:
     assert not sweeps([run("a", 1, 10.0, 12.0), run("b", 2, 11.0, 10.0, **other)])
 

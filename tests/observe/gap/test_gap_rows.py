@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from tables import beside
 
 from planner.observe.accounts import STEP_TERMS, WALL_TERMS, GroupExchanges
 from planner.observe.gap_rows import GAP_ROWS, GapRow, RunFiles
@@ -28,6 +29,8 @@ from planner.observe.traces.events import CollectiveTime, FamilyTime, GroupTime,
 from planner.observe.traces.recorded import Recorded
 from planner.specs.units import GIB, MIB
 from planner.trainers.switches import SWITCHES
+
+TABLES = beside(__file__)
 
 WALL_S = 1.0
 COLLECTIVE = {"group": "dp", "collective": "all_reduce", "num_bytes": 10**9, "group_size": 4}
@@ -84,10 +87,7 @@ LOADS_ALONE = (("enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__", 0
 @pytest.mark.parametrize(
     ("ranks", "name", "where", "seconds"),
     [
-        ({}, "", "", None),
-        ({2: SLOW}, "straggler_rank", "rank 2", 0.152),
-        # it stands still while the others wait
-        ({1: {"shown_s": 0.02, "gaps_s": 0.22, "long_gaps_s": 0.18}}, "straggler_rank", "rank 1", 0.18),
+        *TABLES["what_ranks_show_is_named_with_its_place"],
         ({key: {"compute_s": 0.6, "gaps_s": 0.25, "shown_s": 0.15} for key in range(4)}, "host_bound", "", None),
         ({key: {"gaps_s": 0.3, "long_gaps_s": 0.2, "waits": LOADS} for key in range(4)}, "data_stall", "", 0.2),
         ({3: {"gaps_s": 0.3, "shown_s": 0.0, "long_gaps_s": 0.2, "waits": LOADS_ALONE}}, "data_stall", "rank 3", None),
@@ -125,8 +125,8 @@ def series(*sizes_gib: float) -> tuple[MemorySeries, ...]:
 @pytest.mark.parametrize(
     ("sizes", "names"),
     [
+        *TABLES["memory_that_grows_to_the_end_is_a_leak"],
         ([20 + 0.2 * n for n in range(20)], ["leak"]),
-        ([20.0] * 20, []),
         ([20 + 0.3 * (n % 3) for n in range(20)], []),
         ([12 + min(n, 6) for n in range(20)], []),
         ([24 - 0.2 * n for n in range(20)], []),
@@ -144,13 +144,7 @@ def test_a_rank_s_lower_clock_is_named_beside_what_is_priced() -> None:
     assert named(rank_spreads=(low.model_copy(update={"low": 1900}),)) == ()
 
 
-@pytest.mark.parametrize(
-    ("name", "shares", "low", "where"),
-    [
-        ("tflops", (0.9, 0.1), 270.0, ["rank 3"]), ("tflops", (0.4, 0.1), 270.0, []), ("tflops", (0.9, 0.1), 295.0, []),
-        ("round_trip_s", (0.1, 0.9), 270.0, []),  # passes of stages take what their layers take
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("name", "shares", "low", "where"), TABLES["a_rank_that_the_log_names_again_and_again"])
 def test_a_rank_that_the_log_names_again_and_again(
     name: Any, shares: tuple[float, float], low: float, where: list[str]
 ) -> None:
@@ -162,7 +156,7 @@ def test_a_rank_that_the_log_names_again_and_again(
 
 
 @pytest.mark.parametrize(
-    ("timed_s", "planned_s", "names"), [(0.3, 0.05, ["exposed_dp"]), (0.3, 0.28, []), (0.05, 0.02, [])]
+    ("timed_s", "planned_s", "names"), TABLES["timers_of_gradients_beyond_what_was_planned_to_show"]
 )
 def test_timers_of_gradients_beyond_what_was_planned_to_show(
     timed_s: float, planned_s: float, names: list[str]
@@ -198,13 +192,7 @@ def test_the_allocator_s_retries_are_fragments() -> None:
     assert named(num_alloc_retries=0) == ()
 
 
-@pytest.mark.parametrize(
-    ("kind", "likely", "name"),
-    [
-        ("periodic", "garbage collection, by its manual_gc_interval", "garbage_collection"),
-        ("checkpoint", "", "checkpoint_stall"),
-    ],
-)
+@pytest.mark.parametrize(("kind", "likely", "name"), TABLES["slow_steps_that_the_log_explains"])
 def test_slow_steps_that_the_log_explains(kind: Any, likely: str, name: str) -> None:
     rows = (Outlier(kind=kind, steps=(10, 20), num_steps=10, extra_s=12.0, period_steps=10, likely=likely),)
     steps = StepSeries(steps=tuple(range(100)), seconds=(1.0,) * 100)
@@ -242,11 +230,8 @@ def test_a_collective_that_a_watchdog_ended_is_a_hang() -> None:
 
 @pytest.mark.parametrize(
     ("found", "names"),
-    [
-        ({"not_numbers": (2, 95, 99)}, ["not_a_number"]), ({"not_numbers": (2, 1, 3)}, []),
-        ({"not_numbers": (1, 99, 99)}, []),
-        ({"not_numbers": (1, 0, 0), "series": StepSeries()}, ["not_a_number"]), ({"num_host_ooms": 1}, ["host_memory"]),
-    ],
+    [*TABLES["numbers_that_are_none_and_hosts_without_memory"],
+        ({"not_numbers": (1, 0, 0), "series": StepSeries()}, ["not_a_number"])],
 )  # fmt: skip
 def test_numbers_that_are_none_and_hosts_without_memory(found: Any, names: list[str]) -> None:
     steps = StepSeries(steps=tuple(range(100)), seconds=(1.0,) * 100)

@@ -17,6 +17,7 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from priced_plans import priced_plan
+from tables import beside
 
 from planner.answer import Plan
 from planner.layout.candidate import Candidate
@@ -30,14 +31,9 @@ from planner.observe.traces.recorded import ObservedFiles, Recorded, kinds_of, o
 from tests.made_steps import trace_of
 from tests.observe.written import BEGIN_S, iterations, read
 
-JOBS: dict[str, dict[str, Any]] = {
-    "pipeline": {"model": "8b", "tp": 4, "pp": 2, "dp": 2},
-    "one stage": {"model": "8b", "tp": 4, "dp": 4},
-    "recomputed": {"model": "8b", "tp": 4, "pp": 2, "dp": 2, "recompute": "full"},
-    "mixture": {"model": "qwen3-30b", "tp": 2, "pp": 2, "dp": 4, "ep": 8},
-    "experts": {"model": "qwen3-30b", "dp": 16, "ep": 16},
-    "sharded": {"model": "8b", "dp": 16, "zero_stage": 3, "runtime": "torchtitan"},
-}
+TABLES = beside(__file__)
+
+JOBS: dict[str, dict[str, Any]] = TABLES["jobs"]
 NUM_GPUS = 16
 
 
@@ -249,13 +245,7 @@ def test_an_overlap_that_is_gone_is_its_own_term(tmp_path: Path) -> None:
     assert (term.term, term.seconds) == ("dp_overlap", pytest.approx(one.hidden_s, rel=1e-3))
 
 
-@pytest.mark.parametrize(
-    ("part", "factor", "more_s"),
-    [
-        ("compute_products", 1.3, 0.0), ("compute_attention", 3.0, 0.0), ("compute_memory_bound", 3.0, 0.0),
-        ("data_loading", 1.0, 0.3),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("part", "factor", "more_s"), TABLES["a_longer_part_is_its_own_term"])
 def test_a_longer_part_is_its_own_term(part: str, factor: float, more_s: float, tmp_path: Path) -> None:
     account = accounts(candidate_of("one stage"))[0]
     was_s = account.parts.get(part, 0.0)
@@ -383,14 +373,7 @@ def answer(name: str, beside: str = "") -> ObservedFiles:
     return ObservedFiles(**dict(judged_beside(observation, earlier, "observed.json", recorded)), recorded=recorded)
 
 
-@pytest.mark.parametrize(
-    ("name", "beside", "cause", "where"),
-    [
-        ("sleeps_dp", "", "straggler_rank", "rank 1"),
-        ("data_stall_dp", "", "data_stall", "rank 0"),
-        ("leaks_dp", "", "leak", "rank 1"),
-    ],
-)
+@pytest.mark.parametrize(("name", "beside", "cause", "where"), TABLES["what_was_made_wrong_is_named_first"])
 def test_what_was_made_wrong_is_named_first(name: str, beside: str, cause: str, where: str) -> None:
     first = answer(name, beside).causes[0]
     assert (first.name, first.where) == (cause, where)

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from measured_runs import observed, priced
+from tables import beside
 
 from planner.answer import Plan
 from planner.errors import PlannerError, SpecError
@@ -36,7 +36,7 @@ from planner.observe.history import (
 from planner.observe.observation import Observed
 from planner.trainers.load import load_runtime
 
-TABLES = yaml.safe_load((Path(__file__).parent / "tables.yaml").read_text())
+TABLES = beside(__file__)
 
 
 @pytest.fixture(scope="module")

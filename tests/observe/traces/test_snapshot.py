@@ -17,17 +17,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from made_traces import event, frames, made_snapshot, segment, write_pickle
+from refusals import refused
+from tables import beside
 
 from planner.errors import SpecError
 from planner.observe.traces import source
 from planner.observe.traces.dumps import ROUNDING, UNATTRIBUTED, SnapshotReport, read_flight_recorder, read_snapshot
 from planner.observe.traces.source import load_plain
 
-TABLES = yaml.safe_load((Path(__file__).parent / "tables.yaml").read_text())
+TABLES = beside(__file__)
 
 KIB, MIB = 2**10, 2**20
 OPTIMIZER = frames("megatron/core/optimizer/distrib_optimizer.py:__init__", "train.py:main")
@@ -177,9 +178,8 @@ HOSTILE = {
 @pytest.mark.parametrize("data", HOSTILE.values(), ids=list(HOSTILE))
 def test_hostile_data_is_one_error(tmp_path: Path, data: Any) -> None:
     path = write_pickle(tmp_path / "s.pickle", data)
-    with pytest.raises(SpecError) as refused:
+    with refused(str(path)):
         read_snapshot(path)
-    assert str(path) in refused.value.message
 
 
 def test_odd_frames_and_actions_do_no_harm(tmp_path: Path) -> None:
@@ -268,9 +268,8 @@ BROKEN = ["{", '{"entries": ' + "[" * 10**5, '{"entries": ' + "9" * 5000 + "}", 
 def test_hostile_dumps_are_one_error(tmp_path: Path, data: bytes) -> None:
     path = tmp_path / "nccl_0"
     path.write_bytes(data)
-    with pytest.raises(SpecError) as refused:
+    with refused(str(path)):
         read_flight_recorder([path])
-    assert str(path) in refused.value.message
 
 
 def test_two_dumps_of_one_rank_are_refused(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from made_traces import ALL_REDUCE, ATTENTION, GEMM, SEND_RECV, MadeTrace, training_trace
+from tables import beside
 
 from planner.errors import SpecError
 from planner.observe.traces.breakdown import Sorted
@@ -39,6 +40,8 @@ from planner.observe.traces.events import (
 )
 from planner.observe.traces.recorded import read_traces
 from planner.observe.traces.source import read_kineto
+
+TABLES = beside(__file__)
 
 US = 1e-6
 
@@ -246,16 +249,7 @@ def test_families_have_names_of_their_own() -> None:
     assert len(set(NAMES)) == len(NAMES)
 
 
-DESCRIPTIONS = {
-    "tp": "TENSOR_MODEL_PARALLEL_GROUP TENSOR_AND_CONTEXT_PARALLEL_GROUP mesh_tp",
-    "pp": "PIPELINE_MODEL_PARALLEL_GROUP mesh_pp", "cp": "CONTEXT_PARALLEL_GROUP mesh_cp",
-    "dp": "DATA_PARALLEL_GROUP DATA_PARALLEL_GROUP_WITH_CP mesh_dp_shard mesh_dp_shard_cp mesh_fsdp",
-    "ep": "EXPERT_MODEL_PARALLEL_GROUP EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP mesh_ep",
-    "etp": "EXPERT_TENSOR_PARALLEL_GROUP",
-    "edp": "EXPERT_DATA_PARALLEL_GROUP INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP mesh_efsdp",
-    "embedding": "EMBEDDING_GROUP POSITION_EMBEDDING_GROUP", "model": "MODEL_PARALLEL_GROUP", "world": "default_pg",
-    None: "undefined",
-}  # fmt: skip
+DESCRIPTIONS = TABLES["descriptions"]
 
 
 @pytest.mark.parametrize("axis", DESCRIPTIONS)
@@ -264,10 +258,7 @@ def test_a_description_names_its_axis(axis: str | None) -> None:
     assert axis_of_description("") is None
 
 
-@pytest.mark.parametrize(
-    ("ranks", "axis"),
-    [((0, 1), "tp"), ((1, 3), "cp"), ((0, 4, 8, 12), "dp"), ((3, 19), "pp"), ((0, 3), "group 7 (2 ranks, stride 3)")],
-)
+@pytest.mark.parametrize(("ranks", "axis"), TABLES["size_and_stride_name_an_axis_of_the_grid"])
 def test_size_and_stride_name_an_axis_of_the_grid(ranks: tuple[int, ...], axis: str) -> None:
     grid = {"tp": 2, "cp": 2, "dp": 4, "pp": 2}
     assert axis_of(ProcessGroup("7", "undefined", ranks, len(ranks)), grid) == axis

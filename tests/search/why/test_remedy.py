@@ -11,11 +11,10 @@ import random
 import re
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
+from tables import beside
 from toys import MOE, Problem, case_of, solved, toy_cluster, toy_model, toy_problem, toy_training
 
 from planner.cli import main
@@ -44,7 +43,7 @@ from planner.specs.training import Parallelism, Recompute, SearchLimits, Trainin
 from planner.specs.units import GIB
 from planner.trainers.load import RUNTIMES, load_runtime
 
-TABLES = yaml.safe_load((Path(__file__).parent / "tables.yaml").read_text())
+TABLES = beside(__file__)
 
 PATIENT_S = 600.0
 """More than any search here takes, also on a machine that does much else."""
@@ -186,15 +185,7 @@ def test_a_refusal_without_time_for_a_remedy_says_what_was_not_tried(counted: Co
 
 @pytest.mark.thorough(3)
 @pytest.mark.parametrize(
-    ("pin", "freed", "memory_gib"),
-    [
-        ({"recompute": ("none",)}, "recompute", 1.06),
-        ({"micro_batch_size": (8,), "zero_stage": (1,)}, "micro_batch_size", 1.3),
-        ({"pp": (1,)}, "pp", 1.05),
-        ({"tp": (1,)}, "tp", 1.1),
-        ({"zero_stage": (0,), "dp": (4,)}, "dp", 1.2),
-    ],
-    ids=str,
+    ("pin", "freed", "memory_gib"), TABLES["a_pin_in_the_way_is_named_and_freeing_it_helps_1"], ids=str
 )
 def test_a_pin_in_the_way_is_named_and_freeing_it_helps(pin: dict[str, Any], freed: str, memory_gib: float) -> None:
     problem = {"model": toy_model(6), "cluster": toy_cluster(8, memory_gib=memory_gib), "training": toy_training(32)}
@@ -250,14 +241,12 @@ _FEW = {"runtime": "torchtitan", "pp": (4,), "training": toy_training(4), "micro
 @pytest.mark.parametrize(
     ("changes", "hint", "then"),
     [
+        *TABLES["the_hint_is_of_the_rule_and_following_it_helps_1"],
         ({"model": _LEARNED}, "shorten the sequence", {"training": toy_training(8, 1024)}),
         ({"model": _SINKS, "cp": (2,)}, "cp 1, or another --runtime (torchtitan", {"runtime": "torchtitan"}),
         ({"model": _SINKS, "cp": (2,)}, "cp 1, or another --runtime (torchtitan", {"cp": (1,)}),
-        ({"cp": (2,), "runtime": "megatron-2022"}, "use cp 1", {"cp": (1,)}),
         ({**_FEW, "dp": (2,)}, "pin a smaller pp, dp", {"dp": (1,)}),
-        ({"tp": (8,)}, "add --tp-across-nodes", {"tp_across_nodes": True}),
         ({"tp": (8,), "cp": (2,)}, "more GPUs", {"cluster": toy_cluster(16), "tp_across_nodes": True}),
-        ({"zero_stage": (3,), "runtime": "nanotron"}, "free zero-stage", {"zero_stage": None}),
     ],
 )
 def test_the_hint_is_of_the_rule_and_following_it_helps(changes: Any, hint: str, then: dict[str, Any]) -> None:
@@ -268,11 +257,7 @@ def test_the_hint_is_of_the_rule_and_following_it_helps(changes: Any, hint: str,
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"tp": (3,)}, "heads_not_divisible_by_tp"),
-        ({"tp": (8,)}, "tp_across_domains"),
-        ({"pp": (8,), "tp": (1,)}, "more_stages_than_layers"),
-        ({"micro_batch_size": (3,)}, "global_batch_not_divisible"),
-        ({"pp": (2,), "vpp": (9,), "schedule": ("interleaved-1f1b",)}, "no_schedule"),
+        *TABLES["one_reason_alone_is_the_only_one_counted"],
         ({"cluster": toy_cluster(4, memory_gib=0.2), "tp": (1,), "pp": (1,)}, "does_not_fit"),
     ],
 )
@@ -341,7 +326,7 @@ def test_where_a_candidate_fits_the_search_finds_a_layout(seed: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("model", "num_gpus", "memory_gib", "shortfall_gib"), [("405b", 96, None, 3.0), ("1b", 1, 24.0, 5.65)]
+    ("model", "num_gpus", "memory_gib", "shortfall_gib"), TABLES["the_message_and_evaluate_name_one_number"]
 )
 def test_the_message_and_evaluate_name_one_number(
     model: str, num_gpus: int, memory_gib: float | None, shortfall_gib: float
@@ -353,9 +338,7 @@ def test_the_message_and_evaluate_name_one_number(
     assert f"lacks {miss.shortfall_bytes / GIB:.1f} GiB on stage {miss.stage}" in str(miss)
 
 
-@pytest.mark.parametrize(
-    "pins", ["", "--zero-stage 3 --shard-size 8 --tp 1 --pp 1 --runtime torchtitan", "--vpp 2 --pp 4"]
-)
+@pytest.mark.parametrize("pins", TABLES["the_options_can_be_typed"])
 def test_the_options_can_be_typed(pins: str, capsys: pytest.CaptureFixture[str]) -> None:
     job = ["--model", "70b", "--gpus", "16", "-s", "8192", "-b", "64"]
     # a run that says nothing of its loss is taken to have Transformer Engine's, which the search may not choose
