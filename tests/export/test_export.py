@@ -256,13 +256,13 @@ def test_a_layout_that_no_longer_fits_is_refused_without_force(planned: Planned,
 
 
 def test_a_loss_that_the_command_line_refuses_is_priced_as_its_own(planned: Planned) -> None:
-    """8,192 tokens of 128,256 logits: their softmax is 3.9 GiB in fp32, and Transformer Engine keeps none."""
+    """8,192 tokens of 128,256 logits: their softmax is 3.9 GiB in fp32, twice in Megatron's, never in TE's."""
     made = planned("llama-3.1-8b", 16, seq_length=8192, features={"cross_entropy_fusion": True})
     (note,) = note_of(made, "megatron")
     assert "cross_entropy_fusion=true" in note
     there = priced_for(made, "megatron")
     more_gib = (there.best.worst_stage.memory.total_bytes - made.best.worst_stage.memory.total_bytes) / GIB
-    assert 1.0 < more_gib < 4.1
+    assert 5.0 < more_gib < 8.2
     text = bundle_of(made, "megatron").files[0].text
     assert "--cross-entropy-fusion-impl: native" in text
     assert 'cross_entropy_fusion_impl=\\"te' in bundle_of(made, "bridge").files[0].text
