@@ -320,8 +320,9 @@ def working_set(op: Operator, runtime: RuntimeSpec) -> tuple[Saved, ...]:
             narrow = labels._replace(name="labels", dtype="int32")
             if not runtime.keeps_softmax:
                 return (narrow,)
-            # of the fp32 softmax a bf16 copy, and where torch compiles its gradient one in fp32 (Megatron-LM's test
-            # gpt3_mcore_te_tp2_pp2_cross_entropy_loss_fusion takes 380 MiB more than without, its softmax 393)
+            # of the fp32 softmax a bf16 copy, and one in fp32 where torch compiles what also sums or scatters, not in
+            # place (Megatron-LM's test gpt3_mcore_te_tp2_pp2_cross_entropy_loss_fusion takes 380 MiB more than without,
+            # its softmax 393; core/fusions/fused_cross_entropy.py says so too, and its main branch no longer does it)
             compiled = (softmax._replace(name="copy of the softmax"),) * runtime.fused_cross_entropy
             return (Saved("logits in 16 bits", softmax.dims), *compiled, narrow)
         # beside the softmax, as large: its gradient, and that of the logits
