@@ -78,8 +78,18 @@ def stage_out_of_memory(start: Start, rank: int, local_rank: int) -> None:
 
 
 def ended(start: Start, rank: int, local_rank: int) -> None:
-    """One rank raises; the other ends without a word, as where a library lost its peer and ends the process."""
-    at("1B1", raise_error) if rank == SICK_RANK else at("0F2", lambda: os._exit(3))
+    """One rank raises; then the other ends without a word, as where a library lost its peer and ends the process."""
+    raised = start.folder / "raised"
+
+    def fault() -> None:
+        if rank == SICK_RANK:
+            raised.touch()
+            raise_error()
+        while not raised.exists():
+            time.sleep(0.01)
+        os._exit(3)
+
+    at("1B1" if rank == SICK_RANK else "0F2", fault)
     rank_process(start, rank, local_rank)
 
 
