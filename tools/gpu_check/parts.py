@@ -173,6 +173,7 @@ def circumstances(result: ProbeResult) -> str:
     kernels = [f"{kernel} attention" for rank in result.ranks for kernel in rank.attention_kernels]
     states = [state for rank in result.ranks for state in rank.device_states if state.when == "within"]
     unusual = [condition.text for condition in result.conditions]
+    unusual += [f"WRONG: {check.name} ({check.detail})" for check in result.checks if not check.passed]
     return "; ".join(dict.fromkeys(filter(None, [*kernels, *map(load_in_words, states), *unusual])))
 
 

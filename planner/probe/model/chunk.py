@@ -90,7 +90,7 @@ class Embedding(nn.Module):
         if tp.size == 1:
             x = functional.embedding(tokens, self.weight)
         else:
-            local = tokens - tp.rank * self.rows
+            local = tp.local_rows(tokens, self.rows)
             inside = (local >= 0) & (local < self.rows)
             x = functional.embedding(local.where(inside, 0), self.weight).where(inside.unsqueeze(-1), 0)
             x = leave_by_view(x, tp) if tp.sequence_parallel else leave(x, tp)

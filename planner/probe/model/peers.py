@@ -80,6 +80,10 @@ class TensorPeers:
 
     reduce_scatter = all_reduce = maximum = all_gather
 
+    def local_rows(self, tokens: Tensor, num_rows: int) -> Tensor:
+        """Rows of tokens in this rank's part of the embedding; below 0 or from `num_rows` on where a peer has them."""
+        return tokens - self.rank * num_rows
+
     def cross_entropy(self, logits: Tensor, labels: Tensor) -> Tensor:
         """Mean cross-entropy of logits [tokens, vocab/tp] of which each rank has its share of the columns."""
         return functional.cross_entropy(logits, labels)
@@ -94,6 +98,11 @@ class EmulatedPeers(TensorPeers):
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
         return x[: x.shape[0] // self.size].clone()
+
+    def local_rows(self, tokens: Tensor, num_rows: int) -> Tensor:
+        """Rows of this rank for all tokens: a peer's would be zeros, whose gradient each norm multiplies by hundreds,
+        until it is not finite."""
+        return tokens % num_rows
 
     def cross_entropy(self, logits: Tensor, labels: Tensor) -> Tensor:
         return functional.cross_entropy(logits, labels % logits.shape[1])
