@@ -310,7 +310,7 @@ def _loss(name: str, model: ModelSpec, shape: Shape, runtime: RuntimeSpec, share
         name="head",
         kind="gemm",
         wide=not runtime.narrow_head,
-        backward_factor=runtime.head_backward_factor,
+        backward_factor=runtime.head_backward_factor * (1.5 if runtime.recomputes_logits else 1.0),
         m=shape.tokens,
         n=columns,
         k=model.hidden_size,

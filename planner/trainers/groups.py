@@ -131,6 +131,9 @@ class Kernels(Group):
     chunks_loss: bool = False
     """Head and loss are computed for so many tokens at a time as there is room for in a hidden state, gradients
     included: no logits of a whole micro-batch (Liger's fused linear cross-entropy)."""
+    recomputes_logits: bool = False
+    """A loss in chunks computes its logits once more in backward (TRL 1.16, trl/kernels/chunked_logprob.py); without:
+    gradients leave the forward."""
     fused_grad_accumulation: bool = True
     """The weight-gradient GEMM adds into the fp32 main gradient itself."""
     rocm_product_factor: Rate = 1.0

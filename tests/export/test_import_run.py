@@ -153,7 +153,7 @@ def test_examples_that_are_padded_take_a_shorter_step(tmp_path: Path, capsys: py
     answer = json.loads(capsys.readouterr().out)
     mean_ms = float(re.findall(r"takes ([\d.]+) ms in the mean", " ".join(answer["notes"]))[0])
     assert (answer["run"]["batching"], answer["run"]["seq_length"]) == ("padded", 2048), "no batch is as long as 4096"
-    assert mean_ms < 750 * answer["evaluated"]["best"]["step"]["step_s"]
+    assert mean_ms < 800 * answer["evaluated"]["best"]["step"]["step_s"]
 
 
 def test_files_that_are_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,6 +14,7 @@ from planner.specs.cluster import ClusterSpec
 from planner.specs.registry import load_hardware
 from planner.specs.training import AdapterSpec, Parallelism, TrainingSpec
 from planner.trainers.load import load_runtime
+from planner.trainers.stated import switched
 
 CONFIGS: dict[str, dict[str, Any]] = yaml.safe_load(Path(__file__).with_name("configs.yaml").read_text())
 """Published configs by their names."""
@@ -84,7 +85,9 @@ def planned(job: Job) -> Figures:
     )
     cluster = ClusterSpec(hardware=load_hardware("h200"), num_gpus=1)
     model = from_config(job.config, job.model)
-    candidate, priced = priced_as_given(model, cluster, training, layout, load_runtime("hf"))
+    candidate, priced = priced_as_given(
+        model, cluster, training, layout, switched(load_runtime("hf"), {"liger": False})
+    )
     totals, memory = candidate.pricing.totals, priced.stages[0].memory
     trained = totals.num_trained_parameters
     return Figures(

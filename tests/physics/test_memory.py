@@ -88,6 +88,11 @@ def test_a_loss_in_chunks_has_its_gradients_in_chunks() -> None:
     chunked = load_runtime("torchtitan").with_features({"liger": "loss"})[0]
     held = transient_bytes([op for op in operators_of(head(model, shape, chunked)) if op.name == "head"], chunked)
     hidden_bytes = 2 * 2**17 * 4096
+    of_liger = chunked.with_features({"liger_loss": True})[0]
+    passes = [
+        op.backward_factor for each in (chunked, of_liger) for op in operators_of(head(model, shape, each)) if op.n
+    ]
+    assert passes[0] == 1.5 * passes[1], "TRL computes logits again, Liger's gradients leave the forward"
     assert held == pytest.approx(2 * hidden_bytes + 2 * 4096 * 151936)
 
 

@@ -59,6 +59,14 @@ def test_operands_of_a_stage_alone_stay_as_they_were_drawn(make_run: Any) -> Non
     assert norms[-1] < 2 * norms[0], "ones through AdamW at 1e-3 made it a million times as large"
 
 
+def test_a_stage_alone_looks_all_tokens_up_in_its_own_rows(make_run: Any) -> None:
+    """Zeros for a peer's tokens stay zeros, and every norm multiplies their gradient, until it is no number."""
+    options: dict[str, Any] = {"tp": 2, "sequence_parallel": True, "dtype": "bfloat16", "check": False}
+    trainer = trainer_alone(make_run(("1f1b", 2, 1, 3), **options), 0, "cpu")
+    embedded = trainer.chunks[0].embedding(torch.arange(trainer.run.model.vocab_size).flip(0).unsqueeze(1))
+    assert (embedded.abs().sum(-1) > 0).all()
+
+
 def test_all_chunks_are_rehearsed_before_a_receive_is_under_way(make_run: Any) -> None:
     run = make_run(("interleaved-1f1b", 2, faulty.NUM_CHUNKS, 4), check=False, num_steps=1)
     assert len(launch(run, faulty.refusing_the_unrehearsed).ranks) == 2

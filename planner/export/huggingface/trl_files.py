@@ -130,7 +130,7 @@ def training_source(plan: Plan) -> str:
     )
 
 
-WRITTEN_FOR = "transformers 5, TRL 1, Accelerate 1 and peft 0.21"
+WRITTEN_FOR = "transformers 5, TRL 1.16, Accelerate 1 and peft 0.21"
 
 
 def export_hf(plan: Plan) -> TrainerFiles:
