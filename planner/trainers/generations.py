@@ -94,6 +94,7 @@ def described(
 def unsaid_features(runtime: RuntimeSpec, hardware: HardwareSpec, model: ModelSpec, said: Said) -> Fields:
     """The features that a run on such hardware, with those that it says, has switched on unless it says otherwise."""
     features: Fields = {"cross_entropy_fusion": True} if runtime.runs_fuse_loss else {}
+    features |= {"liger": False} if runtime.runs_keep_logits else {}
     features |= {"optimizer_post_validation": True} if runtime.runs_validate_later else {}
     if model.moe is None:
         return features | _WITHOUT_EXPERTS

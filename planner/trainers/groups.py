@@ -50,6 +50,8 @@ class Generation(Group):
     runs_fuse_loss: bool = False
     """A run has Transformer Engine's cross-entropy unless it says otherwise, as NeMo and Megatron-Bridge set it up; the
     command line of Megatron-LM refuses it since core 0.18 (megatron/training/arguments.py)."""
+    runs_keep_logits: bool = False
+    """A run has no loss in chunks unless it says otherwise; plans are written for releases that have no other (TRL)."""
     runs_validate_later: bool = False
     """A run whose schedule splits the backward validates its optimizer's step later, unless it says otherwise."""
     dtypes: tuple[Dtype, ...] = ()

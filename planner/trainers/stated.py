@@ -123,7 +123,7 @@ def as_consented(runtime: RuntimeSpec, said: Iterable[str]) -> RuntimeSpec:
 
 def of_today(runtime: RuntimeSpec) -> RuntimeSpec:
     """A runtime as options describe it: nothing narrow without consent, and no loss that only older runs have."""
-    return as_consented(runtime, ()).model_copy(update={"runs_fuse_loss": False})
+    return as_consented(runtime, ()).model_copy(update={"runs_fuse_loss": False, "runs_keep_logits": False})
 
 
 def switched(runtime: RuntimeSpec, recipe: Recipe) -> RuntimeSpec:
