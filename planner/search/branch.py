@@ -57,6 +57,7 @@ from planner.search.priced_shapes import PricedShapes
 from planner.search.rebalance import SHAPES, improved, level_guess_s, level_split
 from planner.shape import FloatArray, IntArray, Shape
 from planner.specs.training import SearchLimits
+from planner.trainers.rules.recipe import Setting, broken_recipe_rules
 from planner.trainers.spec import RuntimeSpec
 
 if TYPE_CHECKING:
@@ -175,10 +176,16 @@ class Branch:
                 opened[rows] = True
                 frontier.add(nodes, coarse_s[rows])
         if not opened.all():
-            shape = scalar(priced[0][0].shape, int(np.argmin(opened)))
+            first = priced[0][0]
+            shape, pricing = scalar(first.shape, int(np.argmin(opened))), first.pricing
+            shape = replace(shape, vpp=min(self.limits.vpp or (1,)))
             chunks = "" if self.limits.vpp is None else f", vpp {', '.join(map(str, self.limits.vpp))}"
             where = f"pp {shape.pp}{chunks} with {shape.num_microbatches} micro-batches"
-            self.rejections.add("no_schedule", int((~opened).sum()), f"no schedule runs {where}")
+            reason, says = "no_schedule", f"no schedule runs {where}"
+            setting = Setting(pricing.model, pricing.cluster, pricing.training, pricing.runtime, shape)
+            if (rule := next(broken_recipe_rules(setting), None)) is not None:
+                reason, says = "recipe", f"{rule.switch} {rule.says}"
+            self.rejections.add(reason, int((~opened).sum()), says)
 
     def try_same_grid(self, frontier: Frontier) -> None:
         """Price the best split under the other orders of ranks and groups of shards that its grid may have.

@@ -159,7 +159,7 @@ def find_layouts(
 def _no_layout(case: Case, branch: Branch, num_shapes: int) -> Exception:
     """The reason why a search found no layout: none is legal, the solver failed, or none fits."""
     counts = branch.rejections.counts
-    if not branch.num_ilps and "no_schedule" in counts:
+    if not branch.num_ilps and counts.keys() & {"no_schedule", "recipe"}:
         return NothingLegal(branch.rejections, case)
     if branch.failures:  # nobody knows whether those nodes have a layout that fits
         return branch.failures[-1]

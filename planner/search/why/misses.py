@@ -55,6 +55,7 @@ _HINTS = {
     "interleaving_too_few_microbatches": _MORE_MICROBATCHES,
     "model_parallel_not_expressible": "leave tp, cp, pp and ep out, or add --runtime megatron",
     "more_ranks_than_gpus": "lower what is pinned, or give more GPUs",
+    "recipe": "leave out what --switch pins, or change the number of GPUs",
     "seq_length_beyond_positions": "shorten the sequence to the positions that the model has",
     "sliding_window_with_ring_cp": _NO_CP,
     "too_few_microbatches": _MORE_MICROBATCHES,
