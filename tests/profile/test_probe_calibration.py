@@ -16,7 +16,7 @@ from planner.errors import SpecError
 from planner.layout.evaluate import evaluate
 from planner.physics.communication import collective_s
 from planner.probe.compare import compared
-from planner.probe.result import Condition, ProbedExchange, ProbedMemory, ProbeResult, RankOutOfMemory
+from planner.probe.result import Condition, ProbeCheck, ProbedExchange, ProbedMemory, ProbeResult, RankOutOfMemory
 from planner.probe.run_price import chunk_costs, in_eager_torch
 from planner.profile.probe_calibration import from_probe
 from planner.profile.probed import NORMAL_80
@@ -250,13 +250,15 @@ def test_one_rank_on_another_gpu_is_enough_to_correct_nothing() -> None:
         from_probe(result.model_copy(update={"ranks": mixed}), plan.cluster)
 
 
-@pytest.mark.parametrize("is_fault", [True, False])
-def test_seconds_of_a_gpu_that_was_too_hot_or_busy_correct_nothing(is_fault: bool) -> None:
+@pytest.mark.parametrize("fault", ["rank 2: clocks were lowered", "the check finite failed .gradient norm not", ""])
+def test_seconds_of_a_gpu_that_was_too_hot_or_busy_or_multiplied_no_numbers_correct_nothing(fault: str) -> None:
     plan = make_plan()
-    hot = Condition(text="rank 2: clocks were lowered", is_fault=is_fault)
-    result = measured_on(plan, slower(plan.cluster, gemm_factor=1.2)).model_copy(update={"conditions": (hot,)})
-    if is_fault:
-        with pytest.raises(SpecError, match="rank 2: clocks were lowered: its seconds are no evidence"):
+    hot = Condition(text="rank 2: clocks were lowered", is_fault=fault.startswith("rank"))
+    check = ProbeCheck(name="finite", passed="finite" not in fault, detail="gradient norm not finite")
+    result = measured_on(plan, slower(plan.cluster, gemm_factor=1.2))
+    result = result.model_copy(update={"conditions": (hot,), "checks": (check,)})
+    if fault:
+        with pytest.raises(SpecError, match=f"{fault}.*: its seconds are no evidence"):
             from_probe(result, plan.cluster)
     else:
         assert from_probe(result, plan.cluster).explains_kernels
