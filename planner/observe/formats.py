@@ -275,15 +275,47 @@ def finish_bars(record: RunRecord) -> None:
     bars = grouped((total, (step, elapsed_s, rate)) for step, elapsed_s, total, rate in record.means)
     asked = float(record.facts.get("num_steps_asked", 0))
     longest = max(bars, key=lambda total: (total == asked, max(at for _, at, _ in bars[total])), default=None)
+    each = [] if longest is None else _unsmoothed(bars[longest])
     if longest is not None:
-        for step, seconds, covers, at_s in _of_bars(bars[longest]):
+        for step, seconds, covers, at_s in each or _of_bars(bars[longest]):
             record.step(step, seconds, covers=covers, end_s=at_s)
     if record.numbers and longest is not None:
         record.facts.setdefault("num_steps_asked", int(longest))
-        if not any(math.isinf(rate) for _, _, rate in bars[longest]):
+        if each:
+            record.note("seconds are those of which a progress bar shows the smoothed rate")
+        elif not any(math.isinf(rate) for _, _, rate in bars[longest]):
             record.note("seconds are of stretches of a clock with whole seconds, or of a progress bar's own rate")
     else:
         _take_summary(record)
+
+
+SMOOTHING = 0.3
+"""Weight of the newest update in the rate that a bar shows (tqdm 4.67, std.py: smoothing)."""
+SETTLED = 15
+"""Steps after which less than 1% of what a bar shows is left of the first one."""
+
+
+def _unsmoothed(bars: list[tuple[float, float, float]]) -> list[tuple[int, float, int, float]]:
+    """As `_of_bars`, for less than `SURE_S` of a bar that shows every step, from the first on or late in a run.
+
+    What it says at step n is (Σ w · (1 − w)^(n − i) · seconds_i) / (1 − (1 − w)^n), which gives back the seconds. None
+    where their sum is not the clock's.
+    """
+    shown, kept = dict[int, tuple[float, float]](), 1 - SMOOTHING
+    for step, at_s, rate in bars:
+        shown.setdefault(int(step), (at_s, rate))  # the end of a bar shows the mean of all steps
+    first, begun_s, mean_s = min(shown), 0.0, 0.0
+    if list(shown) != list(range(first, first + len(shown))) or 1 < first <= SETTLED:
+        return []
+    if first > 1:
+        begun_s, mean_s = shown.pop(first)
+    found = list[tuple[int, float, int, float]]()
+    for step, (at_s, rate) in shown.items():
+        before_s, mean_s = mean_s, rate * (1 - kept**step)
+        found.append((step, (mean_s - kept * before_s) / SMOOTHING, 1, at_s))
+    took_s, told_s = found[-1][-1] - begun_s if found else 0.0, sum(one[1] for one in found)
+    is_told = len(found) >= LEAST_STEPS and took_s < SURE_S and all(one[1] > 0 for one in found)
+    return found if is_told and abs(told_s - took_s) < 1 + 0.05 * took_s else []
 
 
 def _of_bars(bars: list[tuple[float, float, float]]) -> Iterator[tuple[int, float, int, float]]:
