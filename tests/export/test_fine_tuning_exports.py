@@ -81,7 +81,7 @@ def test_what_a_recipe_takes_from_other_packages_is_looked_for(
 ) -> None:
     plan = _plan(switched(load_runtime("hf"), recipe), 2, zero_stage=zero_stage)
     [checks] = [file.text for file in bundle_of(plan, "hf").files if file.name == "preflight.py"]
-    found = re.findall(r'\\"module\\": \\"(\w+)', checks)
+    found = re.findall(r'\\"module\\": \\"([\w.:]+)', checks)
     assert sorted({*found} - {"torch", "transformers", "trl", "accelerate", "datasets"}) == needs
 
 
