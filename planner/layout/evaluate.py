@@ -231,7 +231,7 @@ def priced_as_given(
     candidate = Candidate(pricing, table, given.split, given.schedule)
     priced = price_layout(candidate)
     priced = with_unsaid(candidate, priced, says_switches)
-    warnings = given.warnings + export_warnings(pricing) + host_warnings(pricing, given.shape)
+    warnings = host_warnings(pricing, given.shape) + given.warnings + export_warnings(pricing)
     return candidate, priced.model_copy(update={"warnings": warnings})
 
 
@@ -287,25 +287,25 @@ def pricing_of(
 
 
 def export_warnings(pricing: Pricing) -> tuple[str, ...]:
-    """Warnings about `plan export`, the trainer or the GPU, for a plan of this model in this dtype."""
+    """What `plan export` refuses of a plan of this model, and then what the trainer or the GPU does otherwise."""
     model, training, runtime = pricing.model, pricing.training, pricing.runtime
     hardware = pricing.cluster.hardware
-    warnings: tuple[str, ...] = ()
-    if training.dtype == "bf16" and "bf16" not in hardware.peak_tflops:
-        warnings = (f"{hardware.name} has no bf16: priced at the rate of fp16, which --dtype fp16 asks for",)
-    if hardware.architecture in BEFORE_FLASH:
-        if not runtime.flash_attention:
-            warnings += (f"{hardware.name}: attention keeps its scores, since fused kernels need Ampere or newer",)
-        if model.moe and runtime.family in _OF_MEGATRON:
-            warnings += (f"plan export refuses experts on {hardware.name}: --moe-grouped-gemm needs Ampere or newer",)
-    is_packed = training.document_lengths is not None and training.batching == "packed"
-    if is_packed and not (runtime.masks_documents or runtime.dynamic_cp):
-        warnings += (f"{runtime.name} attends across packed documents: priced as whole sequences ({_across(runtime)})",)
-    return warnings + tuple(
+    refused = tuple(
         f"plan export refuses this model for {runtime.name}: {rule.reason}: {rule.message(model, training, Shape())}"
         for rule in export_rules_for(runtime)
         if not rule.holds(model, training, Shape())
     )
+    if hardware.architecture in BEFORE_FLASH and model.moe and runtime.family in _OF_MEGATRON:
+        refused += (f"plan export refuses experts on {hardware.name}: --moe-grouped-gemm needs Ampere or newer",)
+    warnings: tuple[str, ...] = ()
+    if training.dtype == "bf16" and "bf16" not in hardware.peak_tflops:
+        warnings = (f"{hardware.name} has no bf16: priced at the rate of fp16, which --dtype fp16 asks for",)
+    if hardware.architecture in BEFORE_FLASH and not runtime.flash_attention:
+        warnings += (f"{hardware.name}: attention keeps its scores, since fused kernels need Ampere or newer",)
+    is_packed = training.document_lengths is not None and training.batching == "packed"
+    if is_packed and not (runtime.masks_documents or runtime.dynamic_cp):
+        warnings += (f"{runtime.name} attends across packed documents: priced as whole sequences ({_across(runtime)})",)
+    return refused + warnings
 
 
 def host_warnings(pricing: Pricing, shape: Shape) -> tuple[str, ...]:

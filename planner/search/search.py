@@ -136,7 +136,7 @@ def search_within_risk(case: Case, deadline: Deadline | None = None, news: News 
         stands = standing(best, others, case, recipes.base)
         best, *others = stands.candidates
     layouts = [_priced(candidate, best, totals) for candidate in (best, *others)]
-    warnings = export_warnings(best.pricing) + host_warnings(best.pricing, best.shape)
+    warnings = host_warnings(best.pricing, best.shape) + export_warnings(best.pricing)
     layouts[0] = layouts[0].model_copy(update={"warnings": warnings})
     layouts[0] = with_recipe(layouts[0], best, recipes)
     fastest_s = layouts[0].step.step_s if best is fastest else fastest.step_s

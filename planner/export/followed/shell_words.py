@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import fnmatch
 import re
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -292,6 +293,7 @@ def _matches(pattern: str, text: str, words: Words) -> bool | None:
         return None
     words.spend((1 + len(text)) ** repeats // 8)
     try:
-        return re.search(pattern, text) is not None
+        with warnings.catch_warnings(action="ignore"):  # Python asks what a shell's `[[` means in a set
+            return re.search(pattern, text) is not None
     except (re.error, OverflowError, RecursionError):
         return None
