@@ -287,7 +287,7 @@ def pricing_of(
 
 
 def export_warnings(pricing: Pricing) -> tuple[str, ...]:
-    """What `plan export` refuses of a plan of this model, and then what the trainer or the GPU does otherwise."""
+    """Warnings about a plan of this model: first of what `plan export` refuses, then of what the trainer or GPU does."""
     model, training, runtime = pricing.model, pricing.training, pricing.runtime
     hardware = pricing.cluster.hardware
     refused = tuple(
