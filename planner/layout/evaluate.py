@@ -287,7 +287,7 @@ def pricing_of(
 
 
 def export_warnings(pricing: Pricing) -> tuple[str, ...]:
-    """Warnings about a plan of this model: first of what `plan export` refuses, then of what the trainer or GPU does."""
+    """Warnings about a plan of this model: first of what exports refuse, then of what trainer or GPU do."""
     model, training, runtime = pricing.model, pricing.training, pricing.runtime
     hardware = pricing.cluster.hardware
     refused = tuple(
