@@ -297,8 +297,10 @@ def _no_speed(result: ProbeResult, hardware: HardwareSpec) -> Iterator[tuple[str
     if not any(chunk.forward_s > 0 and chunk.backward_s > 0 for rank in result.ranks for chunk in rank.chunks):
         yield "timed no forward and backward", _REAL
     # numbers that are not finite take a GPU less power, and its clocks stay up: 20% faster on an H100
-    failed = (f"the check {check.name} failed ({check.detail})" for check in result.checks if not check.passed)
-    for fault in (*failed, *(condition.text for condition in result.conditions if condition.is_fault)):
+    for check in (check for check in result.checks if not check.passed):
+        says = f"the check {check.name} failed ({check.detail}): its seconds are no evidence"
+        yield says, "plan probe again, and look at its checks first"
+    for fault in (condition.text for condition in result.conditions if condition.is_fault):
         says = f"{fault}: its seconds are no evidence of the speed of {hardware.name}"
         yield says, "plan probe again, on GPUs that are idle and cool"
 
