@@ -103,6 +103,8 @@ def read_keys(
             said_off = is_off(written.get(key, value)) or re.fullmatch(r"0(\.0*)?", str(value))
             is_known = option in known or said_off or row.is_harmless(key)
             (imported.ignored if is_known else imported.unknown)[key] = value
+    off = (key for key in written if is_off(written[key]) and key not in (OPTION_OF_KEY.keys() | OFF_KEYS | row.read))
+    imported.ignored |= {key: str(written[key]) for key in off if key not in imported.unknown}
     return imported
 
 
