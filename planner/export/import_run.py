@@ -21,7 +21,7 @@ from planner.errors import SpecError
 from planner.export.imported_run import ConfigFile, json_of
 from planner.export.imported_run import ImportedRun as ImportedRun
 from planner.export.keyed_settings import Dialect, beginnings, dialect, table
-from planner.export.megatron.keyed_reading import OPTION_OF_KEY
+from planner.export.megatron.keyed_reading import OFF_KEYS, OPTION_OF_KEY
 from planner.export.targets import READERS, SOURCES, UNMARKED
 from planner.layout.runs import RunSpec
 from planner.specs.base import Fields, Named, Said, filled
@@ -234,7 +234,7 @@ def _deciding() -> frozenset[str]:
     """The sections and names of the keys that readers know by tables: readings.yaml, options.yaml and dialects.yaml."""
     own = [[*row.renamed, *row.unasked, *row.read, row.refused] for row in _dialects()]
     spelled = " ".join(table()["huggingface"]["spelled"].values()).split()
-    tables = own, spelled, shipped_table("export/readings.yaml"), [*OPTION_OF_KEY]
+    tables = own, spelled, shipped_table("export/readings.yaml"), [*OPTION_OF_KEY, *OFF_KEYS]
     return frozenset(part for key in _KEY.findall(str(tables)) for part in _section_and_name(key))
 
 
