@@ -58,7 +58,7 @@ class Dialect:
         imported: ImportedRun,
         settings: Said,
         read: Container[str] = (),
-        harmless: Callable[[str, Any], bool] = lambda key, value: is_empty(value),
+        harmless: Callable[[str, Any], bool] = lambda key, value: is_off(value) or is_empty(value),
     ) -> None:
         """Note every setting that is not read: as ignored where it is harmless, else as unknown."""
         for key, value in settings.items():

@@ -14,7 +14,6 @@ from planner.export.keyed_settings import (
     KeyedSettings,
     Settings,
     dialect,
-    is_empty,
     is_off,
     is_on,
     mapping_of,
@@ -96,15 +95,14 @@ def read_keys(
     written = settings if written is None else written
     said = {row.renamed.get(key) or OPTION_OF_KEY.get(key, "--" + key.replace("_", "-")): key for key in written}
     unread, known = imported.unknown | imported.ignored, {*imported.ignored}
-    imported.unknown, imported.ignored = {}, {}
+    keys = OPTION_OF_KEY.keys() | OFF_KEYS.keys() | row.read
+    imported.unknown, imported.ignored = {}, {k: str(v) for k, v in written.items() if is_off(v) and k not in keys}
     for option, value in unread.items():
         key = said.get(option, "" if option.startswith("--") else option)
         if key and key not in row.read:
             said_off = is_off(written.get(key, value)) or re.fullmatch(r"0(\.0*)?", str(value))
             is_known = option in known or said_off or row.is_harmless(key)
             (imported.ignored if is_known else imported.unknown)[key] = value
-    off = (key for key in written if is_off(written[key]) and key not in (OPTION_OF_KEY.keys() | OFF_KEYS | row.read))
-    imported.ignored |= {key: str(written[key]) for key in off if key not in imported.unknown}
     return imported
 
 
@@ -241,7 +239,7 @@ def read_neox(config: ConfigFile) -> ImportedRun:
     _ROW.assume(imported, _ROW.left_out(settings))
     imported.put(said)
     read = {*_ROW.renamed, *_ROW.unasked}
-    _ROW.sort(imported, settings, read, lambda key, value: is_off(value) or is_empty(value))
+    _ROW.sort(imported, settings, read)
     layout["zero_stage"] = min(layout["zero_stage"], 3)
     return imported
 
