@@ -110,16 +110,13 @@ def read_fine_tuning(
     if said["adapts"] or str(settings.get("peft_type")).upper() == "LORA":
         run["adapters"], unknown = read_adapters(settings)
         imported.unknown |= unknown
-    elif word(settings, "lora_dim") not in ("", "0"):
-        imported.unknown["lora_dim"] = f"{settings['lora_dim']}, priced as all weights without only_optimize_lora"
-    elif said["bits"] < 16:
-        imported.unknown["quantization"] = f"weights of {said['bits']} bits that are trained whole"
     for kind in _KINDS:
         if str(settings.get(kind)).lower() not in ("none", "full", *_WORDS):
             imported.unknown[kind] = f"{settings[kind]}, priced as {'lora' if run.get('adapters') else 'all weights'}"
     names = _WORDS_OF_TRAINERS | {
         "runtime": run["runtime"],
         "adapters": run.get("adapters"),
+        "bits": said["bits"],
         "gpus": run["num_gpus"],
         "layers": num_layers_of(run["model"]),
         "experts": moe_of(run["model"]) is not None,

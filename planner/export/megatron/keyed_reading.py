@@ -141,8 +141,8 @@ def add_lora(imported: ImportedRun, fields: Settings, kind: str = "LoRA") -> Non
     }
 
 
-def _named(settings: Settings, imported_name: str = "") -> tuple[Model | None, str]:
-    name = next((str(settings[key]) for key in _MODEL_KEYS if settings.get(key)), imported_name)
+def _named(settings: Settings) -> tuple[Model | None, str]:
+    name = next((str(settings[key]) for key in _MODEL_KEYS if settings.get(key)), "")
     return (model_called(name) if name else None), name
 
 
