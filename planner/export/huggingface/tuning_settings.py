@@ -39,7 +39,7 @@ _SHARDING = {str(name): stage for name, stage in table()["accelerate"]["strategi
 
 
 def tuning(settings: Said) -> Fields:
-    """What settings say by any trainer's words: the `dtype` (None for fp32), whether it `adapts`, and `bits`."""
+    """Fine-tuning by any trainer's words: the `dtype` (None for fp32), whether it `adapts`, and `bits`."""
     return readings("tuning", settings, kinds=_KINDS)
 
 
