@@ -26,7 +26,7 @@ from planner.export.megatron.keyed_reading import add_lora, read_keys
 from planner.export.megatron.option_rows import options_of
 from planner.export.named_models import model_called, moe_of
 from planner.export.torchtitan_reading import run_of_settings
-from planner.specs.base import Named, filled
+from planner.specs.base import Named
 
 _MODES = {"True": "full", "False": "none", "None": "none"}
 _NO_EXTRA = {
@@ -155,18 +155,7 @@ def _of_megatron(settings: Settings, gpus: int | None) -> ImportedRun:
         key = inner.rpartition(".")[2]
         if key != "enabled" and not row.is_harmless(inner):
             keys[key], names[key] = settings[path], path
-    if is_on(keys.pop("activation_checkpointing", False)):
-        keys = {"recompute_granularity": "full", **filled(keys.items())}
-        if keys["recompute_granularity"] == "full":
-            keys |= {"recompute_method": "uniform", "recompute_num_layers": 1}
-    else:
-        keys = {k: v for k, v in keys.items() if not k.startswith("recompute_")}
-    if "grad_reduce_in_fp32" in keys:
-        # Bridge's own, which sums gradients of bf16 in bf16 unless it is on
-        wide = is_on(keys.pop("grad_reduce_in_fp32"))
-        keys["accumulate_allreduce_grads_in_fp32" if wide else "grad_reduce_in_bf16"] = True
-    if (micro := settings.get("policy.train_micro_batch_size")) is not None:
-        keys["micro_batch_size"] = micro
+    keys |= readings("nemo-rl-keys", keys, micro=settings.get("policy.train_micro_batch_size"))["keys"]
     names |= {"micro_batch_size": "policy.train_micro_batch_size"}
     if start + "activation_checkpointing" not in settings:
         names["--recompute-granularity"] = start + "activation_checkpointing"

@@ -10,6 +10,8 @@ import re
 import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
+from functools import cache
 from pathlib import Path
 from typing import Any, get_args
 
@@ -18,7 +20,8 @@ from pydantic import BaseModel, Field, TypeAdapter, ValidationError, field_valid
 from planner.errors import SpecError
 from planner.export.imported_run import ConfigFile, json_of
 from planner.export.imported_run import ImportedRun as ImportedRun
-from planner.export.keyed_settings import beginnings, table
+from planner.export.keyed_settings import Dialect, beginnings, dialect, table
+from planner.export.megatron.keyed_reading import OFF_KEYS, OPTION_OF_KEY
 from planner.export.targets import READERS, SOURCES, UNMARKED
 from planner.layout.runs import RunSpec
 from planner.specs.base import Fields, Named, Said, filled
@@ -216,6 +219,44 @@ def _recognised(text: str) -> str | None:
     return next((name for name in SOURCES if READERS[name].recognises(text)), None)
 
 
+_KEY = re.compile(r"'([a-z_][\w.-]*)[ ']")
+"""A key in the text of tables, of their expressions and clauses."""
+_ENDING = re.compile(r"_?(new|old|v?\d+)$")
+"""An ending as of another version."""
+
+
+def _dialects() -> list[Dialect]:
+    return [dialect(name) for name, row in table().items() if "documented" in row]
+
+
+@cache
+def _deciding() -> frozenset[str]:
+    """The sections and names of the keys that readers know by tables: readings.yaml, options.yaml and dialects.yaml."""
+    own = [[*row.renamed, *row.unasked, *row.read, row.refused] for row in _dialects()]
+    spelled = " ".join(table()["huggingface"]["spelled"].values()).split()
+    tables = own, spelled, shipped_table("export/readings.yaml"), [*OPTION_OF_KEY, *OFF_KEYS]
+    return frozenset(part for key in _KEY.findall(str(tables)) for part in _section_and_name(key))
+
+
+def _section_and_name(key: str) -> set[str]:
+    """The section and the name of a key, which are the same where it has no sections."""
+    parts = key.lstrip("-").replace("-", "_").split(".")
+    return {parts[0], parts[-1]}
+
+
+def _is_misspelt(key: str) -> bool:
+    """The key is one that decides but for a letter or two that changed places, or an ending; no table has it whole."""
+    harmless = (beginnings(row.harmless, r"(?:--(?:no-)?|.*\.)?") for row in _dialects() if row.harmless)
+    return any(map(_is_another, _section_and_name(key))) and not any(words.fullmatch(key) for words in harmless)
+
+
+@cache
+def _is_another(name: str) -> bool:
+    alike = [other for other in _deciding() if other[:1] == name[:1] and abs(len(name) - len(other)) <= 4]
+    is_like = _ENDING.sub("", name) in alike or sorted(name) in map(sorted, alike)
+    return name not in alike and (is_like or bool(get_close_matches(name, alike, cutoff=0.905)))
+
+
 def read_file(config: ConfigFile, source: str | None) -> ImportedRun:
     """The run of a configuration, as `read` gives it; of a manifest, that of the script it starts."""
     plain = _of_list(_of_notebook(config.text))
@@ -248,6 +289,8 @@ def read_file(config: ConfigFile, source: str | None) -> ImportedRun:
         if not is_told:
             _refuse_unread(config)
         raise
+    for key in filter(_is_misspelt, [*imported.ignored]):
+        imported.unknown[key] = imported.ignored.pop(key)
     if is_program:
         imported.notes.append("a program puts its command together: the options of all its branches are taken")
     if job is not None:

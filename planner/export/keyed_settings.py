@@ -58,7 +58,7 @@ class Dialect:
         imported: ImportedRun,
         settings: Said,
         read: Container[str] = (),
-        harmless: Callable[[str, Any], bool] = lambda key, value: is_empty(value),
+        harmless: Callable[[str, Any], bool] = lambda key, value: is_off(value) or is_empty(value),
     ) -> None:
         """Note every setting that is not read: as ignored where it is harmless, else as unknown."""
         for key, value in settings.items():
@@ -403,9 +403,11 @@ _OF_A_VALUE: Fields = {
     "found": lambda mark, said: re.search(mark, str(said)),
 }  # fmt: skip
 _OF_SETTINGS: Mapping[str, Callable[..., Any]] = {
-    "number": number, "fraction": fraction, "first": first, "word": word, "on": is_any_on,
+    "number": number, "fraction": fraction, "first": first, "word": word,
 }  # fmt: skip
 """Functions that expressions of readings.yaml know, of a value and of the settings by name."""
+_NO_SWITCH = re.compile(r"(?!([Tt]rue|yes|y|[Ff]alse|no|n|[Nn]one|null|off|auto)$)[A-Za-z]+")
+"""A word for a switch that is neither of its values."""
 _OF_TEXTS = ("names", "wrong", "notes", "refused")
 """Parts of a trainer's readings whose rows are expressions and texts, and no values."""
 
@@ -417,11 +419,20 @@ def readings(trainer: str, settings: Said, /, **more: Any) -> Fields:
     """
     rows = shipped_table("export/readings.yaml")[trainer]
     of_settings = {name: partial(read, settings) for name, read in _OF_SETTINGS.items()}
-    names: Fields = {"settings": settings, "get": settings.get, **_OF_A_VALUE, **of_settings, **more}
+    asked: set[str] = set()
+
+    def on(*switches: str) -> bool:
+        asked.update(settings.keys() & {*switches})
+        return is_any_on(settings, *switches)
+
+    names: Fields = {"settings": settings, "get": settings.get, **_OF_A_VALUE, **of_settings, "on": on, **more}
     for name, expression in rows.get("names", {}).items():
         names[name] = computed(expression, names)
     for row in standing(rows.get("wrong", ()), names):
         raise SpecError(text_of(row["says"], names), text_of(row["hint"], names))
     told = {part: texts_of(rows.get(part, ()), names) for part in ("notes", "refused")}
     found: Fields = filled({part: row for part, row in rows.items() if part not in _OF_TEXTS}, names)
-    return found | told
+    unclear = {
+        key: f"{settings[key]}, read as false" for key in sorted(asked) if _NO_SWITCH.fullmatch(str(settings[key]))
+    }
+    return found | told | {"unknown": unclear | found.get("unknown", {})}

@@ -143,6 +143,7 @@ def read_primus(config: ConfigFile) -> ImportedRun:
     values, overrides, missing = values_of(config, given)
     framework = str(module["framework"])
     imported = READERS[framework](values, overrides, re.sub(r"\.ya?ml$", "", name))
+    imported.unknown |= {key: str(value)[:200] for key, value in module.items() if key not in _ROW["module"].split()}
     if missing and framework != "megatron_bridge" and exported_gpus(config.text) is None:
         said_by = " and ".join(missing)
         imported.notes.append(f"no checkout of Primus around the experiment has {said_by}: what they set is not read")

@@ -165,6 +165,7 @@ def read_roll(config: ConfigFile) -> ImportedRun:
         add_adapters(imported, arguments)
     else:
         imported = run_of_arguments(KeyedSettings(arguments, Script(), gpus), ConfigFile(""), _OF_ROLL)
+    imported.ignored |= {path: str(value)[:200] for path, value in given.items() if not path.startswith(f"{worker}.")}
     dialect("roll-worker").sort(
         imported, own, {path for path in own if said["is_megatron"] and path.startswith(_STRATEGY)}
     )

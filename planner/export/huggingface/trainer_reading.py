@@ -19,10 +19,10 @@ from planner.export.huggingface.tuning_settings import (
     apply_parallelism,
     beside_adapters,
     deepspeed_beside,
-    dtype_of,
     note_sections,
     read_fine_tuning,
     set_model,
+    tuning,
 )
 from planner.export.imported_run import ConfigFile, ImportedRun, json_of, new_run, positive_number
 from planner.export.keyed_settings import (
@@ -221,7 +221,7 @@ def _read_launch(
         apply_accelerate(imported, file := mapping_of(accelerate), config)
         sections |= file
     note_sections(imported, flat(sections))
-    dtype = dtype_of(settings)
+    dtype = tuning(settings)["dtype"]
     run["dtype"] = dtype or run["dtype"]
     if dtype is not None and IN_FP32 in imported.notes:
         imported.notes.remove(IN_FP32)

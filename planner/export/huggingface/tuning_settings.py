@@ -15,7 +15,6 @@ from planner.export.keyed_settings import (
     dialect,
     first,
     flat,
-    is_any_on,
     is_empty,
     is_on,
     mapping_of,
@@ -39,14 +38,9 @@ _SHARDING = {str(name): stage for name, stage in table()["accelerate"]["strategi
 """FSDP's strategies, by name and by Accelerate's number, and the ZeRO stage that each is."""
 
 
-def dtype_of(settings: Said) -> str | None:
-    """bf16 or fp16 as flags or as `mixed_precision` say; None for fp32."""
-    mixed = word(settings, "mixed_precision")
-    for dtype in ("bf16", "fp16", "fp8"):
-        if is_on(settings.get(dtype)) or (settings.get(dtype) == "auto" and dtype == "bf16") or mixed == dtype:
-            return dtype
-    named = word(settings, "dtype", "torch_dtype")
-    return {"bf16": "bf16", "bfloat16": "bf16", "fp16": "fp16", "float16": "fp16"}.get(named)
+def tuning(settings: Said) -> Fields:
+    """Fine-tuning by any trainer's words: the `dtype` (None for fp32), whether it `adapts`, and `bits`."""
+    return readings("tuning", settings, kinds=_KINDS)
 
 
 def apply_fsdp(imported: ImportedRun, words: str, options: Said) -> None:
@@ -71,7 +65,7 @@ def set_model(imported: ImportedRun, name: Any, settings: Settings) -> None:
     if found is None:
         imported.model_name = name
     elif (tower := (model := load_model(found)).vision) is not None:
-        length, adapters = imported.run["seq_length"], says_adapters(settings)
+        length, adapters = imported.run["seq_length"], tuning(settings)["adapts"]
         said = readings("tower", settings, tower=tower, length=length, adapters=adapters)
         if said["vision"]:
             fields = model.model_dump(mode="json") | ({"name": found} if isinstance(found, str) else {})
@@ -95,26 +89,13 @@ _KINDS = ("finetuning_type", "tuner_type", "train_type", "sft_type")
 
 def beside_adapters(settings: Said, config: ConfigFile) -> Fields:
     """Fields of peft's and bitsandbytes' files beside training arguments; none where the arguments name adapters."""
-    if says_adapters(settings) or "peft_type" in settings:
+    if tuning(settings)["adapts"] or "peft_type" in settings:
         return {}
     found: Fields = {}
     for name in (ADAPTER_FILE, QUANTIZATION_FILE):
         data = json_of(config.beside(name) or "{}", f"mend {name}")
         found |= data if isinstance(data, dict) else {}
     return found if "peft_type" in found else {}
-
-
-def says_adapters(settings: Said) -> bool:
-    """The settings of a trainer train adapters, by any of their words."""
-    named = word(settings, "adapter", *_KINDS)
-    # DeepSpeed-Chat's `lora_dim` trains the weights too, unless it is told not to
-    names = ("lora_r", "lora_rank", *(("lora_dim",) if is_any_on(settings, "only_optimize_lora") else ()))
-    given = word(settings, *names) not in ("", "0")
-    is_off = named in ("full", "freeze") or any(
-        name in settings and not is_on(settings[name]) for name in ("use_peft", "use_lora")
-    )
-    is_asked = is_any_on(settings, "use_peft", "use_lora", "use_qlora", "peft", "q_lora")
-    return named in _WORDS or is_asked or (given and not is_off)
 
 
 def read_fine_tuning(
@@ -124,21 +105,18 @@ def read_fine_tuning(
 
     `said_length` are the tokens of a sequence that the settings say; the optimizer may be `of_deepspeed`'s file.
     """
-    run, layout = imported.run, imported.run["parallelism"]
-    if says_adapters(settings) or str(settings.get("peft_type")).upper() == "LORA":
-        bits = 4 if word(settings, "adapter") == "qlora" or is_any_on(settings, "use_qlora", "q_lora") else None
-        run["adapters"], unknown = read_adapters(settings, bits)
+    run, layout, said = imported.run, imported.run["parallelism"], tuning(settings)
+    imported.unknown |= said["unknown"]
+    if said["adapts"] or str(settings.get("peft_type")).upper() == "LORA":
+        run["adapters"], unknown = read_adapters(settings)
         imported.unknown |= unknown
-    elif word(settings, "lora_dim") not in ("", "0"):
-        imported.unknown["lora_dim"] = f"{settings['lora_dim']}, priced as all weights without only_optimize_lora"
-    elif bits_of(settings) < 16:
-        imported.unknown["quantization"] = f"weights of {bits_of(settings)} bits that are trained whole"
     for kind in _KINDS:
         if str(settings.get(kind)).lower() not in ("none", "full", *_WORDS):
             imported.unknown[kind] = f"{settings[kind]}, priced as {'lora' if run.get('adapters') else 'all weights'}"
     names = _WORDS_OF_TRAINERS | {
         "runtime": run["runtime"],
         "adapters": run.get("adapters"),
+        "bits": said["bits"],
         "gpus": run["num_gpus"],
         "layers": num_layers_of(run["model"]),
         "experts": moe_of(run["model"]) is not None,
@@ -200,7 +178,7 @@ def note_sections(imported: ImportedRun, given: Said) -> None:
 
 def apply_accelerate(imported: ImportedRun, settings: Said, config: ConfigFile) -> None:
     """Put what Accelerate's settings say into a run."""
-    imported.put(readings("accelerate", settings, dtype=dtype_of(settings), in_fp32=IN_FP32))
+    imported.put(readings("accelerate", settings, dtype=tuning(settings)["dtype"], in_fp32=IN_FP32))
     kind = word(settings, "distributed_type").upper()
     if kind == "FSDP":
         apply_fsdp(imported, "", section(settings, "fsdp_config"))
@@ -257,12 +235,12 @@ def quantization_config(adapters: AdapterSpec, is_sharded: bool) -> Fields:
     return settings_file("quantization", adapters=adapters, is_sharded=is_sharded)
 
 
-def read_adapters(settings: Said, bits: int | None = None) -> tuple[Fields, Named]:
+def read_adapters(settings: Said) -> tuple[Fields, Named]:
     """Fields of AdapterSpec that settings of peft, or of a trainer around it, say; and what it cannot say.
 
     Raises SpecError for a rank or a dropout that is no number.
     """
-    adapters: Fields = {"base_bits": bits or bits_of(settings)}
+    adapters: Fields = {"base_bits": tuning(settings)["bits"]}
     unknown: Named = {}
     rank, dropout = first(settings, "r", "lora_r", "lora_rank", "lora_dim"), first(settings, "lora_dropout")
     if rank is not None:
@@ -290,18 +268,6 @@ def put_adapters(imported: ImportedRun, settings: Said, has_experts: bool = True
     if has_experts and "all-linear" in adapters["targets"]:
         adapters["targets"] = [*adapters["targets"], *EXPERT_TARGETS]
     imported.run["adapters"], imported.unknown = adapters, imported.unknown | unknown
-
-
-_IN_4_BITS = re.compile(r"(?i)[-_](gptq(?!.{0,5}int8)|bnb-4bit|int4|nf4)\b")
-
-
-def bits_of(settings: Said) -> int:
-    """Bits of the frozen weights, by the flags of bitsandbytes and trainers around it, or by the name of the model."""
-    named = word(settings, "quantization_bit", "load_in_bits")
-    called = " ".join(str(settings.get(name) or "") for name in ("model", "model_name_or_path", "base_model"))
-    if is_on(settings.get("load_in_4bit")) or named == "4" or _IN_4_BITS.search(called):
-        return 4
-    return 8 if is_on(settings.get("load_in_8bit")) or named == "8" else 16
 
 
 _PACKED: Named = table()["peft"]["packed"]

@@ -14,7 +14,6 @@ from planner.export.keyed_settings import (
     KeyedSettings,
     Settings,
     dialect,
-    is_empty,
     is_off,
     is_on,
     mapping_of,
@@ -96,7 +95,8 @@ def read_keys(
     written = settings if written is None else written
     said = {row.renamed.get(key) or OPTION_OF_KEY.get(key, "--" + key.replace("_", "-")): key for key in written}
     unread, known = imported.unknown | imported.ignored, {*imported.ignored}
-    imported.unknown, imported.ignored = {}, {}
+    keys = OPTION_OF_KEY.keys() | OFF_KEYS.keys() | row.read
+    imported.unknown, imported.ignored = {}, {k: str(v) for k, v in written.items() if is_off(v) and k not in keys}
     for option, value in unread.items():
         key = said.get(option, "" if option.startswith("--") else option)
         if key and key not in row.read:
@@ -141,8 +141,8 @@ def add_lora(imported: ImportedRun, fields: Settings, kind: str = "LoRA") -> Non
     }
 
 
-def _named(settings: Settings, imported_name: str = "") -> tuple[Model | None, str]:
-    name = next((str(settings[key]) for key in _MODEL_KEYS if settings.get(key)), imported_name)
+def _named(settings: Settings) -> tuple[Model | None, str]:
+    name = next((str(settings[key]) for key in _MODEL_KEYS if settings.get(key)), "")
     return (model_called(name) if name else None), name
 
 
@@ -239,7 +239,7 @@ def read_neox(config: ConfigFile) -> ImportedRun:
     _ROW.assume(imported, _ROW.left_out(settings))
     imported.put(said)
     read = {*_ROW.renamed, *_ROW.unasked}
-    _ROW.sort(imported, settings, read, lambda key, value: is_off(value) or is_empty(value))
+    _ROW.sort(imported, settings, read)
     layout["zero_stage"] = min(layout["zero_stage"], 3)
     return imported
 
