@@ -221,6 +221,7 @@ def _recognised(text: str) -> str | None:
 
 _KEY = re.compile(r"'([a-z_][\w.-]*)[ ']")
 """A key in the text of tables, of their expressions and clauses."""
+_DIGITS = re.compile(r"\d")
 _ENDING = re.compile(r"_?(new|old|v?\d+)$")
 """An ending as of another version."""
 
@@ -253,6 +254,8 @@ def _is_misspelt(key: str) -> bool:
 @cache
 def _is_another(name: str) -> bool:
     alike = [other for other in _deciding() if other[:1] == name[:1] and abs(len(name) - len(other)) <= 4]
+    if any(_DIGITS.sub("", other) == _DIGITS.sub("", name) for other in alike if len(other) == len(name)):
+        return False  # one for another number, such as fp4 for fp8
     is_like = _ENDING.sub("", name) in alike or sorted(name) in map(sorted, alike)
     return name not in alike and (is_like or bool(get_close_matches(name, alike, cutoff=0.905)))
 
