@@ -15,7 +15,7 @@ from planner.export.keyed_settings import flat, number, readings, table, value_o
 from planner.export.megatron.bridge_reading import model_of_recipe
 from planner.export.megatron.keyed_reading import add_lora, read_keys
 from planner.export.megatron.option_rows import PRIMUS_SCHEDULES, options_of
-from planner.export.named_models import Model, exported_gpus, model_called, moe_of, num_layers_of
+from planner.export.named_models import exported_gpus, model_called, moe_of, num_layers_of
 from planner.export.torchtitan_reading import of_today, run_of_settings
 from planner.specs.base import Texts, filled
 from planner.specs.reading import kind_of, parse_mapping, printable
@@ -225,8 +225,7 @@ def _read_megatron(values: Tree, written: Tree, model: str) -> ImportedRun:
     if (mixture := moe_of(named)) is not None:
         values = {"num_experts": mixture["num_experts"], **values}
     imported = run_of_keys(values, written, named)
-    if imported.run["model"] is None and named is None:
-        imported.model_name = model
+    imported.model_name = model
     return imported
 
 
@@ -251,12 +250,11 @@ def _read_bridge(values: Tree, written: Tree, model: str) -> ImportedRun:
     tuned = str(values.get("peft") or "none")
     if re.search(r"mamba|zebra", flavor):
         raise SpecError(f"flavor: {flavor[:60]}: this is Mamba, a state-space model", "give the experiment of a GPT")
-    named: Model | None = model_of_recipe(flavor)
+    named = model_of_recipe(flavor)
     imported = run_of_keys(values, written, named)
     if tuned != "none":
         add_lora(imported, {}, tuned)
-    if imported.run["model"] is None:
-        imported.model_name = flavor or "the recipe"
+    imported.model_name = flavor or "the recipe"
     if (vpp := values.get("virtual_pipeline_model_parallel_size")) is not None:
         imported.run["parallelism"]["vpp"] = vpp
     imported.notes.append(f"what the recipe {flavor} sets beside the overrides is not read")
@@ -292,7 +290,7 @@ _ALGORITHMS = {"1f1b": "1f1b", "1f1b-interleaved": "interleaved-1f1b"} | {
 """Values of `pp_algorithm`, and the schedules that they are."""
 
 
-def run_of_keys(values: Tree, written: Tree, named: Model | None = None) -> ImportedRun:
+def run_of_keys(values: Tree, written: Tree, named: str | None = None) -> ImportedRun:
     """The run that an experiment's values describe; `written` are those that its own file says.
 
     `named` is a model that the experiment names and does not describe.
@@ -304,7 +302,7 @@ def run_of_keys(values: Tree, written: Tree, named: Model | None = None) -> Impo
         keys.pop("group_query_attention", None)
     if values.get("tensor_model_parallel_size") == 1:
         keys.pop("sequence_parallel", None)
-    imported = read_keys("primus", keys, None, named=named, written=written)
+    imported = read_keys("primus", keys, None, model=named or "", written=written)
     run, layout = imported.run, imported.run["parallelism"]
     run["runtime"] = "primus-megatron"
     known = {"layout": layout, "model": run["model"], "described": run["model"] is not None and named is None}

@@ -316,8 +316,7 @@ def _run(fields: Said, script: Script, recipe: str, hub_name: str = "") -> Impor
     if named is not None:
         # a model by name has these layers
         imported.ignore(_OF_HYBRIDS.match)
-    if imported.run["model"] is None and (hub_name or recipe):
-        imported.model_name = hub_name or recipe
+    imported.model_name = hub_name or recipe
     if isinstance(fields.get("model.pipeline_model_parallel_layout"), Unread):
         # nobody can tell what a layout that is not read refuses
         imported.refused = []
@@ -328,7 +327,7 @@ def _run(fields: Said, script: Script, recipe: str, hub_name: str = "") -> Impor
     return imported
 
 
-def model_of_recipe(recipe: str) -> Model | None:
+def model_of_recipe(recipe: str) -> str | None:
     """The model that a recipe's name begins with: `qwen3_30b_a3b_pretrain_config`."""
     parts = re.split(r"_(?:pretrain|sft|peft|finetune|config|low_precision|lora)", recipe)[0].split("_")
     for length in range(len(parts), 0, -1):

@@ -26,7 +26,7 @@ from planner.export.keyed_settings import (
 from planner.export.megatron.deepspeed_options import as_megatron, read_zero
 from planner.export.megatron.option_rows import Options, OptionWords, all_rows, options_of
 from planner.export.megatron.script_reading import READ_OPTIONS, run_of
-from planner.export.named_models import Model, model_called
+from planner.export.named_models import model_called
 from planner.specs.base import Fields, Named
 from planner.specs.expressions import value_of
 
@@ -79,17 +79,19 @@ def read_keys(
     settings: Settings,
     gpus: int | None,
     script: Script | None = None,
-    named: Model | None = None,
+    model: str = "",
     written: Settings | None = None,
 ) -> ImportedRun:
     """The run that the keys of a dialect describe, over its own defaults; keys that nobody knows are unknown.
 
-    `written` are those that are listed where they are not read; all where there are none.
+    `model` is the name of one that they do not describe, `written` are those that are listed where they are not read;
+    all where there are none.
     """
     row = dialect(name)
     unasked = row.left_out(settings)
     options = options_of_keys({k: v for k, v in {**unasked, **settings}.items() if k not in row.read}, row.renamed)
-    imported = run_of(options, script or Script(), name.partition("-megatron")[0], named=named)
+    imported = run_of(options, script or Script(), name.partition("-megatron")[0], named=model_called(model))
+    imported.model_name = model
     imported.run["num_gpus"] = gpus or imported.run["num_gpus"]
     imported.assumed = {**imported.assumed, **{key: str(value) for key, value in unasked.items()}}
     imported.documented = row.documented
@@ -141,14 +143,9 @@ def add_lora(imported: ImportedRun, fields: Settings, kind: str = "LoRA") -> Non
     }
 
 
-def _named(settings: Settings, imported_name: str = "") -> tuple[Model | None, str]:
-    name = next((str(settings[key]) for key in _MODEL_KEYS if settings.get(key)), imported_name)
-    return (model_called(name) if name else None), name
-
-
-def _note_model(imported: ImportedRun, name: str) -> None:
-    if imported.run["model"] is None and name:
-        imported.model_name = name
+def _model_of(settings: Settings) -> str:
+    """The name of the model that is loaded; empty where none is named."""
+    return next((str(settings[key]) for key in _MODEL_KEYS if settings.get(key)), "")
 
 
 _SWIFT_CALLS = re.compile(r"(Megatron\w*Arguments|\w*_main)$")
@@ -164,15 +161,13 @@ def read_swift(config: ConfigFile) -> ImportedRun:
         keyed.num_gpus = number(group, "gpus")
     if any(str(key).startswith("per_device_train") for key in settings):
         return read_adapter(keyed)
-    named, name = _named(settings)
-    imported = read_keys("ms-swift-megatron", settings, keyed.num_gpus, keyed.script, named)
+    imported = read_keys("ms-swift-megatron", settings, keyed.num_gpus, keyed.script, _model_of(settings))
     imported.predicts_further = bool(settings.get("mtp_num_layers"))
     imported.unknown |= keyed.unread
     add_adapters(imported, settings)
     imported.put(readings("ms-swift", settings, run=imported.run, objectives=table()["huggingface"]["objectives"]))
     if not is_on(settings.get("packing")):
         imported.note_unpacked()
-    _note_model(imported, name)
     return imported
 
 
@@ -186,8 +181,7 @@ def read_adapter(keyed: KeyedSettings) -> ImportedRun:
     settings = keyed.settings
     if settings.get("recompute_granularity") == "full" and "recompute_method" not in settings:
         settings = {**settings, "recompute_method": "uniform", "recompute_num_layers": 1}
-    named, name = _named(settings)
-    imported = read_keys("llamafactory-megatron", settings, keyed.num_gpus, keyed.script, named)
+    imported = read_keys("llamafactory-megatron", settings, keyed.num_gpus, keyed.script, _model_of(settings))
     imported.microbatches_per_rank = int(settings.get("gradient_accumulation_steps") or 1)
     imported.assumed.pop("--global-batch-size", None)
     imported.unknown.pop("gradient_accumulation_steps", None)
@@ -195,7 +189,6 @@ def read_adapter(keyed: KeyedSettings) -> ImportedRun:
         imported.unknown["finetuning_type"] = f"{settings['finetuning_type']}: the Megatron adapter trains all weights"
     if not is_on(settings.get("packing")):
         imported.note_unpacked()
-    _note_model(imported, name)
     return imported
 
 
@@ -207,12 +200,11 @@ def read_slime(config: ConfigFile) -> ImportedRun:
     said = readings("slime", settings)
     if "global_batch_size" in said:
         settings.setdefault("global_batch_size", said["global_batch_size"])
-    named, name = (None, "") if "num_layers" in settings else _named(settings)
-    imported = read_keys("slime", settings, said["num_gpus"], script, named)
+    model = "" if "num_layers" in settings else _model_of(settings)
+    imported = read_keys("slime", settings, said["num_gpus"], script, model)
     imported.predicts_further = "mtp_num_layers" in settings
     imported.ignore(lambda key: (key, settings.get(key)) == ("train_backend", "megatron"))
     imported.put(said)
-    _note_model(imported, name)
     return imported
 
 
