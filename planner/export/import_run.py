@@ -9,7 +9,7 @@ import os
 import re
 import shlex
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -21,6 +21,7 @@ from planner.export.imported_run import ImportedRun as ImportedRun
 from planner.export.keyed_settings import beginnings, table
 from planner.export.targets import READERS, SOURCES, UNMARKED
 from planner.layout.runs import RunSpec
+from planner.record import record
 from planner.specs.base import Fields, Named, Said, filled
 from planner.specs.reading import STDIN, label, parse_yaml, read_configuration_text, shipped_table, text_beside
 from planner.specs.shipped import Kind, find
@@ -264,7 +265,7 @@ _SHELLS = re.compile(r"(.*/)?(ba|z|da)?sh")
 _MAX_DEPTH, _MAX_GPUS = 24, 10**7
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class StartedScript:
     """The script that a manifest starts, and the GPUs that it asks for."""
 
