@@ -321,6 +321,10 @@ class ImportedRun:
                 found.append(Undecided(name, row["says"], {**run, **other}))
         return found
 
+    def assume(self, unasked: Said) -> None:
+        """Note settings that the configuration leaves out, by their names in it, as the trainer has them."""
+        self.assumed |= {name: str(value) for name, value in unasked.items()}
+
     def ignore(self, is_harmless: Callable[[str], Any]) -> None:
         """Settings that are not understood and change neither bytes nor seconds."""
         for name in [name for name in self.unknown if is_harmless(name)]:

@@ -46,8 +46,7 @@ def read_verl(config: ConfigFile) -> ImportedRun:
     known = {"layout": imported.run["parallelism"], "gpus": imported.run["num_gpus"]}
     imported.put(readings("verl", settings, is_rl=is_rl, **known))
     for name in ("verl",) if is_megatron else ("verl", "verl-fsdp"):
-        row = dialect(f"{name}-{'update' if is_rl else 'tuning'}")
-        imported.assumed |= {path: str(value) for path, value in row.left_out(settings).items()}
+        imported.assume(dialect(f"{name}-{'update' if is_rl else 'tuning'}").left_out(settings))
     imported.refused += refused_settings(settings, "verl")
     return imported
 

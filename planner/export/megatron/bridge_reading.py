@@ -220,7 +220,7 @@ def read_bridge(config: ConfigFile) -> ImportedRun:
         # recipes of such models count embedding and loss as layers
         unasked |= dict.fromkeys(_COUNTED, True)
         imported = _run({**unasked, **fields}, script, recipe)
-    imported.assumed |= {path: str(value) for path, value in unasked.items()}
+    imported.assume(unasked)
     imported.run["hardware"] = others.pop("hardware", None)
     imported.run["num_gpus"] = imported.run["num_gpus"] or (int(gpus) if is_count(gpus) else None)
     if task == "peft":
@@ -244,7 +244,7 @@ def _read_recipe(config: ConfigFile) -> ImportedRun:
     unasked = {path: value for path, value in bases.items() if path not in fields}
     script = launched_on(int(match[1]) if (match := re.search(r"_(\d{1,9})gpus?_", name)) else None)
     imported = _run({**unasked, **fields}, script, name, _hub_name(record.fields.get("model")))
-    imported.assumed |= {path: str(value) for path, value in unasked.items()}
+    imported.assume(unasked)
     if is_alone and base not in BASES:
         imported.unknown[base] = "what it sets is in no file beside this one"
     if "peft" not in record.fields:

@@ -93,7 +93,7 @@ def read_keys(
     imported = run_of(options, script or Script(), name.partition("-megatron")[0], named=model_called(model))
     imported.model_name = model
     imported.run["num_gpus"] = gpus or imported.run["num_gpus"]
-    imported.assumed = {**imported.assumed, **{key: str(value) for key, value in unasked.items()}}
+    imported.assume(unasked)
     imported.documented = row.documented
     written = settings if written is None else written
     said = {row.renamed.get(key) or OPTION_OF_KEY.get(key, "--" + key.replace("_", "-")): key for key in written}

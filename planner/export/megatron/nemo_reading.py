@@ -189,7 +189,7 @@ def _first_version(text: str) -> ImportedRun:
     imported = run_of_fields(
         "nemo", as_fields(given), _world(given.get("trainer.num_nodes", 1), given.get("trainer.devices"))
     )
-    imported.assumed |= {path: str(value) for path, value in _ROW.left_out(given).items()}
+    imported.assume(_ROW.left_out(given))
     scheme = str(given.get("model.peft.peft_scheme") or "none").lower()
     if scheme not in ("none", "null"):
         start = f"model.peft.{scheme}_tuning."
