@@ -250,7 +250,7 @@ def _read_recipe(config: ConfigFile) -> ImportedRun:
     if "peft" not in record.fields:
         imported.assumed["peft"] = "LoRA of rank 32" if base.startswith("_peft_common") else "none"
     read_peft(imported, record.fields.get("peft", CallRecord("LoRA") if base.startswith("_peft_common") else None))
-    for call in evaluator.unfollowed():
+    for call in evaluator.unfollowed:
         is_in = call.fields and any(value is call for value in record.fields.values())
         if is_in and call.kind.islower() and call.kind != "default_peft_config":
             imported.unknown.setdefault(call.kind, f"line {call.line}: in no file beside this one")

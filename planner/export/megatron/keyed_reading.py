@@ -24,28 +24,30 @@ from planner.export.keyed_settings import (
     table,
 )
 from planner.export.megatron.deepspeed_options import as_megatron, read_zero
-from planner.export.megatron.option_rows import Options, OptionWords, all_rows, options_of
+from planner.export.megatron.option_rows import (
+    BRIDGE,
+    FLAGS,
+    NEGATED,
+    PRIMUS,
+    READ_FLAGS,
+    Options,
+    OptionWords,
+    options_of,
+)
 from planner.export.megatron.script_reading import READ_OPTIONS, run_of
 from planner.export.named_models import model_called
 from planner.specs.base import Fields, Named
 from planner.specs.expressions import value_of
 
 OPTION_OF_KEY: Named = (
-    {row.bridge.rpartition(".")[2]: row.name for row in all_rows() if row.bridge}
-    | {
-        path.rpartition(".")[2]: row.name
-        for row in all_rows()
-        for path in (*row.bridge_is, *row.bridge_read)
-        if not path.startswith("not ")
-    }
+    {path.rpartition(".")[2]: option for option, path in BRIDGE.items()}
+    | {flag.field.rpartition(".")[2]: flag.option for flag in (*FLAGS, *READ_FLAGS) if flag.value}
     | {name.removeprefix("--").replace("-", "_"): name for name in sorted(READ_OPTIONS, reverse=True)}
-    | {row.primus: row.name for row in all_rows() if row.primus and not row.primus.startswith("not ")}
+    | {key: option for option, key in PRIMUS.items() if option not in NEGATED}
     | table()["megatron"]["fields"]
 )
 """A key, as the parser of Megatron-LM or its configuration classes name it, to the option that sets it."""
-OFF_KEYS = {row.primus.removeprefix("not "): row.name for row in all_rows() if row.primus.startswith("not ")} | {
-    "add_position_embedding": "--no-position-embedding"
-}
+OFF_KEYS = {key: option for option, key in NEGATED.items()} | {"add_position_embedding": "--no-position-embedding"}
 """Keys that are true unasked, and the option that sets them to false."""
 
 

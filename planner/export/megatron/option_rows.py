@@ -381,12 +381,13 @@ OF_BRIDGE: Fields = table()["bridge"]
 """Recipes, downloads, dtypes of moments: rows that only Bridge has."""
 YARN: list[list[str]] = OF_BRIDGE["yarn"]
 """A number of yarn: Bridge's field of plain attention, that of latent attention, and the option."""
-_KEYS = {row.name: row.primus for row in all_rows() if row.primus}
-NEGATED = {option: key.removeprefix("not ") for option, key in _KEYS.items() if key.startswith("not ")}
+PRIMUS = {row.name: row.primus for row in all_rows() if row.primus}
+"""Options that Primus has by a name of its own, and that name; `not` is before one that the option sets to false."""
+NEGATED = {option: key.removeprefix("not ") for option, key in PRIMUS.items() if key.startswith("not ")}
 """Options that set a key of Primus to false."""
 PRIMUS_SCHEDULES: dict[str, Fields] = table()["primus_schedules"]
 
 
 def key_of(option: str) -> str:
     """The name under which Primus knows an option of Megatron-LM."""
-    return NEGATED.get(option) or _KEYS.get(option) or option.removeprefix("--").replace("-", "_")
+    return NEGATED.get(option) or PRIMUS.get(option) or option.removeprefix("--").replace("-", "_")
