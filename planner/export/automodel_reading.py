@@ -61,7 +61,7 @@ def _of_automodel(name: str, settings: Settings, num_gpus: int | None) -> Import
             raise SpecError(f"{path} is not in the file", "it has no default: write it")
     mode = str(found.get("activation_checkpoint.mode"))
     named = str(found.get("model") or "")
-    model = model_called(named) if named else None
+    model = model_called(named)
     imported = run_of_settings(
         {
             **_NO_EXTRA,
@@ -159,9 +159,7 @@ def _of_megatron(settings: Settings, gpus: int | None) -> ImportedRun:
     names |= {"micro_batch_size": "policy.train_micro_batch_size"}
     if start + "activation_checkpointing" not in settings:
         names["--recompute-granularity"] = start + "activation_checkpointing"
-    name = str(settings.get("policy.model_name") or "")
-    imported = read_keys("nemo-rl-megatron", keys, gpus, named=model_called(name) if name else None)
-    imported.model_name = "" if imported.run["model"] else name
+    imported = read_keys("nemo-rl-megatron", keys, gpus, model=str(settings.get("policy.model_name") or ""))
     imported.rename(names)
     adapters = {path.removeprefix(f"{start}peft."): value for path, value in settings.items()}
     if is_on(adapters.get("enabled")):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from planner.answer import Plan
@@ -24,6 +24,7 @@ from planner.export.trainer_files import (
     slug,
 )
 from planner.files import FolderFile, write_folder
+from planner.record import record
 from planner.specs.base import Fields, Texts, filled
 from planner.specs.hardware import HardwareSpec
 from planner.specs.model import ModelSpec
@@ -36,7 +37,7 @@ from planner.trainers.load import load_runtime, versions_of
 MANIFEST = "manifest.json"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record(kw_only=True)
 class Bundle:
     """The files of a trainer and of the launchers that start it, and what the user should know about them."""
 
@@ -254,7 +255,7 @@ _STEPS = {"torchtitan": " --training.steps 20"}
 """Options that end a run soon."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class ShortRun:
     """One layout with the files that run it."""
 

@@ -9,7 +9,7 @@ import os
 import re
 import shlex
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
@@ -24,6 +24,7 @@ from planner.export.keyed_settings import Dialect, beginnings, dialect, table
 from planner.export.megatron.keyed_reading import OFF_KEYS, OPTION_OF_KEY
 from planner.export.targets import READERS, SOURCES, UNMARKED
 from planner.layout.runs import RunSpec
+from planner.record import record
 from planner.specs.base import Fields, Named, Said, filled
 from planner.specs.reading import STDIN, label, parse_yaml, read_configuration_text, shipped_table, text_beside
 from planner.specs.shipped import Kind, find
@@ -310,7 +311,7 @@ _SHELLS = re.compile(r"(.*/)?(ba|z|da)?sh")
 _MAX_DEPTH, _MAX_GPUS = 24, 10**7
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class StartedScript:
     """The script that a manifest starts, and the GPUs that it asks for."""
 

@@ -11,6 +11,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
 from planner.errors import LayoutError, SpecError
+from planner.record import record
 from planner.specs.base import Fields, Named, Said, filled
 from planner.specs.model import ModelSpec
 from planner.specs.reading import parse_json, parse_yaml, printable, shipped_table, text_beside
@@ -31,7 +32,7 @@ def yaml_of(text: str, hint: str) -> Any:
 _PARENTS = 12
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class ConfigFile:
     """A configuration's text and what is known around it."""
 
@@ -182,7 +183,7 @@ class ImportedRun:
     refused: list[str] = field(default_factory=list)
     """Reasons why the trainer ends before its first step, beside those that the layout's rules know."""
     model_name: str = ""
-    """The name of a model that the planner does not know."""
+    """The name of the model, which is told where the planner does not know it."""
     again: Callable[[str | Fields], ImportedRun] | None = None
     """The same configuration read with a model that the user names, where what is read depends on the model."""
 
@@ -319,6 +320,10 @@ class ImportedRun:
             if row is not None and (other := _as_said(run, row)) is not None:
                 found.append(Undecided(name, row["says"], {**run, **other}))
         return found
+
+    def assume(self, unasked: Said) -> None:
+        """Note settings that the configuration leaves out, by their names in it, as the trainer has them."""
+        self.assumed |= {name: str(value) for name, value in unasked.items()}
 
     def ignore(self, is_harmless: Callable[[str], Any]) -> None:
         """Settings that are not understood and change neither bytes nor seconds."""

@@ -51,7 +51,8 @@ class Dialect:
 
     def assume(self, imported: ImportedRun, unasked: Said) -> None:
         """Note the settings that are not given, and where the trainer's own stand."""
-        imported.assumed, imported.documented = {key: str(value) for key, value in unasked.items()}, self.documented
+        imported.assumed, imported.documented = {}, self.documented
+        imported.assume(unasked)
 
     def sort(
         self,
@@ -300,12 +301,16 @@ def _names(tree: ast.AST) -> dict[str, ast.expr]:
             case ast.Assign(targets=[ast.Name(id=name)], value=value):
                 names[name] = value
             case ast.AnnAssign(target=ast.Name(id=name), value=ast.expr() as value):
-                default = [k.value for k in value.keywords if k.arg == "default"] if isinstance(value, ast.Call) else []
-                names[name] = default[0] if default else value
+                names[name] = (_default(value) if isinstance(value, ast.Call) else None) or value
             case ast.Call(func=ast.Attribute(attr="add_argument"), args=[ast.Constant(value=str(option)), *_]):
-                default = [k.value for k in node.keywords if k.arg == "default"]
-                names |= {option.lstrip("-").replace("-", "_"): value for value in default}
+                if (unasked := _default(node)) is not None:
+                    names[option.lstrip("-").replace("-", "_")] = unasked
     return names
+
+
+def _default(call: ast.Call) -> ast.expr | None:
+    """The value of the keyword `default`."""
+    return next((keyword.value for keyword in call.keywords if keyword.arg == "default"), None)
 
 
 def _literal(node: ast.expr, names: Mapping[str, ast.expr]) -> Any:

@@ -117,27 +117,27 @@ def _placed(record: Any, part: str) -> Fields:
     return {name: value for name, value in values.items() if isinstance(value, (str, int, float))}
 
 
+def model_fields(model: Model | None) -> Fields:
+    """The fields of a run's model; empty where there is none."""
+    return load_model(model).model_dump() if isinstance(model, str) else model or {}
+
+
 def num_layers_of(model: Model | None) -> int | None:
     """Decoder layers of a model; None where there is none."""
-    if isinstance(model, str):
-        return load_model(model).num_hidden_layers
-    return None if model is None else int(model["num_hidden_layers"])
+    layers = model_fields(model).get("num_hidden_layers")
+    return None if layers is None else int(layers)
 
 
 def has_plain_attention(model: Model | None) -> bool:
     """Attention that torch's own kernel does not compute: capped scores, or learned sinks."""
-    if isinstance(model, str):
-        spec = load_model(model)
-        return spec.attention_sinks or spec.attn_logit_softcapping is not None
-    return model is not None and bool(model.get("attention_sinks") or model.get("attn_logit_softcapping"))
+    fields = model_fields(model)
+    return bool(fields.get("attention_sinks") or fields.get("attn_logit_softcapping"))
 
 
 def moe_of(model: Model | None) -> Fields | None:
     """Fields of a model's mixture of experts; None where it has none."""
-    if isinstance(model, str):
-        mixture = load_model(model).moe
-        return None if mixture is None else mixture.model_dump()
-    return None if model is None else model.get("moe")
+    mixture: Fields | None = model_fields(model).get("moe")
+    return mixture
 
 
 def vocabulary_of(kind: str, name: str) -> int | None:

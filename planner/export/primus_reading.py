@@ -15,9 +15,9 @@ from planner.export.keyed_settings import flat, number, readings, table, value_o
 from planner.export.megatron.bridge_reading import model_of_recipe
 from planner.export.megatron.keyed_reading import add_lora, read_keys
 from planner.export.megatron.option_rows import PRIMUS_SCHEDULES, options_of
-from planner.export.named_models import Model, exported_gpus, model_called, moe_of, num_layers_of
+from planner.export.named_models import exported_gpus, model_called, moe_of, num_layers_of
 from planner.export.torchtitan_reading import of_today, run_of_settings
-from planner.specs.base import Texts, filled
+from planner.specs.base import Named, Texts, filled
 from planner.specs.reading import kind_of, parse_mapping, printable
 
 Tree = dict[str, Any]
@@ -124,25 +124,28 @@ _LEFT_OUT = re.compile(
 _ROW = table()["primus"]
 
 
-def _published(preset_name: str) -> str | None:
-    """The shipped model of a preset that has keys of its own."""
-    models: dict[str, str] = _ROW["published"]
-    return models.get(re.sub(r"\.ya?ml$", "", preset_name))
+_PUBLISHED: Named = _ROW["published"]
+"""Presets that have keys of their own, and the shipped models that they are."""
+
+
+def _model_of(module: Tree) -> str:
+    """The name of a module's preset of a model."""
+    return re.sub(r"\.ya?ml$", "", str(module.get("model") or ""))
 
 
 def read_primus(config: ConfigFile) -> ImportedRun:
     """The run that an experiment describes. Raises SpecError for what is none, and for trainers of no GPT."""
     config, given = _launched(config)
     module = trainer_of(_experiment(config))
-    name = str(module.get("model") or "")
-    if module.get("framework") == "megatron" and _published(name) is None:
+    name = _model_of(module)
+    if module.get("framework") == "megatron" and name not in _PUBLISHED:
         if (found := _OTHER_MODELS.search(name)) is not None:
             check_is_transformer({"model_type": found[0]})
         if isinstance(said := module.get("overrides"), dict):
             check_is_transformer(said)
     values, overrides, missing = values_of(config, given)
     framework = str(module["framework"])
-    imported = READERS[framework](values, overrides, re.sub(r"\.ya?ml$", "", name))
+    imported = READERS[framework](values, overrides, name)
     imported.unknown |= {key: str(value)[:200] for key, value in module.items() if key not in _ROW["module"].split()}
     if missing and framework != "megatron_bridge" and exported_gpus(config.text) is None:
         said_by = " and ".join(missing)
@@ -188,8 +191,7 @@ def values_of(config: ConfigFile, given: Tree | None = None) -> tuple[Tree, Tree
     if "config" not in module:
         return overrides, overrides, []
     # keys of a preset that Megatron-LM has not say what the published model is
-    model = module.get("model")
-    of_model = {} if _published(str(model)) else preset(config, "models", framework, model)
+    of_model = {} if _model_of(module) in _PUBLISHED else preset(config, "models", framework, module.get("model"))
     of_module = preset(config, "modules", framework, module.get("config"))
     missing = [str(module[key])[:60] for key, found in (("config", of_module), ("model", of_model)) if found is None]
     base = _ROW["presets"][framework] if of_module is None else of_module
@@ -222,12 +224,11 @@ def trainer_of(experiment: Tree) -> Tree:
 def _read_megatron(values: Tree, written: Tree, model: str) -> ImportedRun:
     """Megatron-LM's arguments; a model that they do not describe is the one of the preset's name."""
     is_described = {"num_layers", "hidden_size"} <= values.keys()
-    named = _published(model) or (None if is_described else model_called(model))
+    named = _PUBLISHED.get(model) or (None if is_described else model_called(model))
     if (mixture := moe_of(named)) is not None:
         values = {"num_experts": mixture["num_experts"], **values}
     imported = run_of_keys(values, written, named)
-    if imported.run["model"] is None and named is None:
-        imported.model_name = model
+    imported.model_name = model
     return imported
 
 
@@ -252,12 +253,11 @@ def _read_bridge(values: Tree, written: Tree, model: str) -> ImportedRun:
     tuned = str(values.get("peft") or "none")
     if re.search(r"mamba|zebra", flavor):
         raise SpecError(f"flavor: {flavor[:60]}: this is Mamba, a state-space model", "give the experiment of a GPT")
-    named: Model | None = model_of_recipe(flavor)
+    named = model_of_recipe(flavor)
     imported = run_of_keys(values, written, named)
     if tuned != "none":
         add_lora(imported, {}, tuned)
-    if imported.run["model"] is None:
-        imported.model_name = flavor or "the recipe"
+    imported.model_name = flavor or "the recipe"
     if (vpp := values.get("virtual_pipeline_model_parallel_size")) is not None:
         imported.run["parallelism"]["vpp"] = vpp
     imported.notes.append(f"what the recipe {flavor} sets beside the overrides is not read")
@@ -272,7 +272,7 @@ def _name_model(imported: ImportedRun, name: str) -> None:
     """Models that are described go by their preset's name, unless a published one has their sizes."""
     model = imported.run["model"]
     if isinstance(model, dict) and model.get("name") == "imported":
-        model["name"] = re.sub(r"\.ya?ml$", "", name)[:60] or "imported"
+        model["name"] = name[:60] or "imported"
 
 
 def _place(imported: ImportedRun, config: ConfigFile) -> None:
@@ -293,7 +293,7 @@ _ALGORITHMS = {"1f1b": "1f1b", "1f1b-interleaved": "interleaved-1f1b"} | {
 """Values of `pp_algorithm`, and the schedules that they are."""
 
 
-def run_of_keys(values: Tree, written: Tree, named: Model | None = None) -> ImportedRun:
+def run_of_keys(values: Tree, written: Tree, named: str | None = None) -> ImportedRun:
     """The run that an experiment's values describe; `written` are those that its own file says.
 
     `named` is a model that the experiment names and does not describe.
@@ -305,7 +305,7 @@ def run_of_keys(values: Tree, written: Tree, named: Model | None = None) -> Impo
         keys.pop("group_query_attention", None)
     if values.get("tensor_model_parallel_size") == 1:
         keys.pop("sequence_parallel", None)
-    imported = read_keys("primus", keys, None, named=named, written=written)
+    imported = read_keys("primus", keys, None, model=named or "", written=written)
     run, layout = imported.run, imported.run["parallelism"]
     run["runtime"] = "primus-megatron"
     known = {"layout": layout, "model": run["model"], "described": run["model"] is not None and named is None}

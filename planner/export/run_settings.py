@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
 from itertools import groupby
 
 from planner.answer import Plan
 from planner.export.trainer_files import settings
 from planner.months.losses import load_facts
 from planner.months.whole_run import save_interval_s
+from planner.record import record
 from planner.specs.base import Texts
 from planner.specs.model import ModelSpec
 from planner.specs.model_parts import OptimizerDefaults
@@ -36,7 +36,7 @@ _INIT_S_PER_RANK = 1047 / 2048
 """Seconds that groups of 2,048 ranks took to start without tricks, over their number (MegaScale, arXiv:2402.15627)."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class RunSettings:
     """The settings of a run, in steps of the plan's batch."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
 from planner.answer import Plan
@@ -11,6 +11,7 @@ from planner.errors import SpecError
 from planner.export.refusal import Reason
 from planner.export.trainer_files import settings
 from planner.layout.price import shape_of
+from planner.record import record
 from planner.specs.base import Fields, Said
 from planner.trainers.rules.facts import release
 from planner.trainers.rules.recipe import Setting, broken_recipe_rules, has_effect
@@ -18,7 +19,7 @@ from planner.trainers.spec import RuntimeSpec
 from planner.trainers.switches import SWITCHES, Value, written
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Encoding:
     """A setting that depends on the switch's value: the way there, and the way back."""
 
@@ -36,7 +37,7 @@ MODULES = Encoding(lambda value: tuple(value.split("+")), lambda setting: "+".jo
 """The value is names joined by `+`, the setting a list of them."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Spelling:
     """A value of a switch in a trainer's settings."""
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from planner.answer import Plan, PricedLayout, StagePlan
@@ -11,6 +10,7 @@ from planner.errors import SpecError
 from planner.export.refusal import Reason, broken_rules, hint_for, refuse
 from planner.export.trainer_files import names_of
 from planner.layout.price import order_of
+from planner.record import record
 from planner.schedule.graph import to_torch_csv
 from planner.specs.base import Named, Said
 from planner.specs.expressions import text_of, value_of
@@ -19,7 +19,7 @@ from planner.trainers.load import has_dtype
 from planner.trainers.rules.rule_rows import Rule
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class VirtualStage:
     """One chunk of one pipeline rank."""
 

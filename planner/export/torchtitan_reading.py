@@ -252,8 +252,7 @@ def run_of_settings(settings: Fields, num_gpus: int | None) -> ImportedRun:
     imported.put(readings("torchtitan", settings, **known))
     imported.refused += refused_settings(settings, "torchtitan")
     _ROW.assume(imported, _ROW.left_out(settings))
-    if model is None:
-        imported.model_name = f"{name} {flavor}".strip() or "the model"
+    imported.model_name = f"{name} {flavor}".strip() or "the model"
     usual = table()["torchtitan"]["usual"]
     read = ("model.moe_comm_backend",) if "dispatcher" in imported.run["features"] else ()
     _ROW.sort(imported, settings, read, lambda name, value: str(value) in usual.get(name, ()))

@@ -6,13 +6,14 @@ import hashlib
 import json
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from functools import cache
 from typing import TYPE_CHECKING, Any, Literal
 
 import yaml
 
 from planner.answer import Plan
+from planner.record import record
 from planner.specs.base import Fields, Named, Said, Texts
 from planner.specs.expressions import standing, text_of, texts_of, value_of
 from planner.specs.reading import shipped_table
@@ -65,7 +66,7 @@ IMAGE_OF_AMD = "rocm/primus:v26.5"
 """With Megatron-LM, torchtitan and Transformer Engine for ROCm (AMD-AGI/Primus, docs, August 2026)."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Placeholder:
     """A variable that the user fills in at the top of a launcher, or sets before it starts."""
 
@@ -91,7 +92,7 @@ class Placeholder:
         return ShellText(f"${{{self.name}}}")
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class ExportFile:
     """One file of an export."""
 
@@ -106,7 +107,7 @@ class ExportFile:
         return hashlib.sha256(self.text.encode()).hexdigest()
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Requirement:
     """A Python package that every node must have."""
 
@@ -121,7 +122,7 @@ class Requirement:
     """The way to install it."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class TrainerVersion:
     """The version of the trainer that the arguments are for, and the place that says which one is here."""
 
@@ -137,7 +138,7 @@ class TrainerVersion:
     """The file in it that sets `__version__`."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class RunPart:
     """Arguments that only one of the two kinds of run has: on mock data, or training."""
 
@@ -145,7 +146,7 @@ class RunPart:
     words: Texts = ()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record(kw_only=True)
 class LaunchCommand:
     """The program that torchrun starts on every node, with its arguments and its environment."""
 
@@ -177,7 +178,7 @@ class LaunchCommand:
     """Container image, where the launcher starts containers."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class TrainerFiles:
     """One trainer's part of an export."""
 

@@ -25,7 +25,6 @@ from planner.export.keyed_settings import (
     value_of,
 )
 from planner.export.megatron.keyed_reading import add_adapters, add_lora, read_keys
-from planner.export.named_models import model_called
 from planner.specs.base import Named
 
 _ACTOR, _MODEL = "actor_rollout_ref.actor.", "actor_rollout_ref.model."
@@ -44,13 +43,10 @@ def read_verl(config: ConfigFile) -> ImportedRun:
     is_megatron = any(".megatron." in name for name in settings) or "megatron" in words
     is_megatron |= settings.get("engine.strategy") == "megatron" or settings.get("engine") == "megatron"
     imported = (_of_megatron if is_megatron else _of_fsdp)(settings, str(model or ""), is_rl)
-    if imported.run["model"] is None and model:
-        imported.model_name = str(model)
     known = {"layout": imported.run["parallelism"], "gpus": imported.run["num_gpus"]}
     imported.put(readings("verl", settings, is_rl=is_rl, **known))
     for name in ("verl",) if is_megatron else ("verl", "verl-fsdp"):
-        row = dialect(f"{name}-{'update' if is_rl else 'tuning'}")
-        imported.assumed |= {path: str(value) for path, value in row.left_out(settings).items()}
+        imported.assume(dialect(f"{name}-{'update' if is_rl else 'tuning'}").left_out(settings))
     imported.refused += refused_settings(settings, "verl")
     return imported
 
@@ -92,7 +88,7 @@ def _of_megatron(settings: Settings, model: str, is_rl: bool) -> ImportedRun:
     micro = f"{_ACTOR}ppo_micro_batch_size_per_gpu" if is_rl else "data.micro_batch_size_per_gpu"
     if settings.get(micro):
         keys["micro_batch_size"] = settings[micro]
-    imported = read_keys("verl-megatron", keys, _num_gpus(settings), named=model_called(model) if model else None)
+    imported = read_keys("verl-megatron", keys, _num_gpus(settings), model=model)
     imported.rename({**names, "micro_batch_size": micro})
     if rank := first(settings, f"{_MODEL}lora.rank", f"{_MODEL}lora_rank", "model.lora.rank"):
         targets = first(settings, f"{_MODEL}lora.target_modules", "model.lora.target_modules")
@@ -159,7 +155,7 @@ def read_roll(config: ConfigFile) -> ImportedRun:
             for path, value in own.items()
             if path.startswith(_STRATEGY)
         } | said["keys"]
-        imported = read_keys("roll", keys, gpus, named=model_called(model) if model else None)
+        imported = read_keys("roll", keys, gpus, model=model)
         imported.rename({"micro_batch_size": f"{worker}.training_args.per_device_train_batch_size"})
         imported.assumed.pop("--global-batch-size", None)
         add_adapters(imported, arguments)
@@ -170,7 +166,7 @@ def read_roll(config: ConfigFile) -> ImportedRun:
         imported, own, {path for path in own if said["is_megatron"] and path.startswith(_STRATEGY)}
     )
     imported.source, imported.predicts_further = "roll", False
-    imported.model_name = "" if imported.run["model"] else model
+    imported.model_name = model
     imported.put(readings("roll", given | own, layout=imported.run["parallelism"], **said))
     if not said["is_packed"]:
         imported.note_unpacked()

@@ -64,13 +64,10 @@ class Evaluator:
     ) -> None:
         self.steps, self.depth, self.never_followed, self.known = 0, 0, never_followed, known
         self.num_signs = 0
-        self._calls: list[CallRecord] = []
+        self.unfollowed: list[CallRecord] = []
+        """Calls with arguments of functions that no file beside this one defines, in their order."""
         self.modules: dict[str, Scope] = {}
         self.module = self._load(config)
-
-    def unfollowed(self) -> list[CallRecord]:
-        """Calls with arguments of functions that no file beside this one defines, in their order."""
-        return self._calls
 
     def functions(self) -> dict[str, PythonFunction]:
         """The functions that the file defines, or imports from a file beside it."""
@@ -218,9 +215,9 @@ class Evaluator:
         if isinstance(node.func, ast.Name) and name in BUILTINS and isinstance(scope.get(name), Unknown):
             return built_in(name, arguments, keywords)
         value = self._of_function(self.value(node.func, scope), name, arguments, keywords)
-        if isinstance(value, CallRecord) and not value.line and len(self._calls) < MAX_ITEMS:
+        if isinstance(value, CallRecord) and not value.line and len(self.unfollowed) < MAX_ITEMS:
             value.line = node.lineno
-            self._calls += [value] if keywords or arguments else []
+            self.unfollowed += [value] if keywords or arguments else []
         return value
 
     def _of_function(self, function: Any, name: str, arguments: list[Any], keywords: Fields) -> Any:

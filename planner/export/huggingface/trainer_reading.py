@@ -331,8 +331,7 @@ def read_torchtune(config: ConfigFile) -> ImportedRun:
     tables = {name: _TORCHTUNE[name] for name in ("modules", "optimizers")}
     positive = partial(positive_number, settings, unsaid=(None, -1))
     imported.put(readings("torchtune", settings, positive=positive, **names, **tables))
-    if imported.run["model"] is None:
-        imported.model_name = component
+    imported.model_name = component
     if any(path.startswith("dataset.") for path in settings) and not settings.get("dataset.packed"):
         imported.note_unpacked()
     parts = {path: value for path, value in settings.items() if path.startswith("model.") or "." not in path}

@@ -220,7 +220,7 @@ def read_bridge(config: ConfigFile) -> ImportedRun:
         # recipes of such models count embedding and loss as layers
         unasked |= dict.fromkeys(_COUNTED, True)
         imported = _run({**unasked, **fields}, script, recipe)
-    imported.assumed |= {path: str(value) for path, value in unasked.items()}
+    imported.assume(unasked)
     imported.run["hardware"] = others.pop("hardware", None)
     imported.run["num_gpus"] = imported.run["num_gpus"] or (int(gpus) if is_count(gpus) else None)
     if task == "peft":
@@ -244,13 +244,13 @@ def _read_recipe(config: ConfigFile) -> ImportedRun:
     unasked = {path: value for path, value in bases.items() if path not in fields}
     script = launched_on(int(match[1]) if (match := re.search(r"_(\d{1,9})gpus?_", name)) else None)
     imported = _run({**unasked, **fields}, script, name, _hub_name(record.fields.get("model")))
-    imported.assumed |= {path: str(value) for path, value in unasked.items()}
+    imported.assume(unasked)
     if is_alone and base not in BASES:
         imported.unknown[base] = "what it sets is in no file beside this one"
     if "peft" not in record.fields:
         imported.assumed["peft"] = "LoRA of rank 32" if base.startswith("_peft_common") else "none"
     read_peft(imported, record.fields.get("peft", CallRecord("LoRA") if base.startswith("_peft_common") else None))
-    for call in evaluator.unfollowed():
+    for call in evaluator.unfollowed:
         is_in = call.fields and any(value is call for value in record.fields.values())
         if is_in and call.kind.islower() and call.kind != "default_peft_config":
             imported.unknown.setdefault(call.kind, f"line {call.line}: in no file beside this one")
@@ -316,8 +316,7 @@ def _run(fields: Said, script: Script, recipe: str, hub_name: str = "") -> Impor
     if named is not None:
         # a model by name has these layers
         imported.ignore(_OF_HYBRIDS.match)
-    if imported.run["model"] is None and (hub_name or recipe):
-        imported.model_name = hub_name or recipe
+    imported.model_name = hub_name or recipe
     if isinstance(fields.get("model.pipeline_model_parallel_layout"), Unread):
         # nobody can tell what a layout that is not read refuses
         imported.refused = []
@@ -328,7 +327,7 @@ def _run(fields: Said, script: Script, recipe: str, hub_name: str = "") -> Impor
     return imported
 
 
-def model_of_recipe(recipe: str) -> Model | None:
+def model_of_recipe(recipe: str) -> str | None:
     """The model that a recipe's name begins with: `qwen3_30b_a3b_pretrain_config`."""
     parts = re.split(r"_(?:pretrain|sft|peft|finetune|config|low_precision|lora)", recipe)[0].split("_")
     for length in range(len(parts), 0, -1):

@@ -23,28 +23,30 @@ from planner.export.keyed_settings import (
     table,
 )
 from planner.export.megatron.deepspeed_options import as_megatron, read_zero
-from planner.export.megatron.option_rows import Options, OptionWords, all_rows, options_of
+from planner.export.megatron.option_rows import (
+    BRIDGE,
+    FLAGS,
+    NEGATED,
+    PRIMUS,
+    READ_FLAGS,
+    Options,
+    OptionWords,
+    options_of,
+)
 from planner.export.megatron.script_reading import READ_OPTIONS, run_of
-from planner.export.named_models import Model, model_called
+from planner.export.named_models import model_called
 from planner.specs.base import Fields, Named
 from planner.specs.expressions import value_of
 
 OPTION_OF_KEY: Named = (
-    {row.bridge.rpartition(".")[2]: row.name for row in all_rows() if row.bridge}
-    | {
-        path.rpartition(".")[2]: row.name
-        for row in all_rows()
-        for path in (*row.bridge_is, *row.bridge_read)
-        if not path.startswith("not ")
-    }
+    {path.rpartition(".")[2]: option for option, path in BRIDGE.items()}
+    | {flag.field.rpartition(".")[2]: flag.option for flag in (*FLAGS, *READ_FLAGS) if flag.value}
     | {name.removeprefix("--").replace("-", "_"): name for name in sorted(READ_OPTIONS, reverse=True)}
-    | {row.primus: row.name for row in all_rows() if row.primus and not row.primus.startswith("not ")}
+    | {key: option for option, key in PRIMUS.items() if option not in NEGATED}
     | table()["megatron"]["fields"]
 )
 """A key, as the parser of Megatron-LM or its configuration classes name it, to the option that sets it."""
-OFF_KEYS = {row.primus.removeprefix("not "): row.name for row in all_rows() if row.primus.startswith("not ")} | {
-    "add_position_embedding": "--no-position-embedding"
-}
+OFF_KEYS = {key: option for option, key in NEGATED.items()} | {"add_position_embedding": "--no-position-embedding"}
 """Keys that are true unasked, and the option that sets them to false."""
 
 
@@ -78,19 +80,21 @@ def read_keys(
     settings: Settings,
     gpus: int | None,
     script: Script | None = None,
-    named: Model | None = None,
+    model: str = "",
     written: Settings | None = None,
 ) -> ImportedRun:
     """The run that the keys of a dialect describe, over its own defaults; keys that nobody knows are unknown.
 
-    `written` are those that are listed where they are not read; all where there are none.
+    `model` is the name of one that they do not describe, `written` are those that are listed where they are not read;
+    all where there are none.
     """
     row = dialect(name)
     unasked = row.left_out(settings)
     options = options_of_keys({k: v for k, v in {**unasked, **settings}.items() if k not in row.read}, row.renamed)
-    imported = run_of(options, script or Script(), name.partition("-megatron")[0], named=named)
+    imported = run_of(options, script or Script(), name.partition("-megatron")[0], named=model_called(model))
+    imported.model_name = model
     imported.run["num_gpus"] = gpus or imported.run["num_gpus"]
-    imported.assumed = {**imported.assumed, **{key: str(value) for key, value in unasked.items()}}
+    imported.assume(unasked)
     imported.documented = row.documented
     written = settings if written is None else written
     said = {row.renamed.get(key) or OPTION_OF_KEY.get(key, "--" + key.replace("_", "-")): key for key in written}
@@ -141,14 +145,9 @@ def add_lora(imported: ImportedRun, fields: Settings, kind: str = "LoRA") -> Non
     }
 
 
-def _named(settings: Settings) -> tuple[Model | None, str]:
-    name = next((str(settings[key]) for key in _MODEL_KEYS if settings.get(key)), "")
-    return (model_called(name) if name else None), name
-
-
-def _note_model(imported: ImportedRun, name: str) -> None:
-    if imported.run["model"] is None and name:
-        imported.model_name = name
+def _model_of(settings: Settings) -> str:
+    """The name of the model that is loaded; empty where none is named."""
+    return next((str(settings[key]) for key in _MODEL_KEYS if settings.get(key)), "")
 
 
 _SWIFT_CALLS = re.compile(r"(Megatron\w*Arguments|\w*_main)$")
@@ -164,15 +163,13 @@ def read_swift(config: ConfigFile) -> ImportedRun:
         keyed.num_gpus = number(group, "gpus")
     if any(str(key).startswith("per_device_train") for key in settings):
         return read_adapter(keyed)
-    named, name = _named(settings)
-    imported = read_keys("ms-swift-megatron", settings, keyed.num_gpus, keyed.script, named)
+    imported = read_keys("ms-swift-megatron", settings, keyed.num_gpus, keyed.script, _model_of(settings))
     imported.predicts_further = bool(settings.get("mtp_num_layers"))
     imported.unknown |= keyed.unread
     add_adapters(imported, settings)
     imported.put(readings("ms-swift", settings, run=imported.run, objectives=table()["huggingface"]["objectives"]))
     if not is_on(settings.get("packing")):
         imported.note_unpacked()
-    _note_model(imported, name)
     return imported
 
 
@@ -186,8 +183,7 @@ def read_adapter(keyed: KeyedSettings) -> ImportedRun:
     settings = keyed.settings
     if settings.get("recompute_granularity") == "full" and "recompute_method" not in settings:
         settings = {**settings, "recompute_method": "uniform", "recompute_num_layers": 1}
-    named, name = _named(settings)
-    imported = read_keys("llamafactory-megatron", settings, keyed.num_gpus, keyed.script, named)
+    imported = read_keys("llamafactory-megatron", settings, keyed.num_gpus, keyed.script, _model_of(settings))
     imported.microbatches_per_rank = int(settings.get("gradient_accumulation_steps") or 1)
     imported.assumed.pop("--global-batch-size", None)
     imported.unknown.pop("gradient_accumulation_steps", None)
@@ -195,7 +191,6 @@ def read_adapter(keyed: KeyedSettings) -> ImportedRun:
         imported.unknown["finetuning_type"] = f"{settings['finetuning_type']}: the Megatron adapter trains all weights"
     if not is_on(settings.get("packing")):
         imported.note_unpacked()
-    _note_model(imported, name)
     return imported
 
 
@@ -207,12 +202,11 @@ def read_slime(config: ConfigFile) -> ImportedRun:
     said = readings("slime", settings)
     if "global_batch_size" in said:
         settings.setdefault("global_batch_size", said["global_batch_size"])
-    named, name = (None, "") if "num_layers" in settings else _named(settings)
-    imported = read_keys("slime", settings, said["num_gpus"], script, named)
+    model = "" if "num_layers" in settings else _model_of(settings)
+    imported = read_keys("slime", settings, said["num_gpus"], script, model)
     imported.predicts_further = "mtp_num_layers" in settings
     imported.ignore(lambda key: (key, settings.get(key)) == ("train_backend", "megatron"))
     imported.put(said)
-    _note_model(imported, name)
     return imported
 
 

@@ -116,8 +116,7 @@ def _second_version(record: CallRecord) -> ImportedRun:
         unsaid.pop("model.seq_length", None)
     imported = run_of_fields("nemo", unsaid | fields, _world(nodes or 1, devices), named, fields)
     imported.ignore(_ROW.is_harmless)
-    if imported.run["model"] is None and kind:
-        imported.model_name = kind
+    imported.model_name = kind
     read_peft(imported, record.fields.get("peft"))
     _ROW.sort(imported, unread, (), lambda path, value: path.startswith("peft") or is_empty(value) or value == "")
     return imported
@@ -190,7 +189,7 @@ def _first_version(text: str) -> ImportedRun:
     imported = run_of_fields(
         "nemo", as_fields(given), _world(given.get("trainer.num_nodes", 1), given.get("trainer.devices"))
     )
-    imported.assumed |= {path: str(value) for path, value in _ROW.left_out(given).items()}
+    imported.assume(_ROW.left_out(given))
     scheme = str(given.get("model.peft.peft_scheme") or "none").lower()
     if scheme not in ("none", "null"):
         start = f"model.peft.{scheme}_tuning."

@@ -10,16 +10,16 @@ import ast
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache, partial
 from operator import attrgetter
-from typing import Any, NamedTuple, overload
+from typing import Any, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from planner.errors import SpecError
 from planner.export.followed.python_values import computed
 from planner.export.trainer_files import Arguments, ShellText, names_of
+from planner.record import record
 from planner.specs.base import Fields, Named, Said, Texts
 from planner.specs.expressions import value_of
 from planner.specs.model import ModelSpec
@@ -110,10 +110,6 @@ def size(options: Options, name: str) -> int:
     return number
 
 
-@overload
-def decimal(options: Options, name: str, default: float) -> float: ...
-@overload
-def decimal(options: Options, name: str, default: None = None) -> float | None: ...
 def decimal(options: Options, name: str, default: float | None = None) -> float | None:
     """The number that an option gives; `default` where the option is not given. SpecError where it is no number."""
     if name not in options:
@@ -276,7 +272,7 @@ class Codec(NamedTuple):
     read: Callable[[Options], Fields] | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Section:
     """Rows that are written and read together, with the functions that they name."""
 
@@ -385,12 +381,13 @@ OF_BRIDGE: Fields = table()["bridge"]
 """Recipes, downloads, dtypes of moments: rows that only Bridge has."""
 YARN: list[list[str]] = OF_BRIDGE["yarn"]
 """A number of yarn: Bridge's field of plain attention, that of latent attention, and the option."""
-_KEYS = {row.name: row.primus for row in all_rows() if row.primus}
-NEGATED = {option: key.removeprefix("not ") for option, key in _KEYS.items() if key.startswith("not ")}
+PRIMUS = {row.name: row.primus for row in all_rows() if row.primus}
+"""Options that Primus has by a name of its own, and that name; `not` is before one that the option sets to false."""
+NEGATED = {option: key.removeprefix("not ") for option, key in PRIMUS.items() if key.startswith("not ")}
 """Options that set a key of Primus to false."""
 PRIMUS_SCHEDULES: dict[str, Fields] = table()["primus_schedules"]
 
 
 def key_of(option: str) -> str:
     """The name under which Primus knows an option of Megatron-LM."""
-    return NEGATED.get(option) or _KEYS.get(option) or option.removeprefix("--").replace("-", "_")
+    return NEGATED.get(option) or PRIMUS.get(option) or option.removeprefix("--").replace("-", "_")
