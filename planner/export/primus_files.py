@@ -72,7 +72,7 @@ def _flavor(model: ModelSpec) -> tuple[str, str] | None:
 
 def torchtitan_keys(plan: Plan) -> Keys:
     """The sections of a plan. Raises Inexpressible."""
-    stages = virtual_stages(plan.best, plan.model.spec.num_hidden_layers)
+    stages = virtual_stages(plan)
     of_layout = (*torchtitan_rules(plan.parallelism.schedule), *rules_of("export bf16"))
     check_expressible(
         plan, "primus-torchtitan", (), of_layout, stages, target="primus", flavor=_flavor(plan.model.spec),
@@ -283,7 +283,7 @@ _LEFT_OUT = ("data_path", "split", "tokenizer_type", "tokenizer_model", "save", 
 def megatron_keys(plan: Plan) -> Keys:
     """The overrides of a plan, but for data, tokenizer and checkpoints. Raises Inexpressible."""
     plan, _ = with_core(plan)
-    stages = virtual_stages(plan.best, plan.model.spec.num_hidden_layers)
+    stages = virtual_stages(plan)
     row = PRIMUS_SCHEDULES.get(plan.parallelism.schedule)
     least = _of_stages(row["least"], plan) if row else 0
     check_expressible(plan, "primus-megatron", (), (), stages, target="primus", row=row, least=least)

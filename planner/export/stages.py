@@ -56,15 +56,15 @@ def _v_shaped(stage: int, pp: int) -> tuple[int, int]:
     return (stage, 0) if stage < pp else (2 * pp - 1 - stage, 1)
 
 
-def virtual_stages(best: PricedLayout, num_layers: int) -> Stages:
+def virtual_stages(plan: Plan) -> Stages:
     """All chunks of all ranks in model order.
 
     Raises SpecError when they do not hold every layer once, first to last, under either placement.
     """
-    pp, vpp = best.parallelism.pp, best.parallelism.vpp
-    ranks = {stage.stage: stage for stage in best.stages}
-    if sorted(ranks) != list(range(pp)) or any(len(stage.chunks) != vpp for stage in best.stages):
-        shown = ", ".join(f"{s.stage}: {len(s.chunks)}" for s in best.stages)
+    pp, vpp, num_layers = plan.parallelism.pp, plan.parallelism.vpp, plan.model.spec.num_hidden_layers
+    ranks = {stage.stage: stage for stage in plan.stages}
+    if sorted(ranks) != list(range(pp)) or any(len(stage.chunks) != vpp for stage in plan.stages):
+        shown = ", ".join(f"{s.stage}: {len(s.chunks)}" for s in plan.stages)
         raise SpecError(f"stages: chunks by stage {shown}, expected {vpp} for each of pp {pp}", "plan again")
     for placement in (_looped, _v_shaped) if vpp == 2 else (_looped,):
         places = [placement(stage, pp) for stage in range(pp * vpp)]
@@ -72,7 +72,7 @@ def virtual_stages(best: PricedLayout, num_layers: int) -> Stages:
         if _chains(bounds, num_layers):
             return _assemble(places, bounds, ranks)
     raise SpecError(
-        f"stages: {[list(stage.chunks) for stage in best.stages]} do not hold {num_layers} layers once, in order",
+        f"stages: {[list(stage.chunks) for stage in plan.stages]} do not hold {num_layers} layers once, in order",
         "plan again, or export one of the alternatives",
     )
 

@@ -44,7 +44,7 @@ def export_deepspeed(plan: Plan) -> TrainerFiles:
     At pp > 1 a module cuts the list of layers that the user's own script makes, and no program is written.
     Raises Inexpressible for what DeepSpeed cannot run.
     """
-    stages = virtual_stages(plan.best, plan.model.spec.num_hidden_layers)
+    stages = virtual_stages(plan)
     of_layout = rules_of("layout deepspeed", runtime=plan.runtime_spec)
     check_expressible(plan, "deepspeed", rules_of("export deepspeed"), of_layout, stages)
     files = [ExportFile(CONFIG_FILE, as_json(deepspeed_config(plan)))]

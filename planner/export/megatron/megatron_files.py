@@ -124,7 +124,7 @@ def megatron_arguments(
 
     Raises Inexpressible with every reason where Megatron-LM cannot run the plan as it is.
     """
-    stages = virtual_stages(plan.best, plan.model.spec.num_hidden_layers)
+    stages = virtual_stages(plan)
     named = "export bridge" if target == "bridge" else "export megatron"
     rules = rules_of(named, runtime=plan.runtime_spec) if of_model is None else of_model
     runtime = plan.runtime_spec

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from operator import attrgetter
-from typing import Any, NamedTuple, overload
+from typing import Any, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -110,10 +110,6 @@ def size(options: Options, name: str) -> int:
     return number
 
 
-@overload
-def decimal(options: Options, name: str, default: float) -> float: ...
-@overload
-def decimal(options: Options, name: str, default: None = None) -> float | None: ...
 def decimal(options: Options, name: str, default: float | None = None) -> float | None:
     """The number that an option gives; `default` where the option is not given. SpecError where it is no number."""
     if name not in options:
@@ -336,11 +332,6 @@ def broken_rows(rows: Mapping[str, Said], options: Options) -> Iterator[tuple[st
             yield name, f"{given} needs {' or '.join(needs)}"
         if any(holds(clause, options) for clause in excludes):
             yield name, f"{given} takes no {' and no '.join(excludes)}"
-
-
-def known(options: Options) -> Fields:
-    """The reader of options that say nothing that others do not."""
-    return {}
 
 
 def sections_of(part: str, codecs: Mapping[str, Codec]) -> dict[str, Section]:
