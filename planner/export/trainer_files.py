@@ -16,7 +16,7 @@ from planner.answer import Plan
 from planner.specs.base import Fields, Named, Said, Texts
 from planner.specs.expressions import standing, text_of, texts_of, value_of
 from planner.specs.reading import shipped_table
-from planner.specs.units import GIB
+from planner.specs.units import GIB, is_count
 
 if TYPE_CHECKING:
     from jinja2 import Environment
@@ -317,6 +317,15 @@ def as_json(data: Any) -> str:
 def as_yaml(data: Any) -> str:
     """A settings file in YAML, a long text on one line."""
     return yaml.safe_dump(data, sort_keys=False, width=10_000, allow_unicode=True, default_flow_style=False)
+
+
+def plain(value: Any) -> Any:
+    """A value as settings files have it: text of digits is a number, words are a list, a variable is `${NAME}`."""
+    if isinstance(value, tuple):
+        return list(value)
+    if isinstance(value, ShellText):
+        return value.unquoted
+    return int(value) if isinstance(value, str) and is_count(value) else value
 
 
 def shell_words(words: Iterable[str]) -> str:
