@@ -18,7 +18,7 @@ from planner.export.megatron.option_rows import (
     text,
 )
 from planner.export.spelling import recipe_of, spelling_of, spellings
-from planner.export.stages import VirtualStage, block_size, is_even, virtual_stages
+from planner.export.stages import VirtualStage, all_full, block_size, is_even, virtual_stages
 from planner.export.trainer_files import Arguments
 from planner.specs.base import Fields
 from planner.trainers.layout_string import expanded
@@ -86,7 +86,7 @@ def _write_recompute(plan: Plan) -> Arguments:
             "--recompute-modules": layout.recompute_modules or ("core_attn",),
         }
     size = block_size(plan.best, virtual_stages(plan))
-    method, layers = ("uniform", 1) if size is None else ("block", size)
+    method, layers = ("uniform", 1) if size is None or all_full(plan.best) else ("block", size)
     return {"--recompute-granularity": "full", "--recompute-method": method, "--recompute-num-layers": layers}
 
 
