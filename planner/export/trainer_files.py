@@ -341,9 +341,5 @@ def _environment() -> Environment:
         loader=PackageLoader("planner.export", "templates"), undefined=StrictUndefined, autoescape=False,
         trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True,
     )  # fmt: skip
-    environment.filters.update(python=repr, g=_short, quote=shlex.quote, words=shell_words, json=json.dumps)
+    environment.filters.update(python=repr, g="{:g}".format, quote=shlex.quote, words=shell_words, json=json.dumps)
     return environment
-
-
-def _short(number: float) -> str:
-    return format(number, "g")
