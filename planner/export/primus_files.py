@@ -27,6 +27,7 @@ from planner.export.trainer_files import (
     as_yaml,
     header,
     placeholders_of,
+    plain,
     promise,
     settings,
     slug,
@@ -35,7 +36,6 @@ from planner.specs.base import Texts
 from planner.specs.model import ModelSpec
 from planner.specs.reading import literal, parse_expression
 from planner.specs.registry import load_model
-from planner.specs.units import is_count
 from planner.trainers.rules.facts import PRIMUS_CORE, TORCH_CLASSES
 from planner.trainers.rules.rule_rows import rules_of, torchtitan_rules
 
@@ -72,7 +72,7 @@ def _flavor(model: ModelSpec) -> tuple[str, str] | None:
 
 def torchtitan_keys(plan: Plan) -> Keys:
     """The sections of a plan. Raises Inexpressible."""
-    stages = virtual_stages(plan.best, plan.model.spec.num_hidden_layers)
+    stages = virtual_stages(plan)
     of_layout = (*torchtitan_rules(plan.parallelism.schedule), *rules_of("export bf16"))
     check_expressible(
         plan, "primus-torchtitan", (), of_layout, stages, target="primus", flavor=_flavor(plan.model.spec),
@@ -224,13 +224,7 @@ def keys_of(arguments: Mapping[str, Value]) -> Keys:
 def _value(option: str, value: Value) -> Any:
     if option in NEGATED:
         return False
-    if isinstance(value, tuple):
-        return list(value)
-    if isinstance(value, ShellText):
-        return value.unquoted
-    if option in _PATTERNS and isinstance(value, str):
-        return _evaluated(value)
-    return int(value) if isinstance(value, str) and is_count(value) else value
+    return _evaluated(value) if option in _PATTERNS and isinstance(value, str) else plain(value)
 
 
 def _evaluated(text: str) -> Any:
@@ -283,7 +277,7 @@ _LEFT_OUT = ("data_path", "split", "tokenizer_type", "tokenizer_model", "save", 
 def megatron_keys(plan: Plan) -> Keys:
     """The overrides of a plan, but for data, tokenizer and checkpoints. Raises Inexpressible."""
     plan, _ = with_core(plan)
-    stages = virtual_stages(plan.best, plan.model.spec.num_hidden_layers)
+    stages = virtual_stages(plan)
     row = PRIMUS_SCHEDULES.get(plan.parallelism.schedule)
     least = _of_stages(row["least"], plan) if row else 0
     check_expressible(plan, "primus-megatron", (), (), stages, target="primus", row=row, least=least)

@@ -21,19 +21,19 @@ from planner.trainers.switches import SWITCHES, Value, written
 
 @record
 class Encoding:
-    """A setting that depends on the switch's value: the way there, and the way back."""
+    """A setting that depends on the switch's value: the way back, and the way there."""
 
-    write: Callable[[Any], Any]
     read: Callable[[Any], Value]
+    write: Callable[[Any], Any] = lambda value: value
 
 
-ITSELF = Encoding(lambda value: value, lambda setting: " ".join(_words(setting)))
+ITSELF = Encoding(lambda setting: " ".join(_words(setting)))
 """The value is the setting."""
-SHARE = Encoding(lambda value: value, lambda setting: _share(setting))
+SHARE = Encoding(lambda setting: _share(setting))
 """The value is a number."""
-IS_SET = Encoding(lambda value: value, lambda setting: True)
+IS_SET = Encoding(lambda setting: True)
 """Any setting means true."""
-MODULES = Encoding(lambda value: tuple(value.split("+")), lambda setting: "+".join(_words(setting)))
+MODULES = Encoding(lambda setting: "+".join(_words(setting)), lambda value: tuple(value.split("+")))
 """The value is names joined by `+`, the setting a list of them."""
 
 

@@ -56,15 +56,15 @@ def _v_shaped(stage: int, pp: int) -> tuple[int, int]:
     return (stage, 0) if stage < pp else (2 * pp - 1 - stage, 1)
 
 
-def virtual_stages(best: PricedLayout, num_layers: int) -> Stages:
+def virtual_stages(plan: Plan) -> Stages:
     """All chunks of all ranks in model order.
 
     Raises SpecError when they do not hold every layer once, first to last, under either placement.
     """
-    pp, vpp = best.parallelism.pp, best.parallelism.vpp
-    ranks = {stage.stage: stage for stage in best.stages}
-    if sorted(ranks) != list(range(pp)) or any(len(stage.chunks) != vpp for stage in best.stages):
-        shown = ", ".join(f"{s.stage}: {len(s.chunks)}" for s in best.stages)
+    pp, vpp, num_layers = plan.parallelism.pp, plan.parallelism.vpp, plan.model.spec.num_hidden_layers
+    ranks = {stage.stage: stage for stage in plan.stages}
+    if sorted(ranks) != list(range(pp)) or any(len(stage.chunks) != vpp for stage in plan.stages):
+        shown = ", ".join(f"{s.stage}: {len(s.chunks)}" for s in plan.stages)
         raise SpecError(f"stages: chunks by stage {shown}, expected {vpp} for each of pp {pp}", "plan again")
     for placement in (_looped, _v_shaped) if vpp == 2 else (_looped,):
         places = [placement(stage, pp) for stage in range(pp * vpp)]
@@ -72,7 +72,7 @@ def virtual_stages(best: PricedLayout, num_layers: int) -> Stages:
         if _chains(bounds, num_layers):
             return _assemble(places, bounds, ranks)
     raise SpecError(
-        f"stages: {[list(stage.chunks) for stage in best.stages]} do not hold {num_layers} layers once, in order",
+        f"stages: {[list(stage.chunks) for stage in plan.stages]} do not hold {num_layers} layers once, in order",
         "plan again, or export one of the alternatives",
     )
 
@@ -119,12 +119,7 @@ def all_full(best: PricedLayout) -> bool:
 
 
 def block_size(best: PricedLayout, stages: Sequence[VirtualStage]) -> int | None:
-    """The n for which the plan recomputes the first n layers of every virtual stage; None where it recomputes all.
-
-    Raises ValueError where virtual stages differ.
-    """
-    if all_full(best):
-        return None
+    """The n for which the plan recomputes the first n layers of every virtual stage; None where these differ."""
     planned = _full_layers(best)
     for size in range(max(stage.num_layers for stage in stages) + 1):
         counts = dict.fromkeys(planned, 0)
@@ -132,7 +127,7 @@ def block_size(best: PricedLayout, stages: Sequence[VirtualStage]) -> int | None
             counts[stage.rank] += min(size, stage.num_layers)
         if counts == planned:
             return size
-    raise ValueError("recompute differs between stages")
+    return None
 
 
 def recomputed_layers(best: PricedLayout, stages: Sequence[VirtualStage]) -> list[int]:
@@ -143,27 +138,17 @@ def recomputed_layers(best: PricedLayout, stages: Sequence[VirtualStage]) -> lis
     """
     if all(stage.num_recomputed for stage in best.stages):
         return [sum(best.stages[stage.rank].num_recomputed[stage.chunk]) for stage in stages]
-    try:
-        size = block_size(best, stages)
-        return [stage.num_layers if size is None else min(size, stage.num_layers) for stage in stages]
-    except ValueError:
-        left = _full_layers(best)
-        counts = []
-        for stage in stages:
-            counts.append(min(left[stage.rank], stage.num_layers))
-            left[stage.rank] -= counts[-1]
-        return counts
+    if (size := block_size(best, stages)) is not None:
+        return [min(size, stage.num_layers) for stage in stages]
+    left = _full_layers(best)
+    counts = []
+    for stage in stages:
+        counts.append(min(left[stage.rank], stage.num_layers))
+        left[stage.rank] -= counts[-1]
+    return counts
 
 
 ORDER_FILE = "schedule.csv"
-
-
-def _has_block_size(best: PricedLayout, stages: Sequence[VirtualStage]) -> bool:
-    try:
-        block_size(best, stages)
-    except ValueError:
-        return False
-    return True
 
 
 def _objection_to_order(plan: Plan) -> str:
@@ -176,7 +161,7 @@ def _objection_to_order(plan: Plan) -> str:
 
 
 _FACTS: Said = {
-    "all_full": all_full, "is_even": is_even, "is_looped": is_looped, "has_block_size": _has_block_size,
+    "all_full": all_full, "is_even": is_even, "is_looped": is_looped, "block_size": block_size,
     "has_dtype": has_dtype, "objection_to_order": _objection_to_order,
     "ranks_of_order": lambda plan: list(order_of(plan.best).stage_to_rank),
 }  # fmt: skip

@@ -71,7 +71,7 @@ def export_torch(plan: Plan) -> TrainerFiles:
 
     Raises Inexpressible where torch's runtime or the runner cannot run the plan.
     """
-    stages, traced = virtual_stages(plan.best, plan.model.spec.num_hidden_layers), plan.model.spec.traced
+    stages, traced = virtual_stages(plan), plan.model.spec.traced
     runner = _RUNNER if traced is None else _MODULE_RUNNER
     of_model, of_layout = rules_of("export torch-eager"), rules_of("layout torch-eager", "module", "export bf16")
     check_expressible(plan, "torch-eager", of_model, of_layout, stages, target="torch", rows="torch")

@@ -169,7 +169,7 @@ def _schedule_class(plan: Plan) -> str:
         return "1F1B"
     if layout.schedule in TORCH_CLASSES:
         return TORCH_CLASSES[layout.schedule]
-    if not is_looped(virtual_stages(plan.best, plan.model.spec.num_hidden_layers), layout.pp):
+    if not is_looped(virtual_stages(plan), layout.pp):
         return TORCH_CLASSES["zb-v"]
     return TORCH_CLASSES["interleaved-1f1b" if layout.vpp > 1 else "1f1b"]
 
@@ -199,7 +199,7 @@ RECIPE = "planned_recipe"
 
 def export_torchtitan(plan: Plan) -> TrainerFiles:
     """The recipe, and the command that names it. Raises Inexpressible where torchtitan cannot run the plan."""
-    stages = virtual_stages(plan.best, plan.model.spec.num_hidden_layers)
+    stages = virtual_stages(plan)
     check_expressible(
         plan, "torchtitan", rules_of("export torchtitan"),
         (*torchtitan_rules(plan.parallelism.schedule), *rules_of("export bf16")), stages,

@@ -17,7 +17,7 @@ from planner.record import record
 from planner.specs.base import Fields, Named, Said, Texts
 from planner.specs.expressions import standing, text_of, texts_of, value_of
 from planner.specs.reading import shipped_table
-from planner.specs.units import GIB
+from planner.specs.units import GIB, is_count
 
 if TYPE_CHECKING:
     from jinja2 import Environment
@@ -320,6 +320,15 @@ def as_yaml(data: Any) -> str:
     return yaml.safe_dump(data, sort_keys=False, width=10_000, allow_unicode=True, default_flow_style=False)
 
 
+def plain(value: Any) -> Any:
+    """A value as settings files have it: text of digits is a number, words are a list, a variable is `${NAME}`."""
+    if isinstance(value, tuple):
+        return list(value)
+    if isinstance(value, ShellText):
+        return value.unquoted
+    return int(value) if isinstance(value, str) and is_count(value) else value
+
+
 def shell_words(words: Iterable[str]) -> str:
     """Words joined by blanks, each quoted where the shell would read it otherwise."""
     return " ".join(word if isinstance(word, ShellText) else shlex.quote(word) for word in words)
@@ -333,9 +342,5 @@ def _environment() -> Environment:
         loader=PackageLoader("planner.export", "templates"), undefined=StrictUndefined, autoescape=False,
         trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True,
     )  # fmt: skip
-    environment.filters.update(python=repr, g=_short, quote=shlex.quote, words=shell_words, json=json.dumps)
+    environment.filters.update(python=repr, g="{:g}".format, quote=shlex.quote, words=shell_words, json=json.dumps)
     return environment
-
-
-def _short(number: float) -> str:
-    return format(number, "g")

@@ -61,7 +61,7 @@ def stage_modules(plan: Plan) -> list[list[str]]:
             *(f"layers.{layer}" for layer in range(stage.first_layer, stage.last_layer)),
             *(["norm", "lm_head"] if stage.head else []),
         ]
-        for stage in virtual_stages(plan.best, plan.model.spec.num_hidden_layers)
+        for stage in virtual_stages(plan)
     ]
 
 

@@ -272,7 +272,7 @@ def field_value(name: str, owner: Any, key: Any, *more: Any) -> Any:
 
 _FLAT: Mapping[str, Callable[..., Any]] = {
     **{known.__name__: known for known in (len, list, dict, tuple, bool, divmod)},
-    "set": list, "range": lambda *bounds: list(range(*bounds)[:MAX_ITEMS]), "cast": lambda _, value: value,
+    "set": list, "range": lambda *bounds: list(range(*bounds)[:MAX_ITEMS]),
     "isinstance": is_of, "hasattr": has_field, "getattr": partial(field_value, "getattr"),
     "setattr": partial(field_value, "setattr"),
 }  # fmt: skip

@@ -22,13 +22,14 @@ from planner.export.trainer_files import (
     TrainerFiles,
     as_json,
     header,
+    notes_of,
     placeholders_of,
     promise,
     rendered,
     requirements_of,
     settings,
 )
-from planner.specs.base import Fields, Said
+from planner.specs.base import Fields, Said, Texts
 from planner.trainers.rules.rule_rows import rules_of
 
 TRAINING_FILE = "planned_training.py"
@@ -44,19 +45,14 @@ def export_deepspeed(plan: Plan) -> TrainerFiles:
     At pp > 1 a module cuts the list of layers that the user's own script makes, and no program is written.
     Raises Inexpressible for what DeepSpeed cannot run.
     """
-    stages = virtual_stages(plan.best, plan.model.spec.num_hidden_layers)
+    stages = virtual_stages(plan)
     of_layout = rules_of("layout deepspeed", runtime=plan.runtime_spec)
     check_expressible(plan, "deepspeed", rules_of("export deepspeed"), of_layout, stages)
     files = [ExportFile(CONFIG_FILE, as_json(deepspeed_config(plan)))]
     run = run_settings(plan)
-    notes = [*run.notes, *notes_on_price(plan)]
+    notes = (*run.notes, *notes_on_price(plan), *notes_of("deepspeed", plan, run=run))
     if plan.parallelism.pp > 1:
         return _pipeline_files(plan, stages, files, notes)
-    notes.append(f"{TRAINING_FILE} evaluates nothing; DeepSpeed saves while training waits")
-    if plan.parallelism.tp > 1:
-        notes.append(
-            f"a script of your own passes {CONFIG_FILE} without train_batch_size, which counts ranks of TP, too"
-        )
     comments = header(plan, WRITTEN_FOR, notes)
     training = rendered(
         "deepspeed_training.py",
@@ -83,19 +79,11 @@ def export_deepspeed(plan: Plan) -> TrainerFiles:
         comments=comments,
         files=tuple(files),
     )
-    return TrainerFiles(WRITTEN_FOR, tuple(files), command, tuple(notes))
+    return TrainerFiles(WRITTEN_FOR, tuple(files), command, notes)
 
 
-def _pipeline_files(plan: Plan, stages: Stages, files: list[ExportFile], notes: list[str]) -> TrainerFiles:
+def _pipeline_files(plan: Plan, stages: Stages, files: list[ExportFile], notes: Texts) -> TrainerFiles:
     """A module with a pipeline, for the user's own script."""
-    run = run_settings(plan)
-    notes += [
-        f"{PIPELINE_FILE}: pipeline([embedding, *layers, final_norm, head]) is the model to pass with it",
-        f"your script passes {CONFIG_FILE} to deepspeed.initialize, with its own layers, data and tokenizer",
-        "your script calls engine.load_checkpoint(FOLDER) first, and engine.save_checkpoint(FOLDER) every "
-        f"{run.save_interval_steps} steps",
-        f"export DEEPSPEED_TIMEOUT={run.init_timeout_minutes}: minutes that ranks wait for each other",
-    ]
     pipeline = rendered(
         "deepspeed_pipeline.py",
         layout=plan.parallelism,
@@ -103,7 +91,7 @@ def _pipeline_files(plan: Plan, stages: Stages, files: list[ExportFile], notes: 
         boundaries=_boundaries(stages),
     )
     files.append(ExportFile(PIPELINE_FILE, header(plan, WRITTEN_FOR, notes) + pipeline))
-    return TrainerFiles(WRITTEN_FOR, tuple(files), None, tuple(notes))
+    return TrainerFiles(WRITTEN_FOR, tuple(files), None, notes)
 
 
 def deepspeed_config(plan: Plan) -> Fields:

@@ -32,6 +32,7 @@ from planner.export.trainer_files import (
     TrainerFiles,
     TrainerVersion,
     header,
+    notes_of,
     placeholders_of,
     promise,
     settings,
@@ -227,10 +228,5 @@ def _unquoted(words: Iterable[str]) -> list[str]:
 
 def _notes(plan: Plan) -> Texts:
     """Placeholders, notes on Megatron-LM's options, and downloads of the recipe."""
-    notes = [
-        *run_settings(plan).notes,
-        *notes_on_options(plan),
-    ]
-    if download := OF_BRIDGE["downloads"].get(family_of(plan.model.spec)):
-        notes.append(f"the recipe reads the configuration of {download} from Hugging Face or its cache")
-    return tuple(notes)
+    download = OF_BRIDGE["downloads"].get(family_of(plan.model.spec))
+    return (*run_settings(plan).notes, *notes_on_options(plan), *notes_of("bridge", plan, download=download))

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from typing import Any
 
 import numpy as np
-import yaml
 
 from planner.answer import Plan
 from planner.export.launchers import megatron_environment
@@ -34,17 +32,18 @@ from planner.export.trainer_files import (
     LaunchCommand,
     Requirement,
     RunPart,
-    ShellText,
     TrainerFiles,
     TrainerVersion,
     argv,
+    as_yaml,
     header,
     notes_of,
     placeholders_of,
+    plain,
     promise,
     requirements_of,
 )
-from planner.specs.base import Fields, Named, Texts
+from planner.specs.base import Named, Texts
 from planner.trainers.load import since_of
 from planner.trainers.rules.facts import is_hybrid, norms_queries_twice, release
 from planner.trainers.rules.recipe import rules_for
@@ -124,7 +123,7 @@ def megatron_arguments(
 
     Raises Inexpressible with every reason where Megatron-LM cannot run the plan as it is.
     """
-    stages = virtual_stages(plan.best, plan.model.spec.num_hidden_layers)
+    stages = virtual_stages(plan)
     named = "export bridge" if target == "bridge" else "export megatron"
     rules = rules_of(named, runtime=plan.runtime_spec) if of_model is None else of_model
     runtime = plan.runtime_spec
@@ -204,23 +203,14 @@ def export_megatron(plan: Plan) -> TrainerFiles:
 
 def _options_yaml(arguments: Arguments, variables: Named) -> str:
     """Options as `ENV_VARS:` and `MODEL_ARGS:`; a bare flag is true, several words are a list."""
-    data: Fields = {
-        "ENV_VARS": {name: _scalar(value) for name, value in variables.items()},
+    data = {
+        "ENV_VARS": {name: plain(value) for name, value in variables.items()},
         "MODEL_ARGS": {
-            option: list(value) if isinstance(value, tuple) and len(value) > 1 else _scalar(value)
+            option: value[0] if isinstance(value, tuple) and len(value) == 1 else plain(value)
             for option, value in arguments.items()
         },
     }
-    return yaml.safe_dump(data, sort_keys=False, width=10_000, default_flow_style=False)
-
-
-def _scalar(value: Any) -> Any:
-    """A value as YAML has it: text of digits is a number, a tuple stands for its only word, a variable is `${NAME}`."""
-    if isinstance(value, tuple):
-        return value[0]
-    if isinstance(value, ShellText):
-        return value.unquoted
-    return int(value) if isinstance(value, str) and value.isdigit() else value
+    return as_yaml(data)
 
 
 def notes_on_options(plan: Plan) -> Texts:

@@ -334,11 +334,6 @@ def broken_rows(rows: Mapping[str, Said], options: Options) -> Iterator[tuple[st
             yield name, f"{given} takes no {' and no '.join(excludes)}"
 
 
-def known(options: Options) -> Fields:
-    """The reader of options that say nothing that others do not."""
-    return {}
-
-
 def sections_of(part: str, codecs: Mapping[str, Codec]) -> dict[str, Section]:
     """The sections of a part of the table, with the functions that its rows name."""
     return {name: Section(rows, codecs) for name, rows in rows_of(part).items()}

@@ -18,7 +18,7 @@ from planner.export.megatron.option_rows import (
     text,
 )
 from planner.export.spelling import recipe_of, spelling_of, spellings
-from planner.export.stages import VirtualStage, block_size, is_even, virtual_stages
+from planner.export.stages import VirtualStage, all_full, block_size, is_even, virtual_stages
 from planner.export.trainer_files import Arguments
 from planner.specs.base import Fields
 from planner.trainers.layout_string import expanded
@@ -66,11 +66,11 @@ def _write_stages(plan: Plan) -> Arguments:
     """The split of layers: even stages by their number, all others by a layout string; a hybrid's by its pattern."""
     layout, model = plan.parallelism, plan.model.spec
     if is_hybrid(model):
-        stages = virtual_stages(plan.best, model.num_hidden_layers)
+        stages = virtual_stages(plan)
         return {"--hybrid-layer-pattern": hybrid_pattern(model, [stage.last_layer for stage in stages])}
     if layout.pp == 1:
         return {}
-    stages = virtual_stages(plan.best, model.num_hidden_layers)
+    stages = virtual_stages(plan)
     if not is_even(stages):
         return {"--pipeline-model-parallel-layout": layout_string(stages, model.num_nextn_predict_layers)}
     return {"--num-virtual-stages-per-pipeline-rank": layout.vpp} if layout.vpp > 1 else {}
@@ -85,8 +85,8 @@ def _write_recompute(plan: Plan) -> Arguments:
             "--recompute-granularity": "selective",
             "--recompute-modules": layout.recompute_modules or ("core_attn",),
         }
-    size = block_size(plan.best, virtual_stages(plan.best, plan.model.spec.num_hidden_layers))
-    method, layers = ("uniform", 1) if size is None else ("block", size)
+    size = block_size(plan.best, virtual_stages(plan))
+    method, layers = ("uniform", 1) if size is None or all_full(plan.best) else ("block", size)
     return {"--recompute-granularity": "full", "--recompute-method": method, "--recompute-num-layers": layers}
 
 
