@@ -30,15 +30,15 @@ FACTS = ("num_gpus", "global_batch_size", "seq_length", "num_steps_asked", "num_
 """Numbers of a line that are facts of the job."""
 
 
-def number(text: str | None) -> float:
-    """The number at the begin of a text, commas of thousands left out; not a number where there is none."""
-    match = _FLOAT.match(text.strip().removeprefix("np.float64(").replace(",", "")) if text else None
+def number(said: object) -> float:
+    """The number at the begin of a text, commas of thousands left out, or a number; not a number where it is none."""
+    match = _FLOAT.match(str(said).strip().removeprefix("np.float64(").replace(",", ""))
     return float(match[0]) if match else math.nan
 
 
-def whole(text: str | None) -> int | None:
+def whole(said: object) -> int | None:
     """The whole number in a text; None where there is none, or one that no file of a trainer has."""
-    value = number(text)
+    value = number(said)
     return int(value) if math.isfinite(value) and value == int(value) and 0 <= value < MOST else None
 
 

@@ -61,16 +61,12 @@ def json_object(text: str) -> Fields:
     return data if isinstance(data, dict) else {}
 
 
-def _value(value: Any) -> float:
-    return number(str(value))
-
-
 def mllog(record: RunRecord, line: FoundLine) -> None:
     data = json_object(line.match[1])
     key = data.get("key")
     value = data.get("value")
     said = data.get("metadata")
-    at_s = _value(data.get("time_ms")) / 1e3
+    at_s = number(data.get("time_ms")) / 1e3
     metadata = said if isinstance(said, dict) else {}
     if not isinstance(key, str) or not math.isfinite(at_s):
         record.note("some lines of MLPerf's log are cut off and were left out")
@@ -84,7 +80,7 @@ def mllog(record: RunRecord, line: FoundLine) -> None:
         record.state["tokens of a block"] = str(metadata.get("epoch_count", record.state.get("tokens of a block", "")))
         if kind == "eval":
             # all of 3.1 to 5.1 count here what was trained until then; at a block's ends they count different things
-            trained = _value(metadata.get("samples_count", metadata.get("epoch_num")))
+            trained = number(metadata.get("samples_count", metadata.get("epoch_num")))
             record.state["trained"] = f"{record.state.get('trained', '')} {trained:.0f}"
     elif side == "stop" and kind in record.state:
         record.activity({"eval": "evaluation"}.get(kind, kind), float(record.state.pop(kind)), at_s)
@@ -104,22 +100,22 @@ def _tracked(record: RunRecord, value: Fields, metadata: Fields, at_s: float) ->
     5.0 and steps in 5.1, which has `samples_count` beside.
     """
     if (name := next((name for name in value if name.startswith("validation_step_tim")), None)) is not None:
-        record.state.setdefault("eval", str(at_s - _value(value[name])))  # some runs print no eval_start
+        record.state.setdefault("eval", str(at_s - number(value[name])))  # some runs print no eval_start
     if "max_memory_usage" in value:
-        record.bytes_of(None, max_allocated_bytes=_value(value["max_memory_usage"]) * GIB)
+        record.bytes_of(None, max_allocated_bytes=number(value["max_memory_usage"]) * GIB)
     name = next((name for name in value if name in _TIMES), None)
-    counted = _value(metadata.get("step"))
+    counted = number(metadata.get("step"))
     if name is None or not math.isfinite(counted):
         return
     if "throughput" in value:
         if counted > 0 and len(record.means) < MAX_NAMES:
-            record.means.append((counted, _value(value[name]), at_s))
+            record.means.append((counted, number(value[name]), at_s))
         return
     if "samples_count" in metadata:
         counted += 1  # the first step is 0
     elif (batch := int(record.facts.get("global_batch_size", 0))) > 0:
         counted /= batch * (int(record.facts.get("seq_length", 1)) if name == _TIMES[1] else 1)
-    record.step(round(counted), _value(value[name]), end_s=at_s, covers=1 if not record.numbers else 0)
+    record.step(round(counted), number(value[name]), end_s=at_s, covers=1 if not record.numbers else 0)
 
 
 def finish_mlperf(record: RunRecord) -> None:
@@ -181,7 +177,7 @@ def dllogger(record: RunRecord, line: FoundLine) -> None:
     said = json_object(line.match[1])
     data = said.get("data")
     step = said.get("step")
-    at_s = _value(said.get("timestamp"))
+    at_s = number(said.get("timestamp"))
     if not isinstance(data, dict):
         return
     if step == "PARAMETER":
@@ -192,7 +188,7 @@ def dllogger(record: RunRecord, line: FoundLine) -> None:
         record.restart()
     elif isinstance(step, int) and _TIMES[1] in data:
         # the printed value is the mean of up to five last steps; the clock of the lines says each one
-        said_s = _value(data[_TIMES[1]])
+        said_s = number(data[_TIMES[1]])
         if record.clocked_step(step, at_s, said_s) and record.seconds[-1] != said_s:
             record.note("train_step_timing is a mean over the last steps: seconds are from the times of the lines")
 
