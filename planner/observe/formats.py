@@ -26,7 +26,6 @@ from planner.observe.record import (
     Take,
     moment,
     number,
-    text_of,
     whole,
 )
 from planner.specs.base import Fields, Said, Texts, grouped
@@ -418,8 +417,7 @@ def _taker(names: set[str], take: str = "", mark: str = "", fact: str = "", keep
     if counts:  # a number is a rank's own count since the begin
         return partial(_count, counts)
     if fact:
-        convert: Callable[[str], str | int | None] = text_of if fact in ("hardware", "model") else whole
-        return lambda record, line: record.facts.update({fact: value} if (value := convert(line.match[1])) else {})
+        return lambda record, line: record.fact(fact, line.match[1])
     if keep:
         return lambda record, line: record.state.update({keep: " ".join(filter(None, line.match.groups()))})
     if take:

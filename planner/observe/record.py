@@ -28,6 +28,8 @@ MOST = 2**53
 """More of anything is no count: the first whole number that a float cannot tell from the next."""
 FACTS = ("num_gpus", "global_batch_size", "seq_length", "num_steps_asked", "num_parameters")
 """Numbers of a line that are facts of the job."""
+NAMED_FACTS = ("hardware", "model")
+"""Facts of the job that are no numbers."""
 
 
 def number(said: object) -> float:
@@ -354,6 +356,11 @@ class RunRecord:
 
     def note(self, text: str) -> None:
         self.notes[text] = None
+
+    def fact(self, name: str, said: object) -> None:
+        """Take a fact of the job that a text states: a name, or a whole number; nothing where it is none."""
+        if value := text_of(str(said)) if name in NAMED_FACTS else whole(said):
+            self.facts[name] = value
 
     def job_facts(self) -> JobFacts:
         """The facts that single lines state."""

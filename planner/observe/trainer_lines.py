@@ -35,7 +35,6 @@ from planner.observe.record import (
     moment,
     named_parts,
     number,
-    text_of,
     whole,
 )
 from planner.specs.base import Fields, Named, Texts
@@ -45,11 +44,6 @@ from planner.specs.units import GIB, MIB, is_count
 TABLE: Fields = shipped_table("observe/log_formats.yaml")
 """The words that trainers print."""
 _TIMES = ("train_step_time", "train_step_timing in s", "train_step_timing")
-_FACTS: dict[str, tuple[str, Any]] = {
-    "global_batch_size": ("global_batch_size", whole), "max_sequence_length": ("seq_length", whole),
-    "lora_rank": ("lora_rank", whole), "submission_benchmark": ("model", text_of),
-    "submission_platform": ("hardware", text_of),
-}  # fmt: skip
 
 
 def json_object(text: str) -> Fields:
@@ -86,9 +80,8 @@ def mllog(record: RunRecord, line: FoundLine) -> None:
         record.activity({"eval": "evaluation"}.get(kind, kind), float(record.state.pop(kind)), at_s)
         if kind == "eval":
             record.mark("evaluation")
-    elif key in _FACTS:
-        name, convert = _FACTS[key]
-        record.facts |= {name: known} if (known := convert(str(value))) else {}
+    elif key in TABLE["mlperf_facts"]:
+        record.fact(TABLE["mlperf_facts"][key], value)
     elif key == "tracked_stats" and isinstance(value, dict):
         _tracked(record, value, metadata, at_s)
 
