@@ -59,12 +59,6 @@ def not_a_number(record: RunRecord, line: FoundLine) -> None:
     record.not_numbers = (before[0] + 1, before[1], step) if before else (1, step, step)
 
 
-def with_data(record: RunRecord, line: FoundLine) -> None:
-    """LeRobot's `step:9 … updt_s:0.302 data_s:13.330`, XTuner's: an update, and the wait for its batch before it."""
-    _take_step(record, line, s=line.numbers["s"] + line.numbers["data"], data=math.nan)
-    record.timer("data_loading", line.numbers["data"])
-
-
 def micro_steps(record: RunRecord, line: FoundLine) -> None:
     """A line of a micro-batch, of which a step has as many as the line's own counts or the configuration say.
 
@@ -271,21 +265,27 @@ def clocked(record: RunRecord, line: FoundLine) -> None:
 
 
 def finish_bars(record: RunRecord) -> None:
+    if record.means:
+        _take_longest(record)
+    if not record.numbers:
+        _take_summary(record)
+
+
+def _take_longest(record: RunRecord) -> None:
+    """Take the steps of the bar of the asked number of steps, else of the one that runs longest."""
     bars = grouped((total, (step, elapsed_s, rate)) for step, elapsed_s, total, rate in record.means)
     asked = float(record.facts.get("num_steps_asked", 0))
-    longest = max(bars, key=lambda total: (total == asked, max(at for _, at, _ in bars[total])), default=None)
-    each = [] if longest is None else _unsmoothed(bars[longest])
-    if longest is not None:
-        for step, seconds, covers, at_s in each or _of_bars(bars[longest]):
-            record.step(step, seconds, covers=covers, end_s=at_s)
-    if record.numbers and longest is not None:
-        record.facts.setdefault("num_steps_asked", int(longest))
-        if each:
-            record.note("seconds are those of which a progress bar shows the smoothed rate")
-        elif not any(math.isinf(rate) for _, _, rate in bars[longest]):
-            record.note("seconds are of stretches of a clock with whole seconds, or of a progress bar's own rate")
-    else:
-        _take_summary(record)
+    longest = max(bars, key=lambda total: (total == asked, max(at for _, at, _ in bars[total])))
+    each = _unsmoothed(bars[longest])
+    for step, seconds, covers, at_s in each or _of_bars(bars[longest]):
+        record.step(step, seconds, covers=covers, end_s=at_s)
+    if not record.numbers:
+        return
+    record.facts.setdefault("num_steps_asked", int(longest))
+    if each:
+        record.note("seconds are those of which a progress bar shows the smoothed rate")
+    elif not any(math.isinf(rate) for _, _, rate in bars[longest]):
+        record.note("seconds are of stretches of a clock with whole seconds, or of a progress bar's own rate")
 
 
 SMOOTHING = 0.3
@@ -446,7 +446,8 @@ def _as_trainer(trainer: str, take: Take, record: RunRecord, line: FoundLine) ->
 
 def _take_step(record: RunRecord, line: FoundLine, **changed: float) -> None:
     numbers = {**line.numbers, **changed}
-    seconds = numbers.pop("s", math.nan)
+    data_s = numbers.pop("data", None)
+    seconds = numbers.pop("s", math.nan) + (data_s or 0.0)
     if (per_s := numbers.pop("per_s", 0.0)) > 0:
         seconds = 1 / per_s
     if (interval_s := numbers.pop("interval_s", 0.0)) > 0:  # known to more digits than the rate
@@ -455,6 +456,8 @@ def _take_step(record: RunRecord, line: FoundLine, **changed: float) -> None:
     step = numbers.pop("step", number(record.state["step"]) if "step" in record.state else counted)
     if math.isfinite(step) and record.step(int(step), seconds, end_s=line.at_s, rank=line.rank):
         record.take(numbers, line.rank)
+    if data_s is not None:
+        record.timer("data_loading", data_s)
 
 
 @dataclass(frozen=True, slots=True)

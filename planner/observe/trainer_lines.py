@@ -21,8 +21,7 @@ from planner.errors import SpecError
 from planner.export.followed.shell_script import Script
 from planner.export.import_run import read_configuration
 from planner.export.imported_run import ImportedRun
-from planner.export.megatron.deepspeed_options import DEEPSPEED_OPTIONS as DEEPSPEED_OPTIONS
-from planner.export.megatron.deepspeed_options import as_megatron, read_zero
+from planner.export.megatron.deepspeed_options import DEEPSPEED_OPTIONS, as_megatron, read_zero
 from planner.export.megatron.option_rows import options_of
 from planner.export.megatron.script_reading import options_of_features, run_of
 from planner.observe.observation import JobFacts
@@ -115,11 +114,9 @@ def finish_mlperf(record: RunRecord) -> None:
     """Take means of stretches where no step is recorded: those that are recorded, or the time between evaluations."""
     if not record.numbers:
         ends = _in_steps(record, [counted for counted, _, _ in record.means])
-        before = 0
-        for step, (_, seconds, at_s) in zip(ends, record.means, strict=False):
+        for before, step, (_, seconds, at_s) in zip((0, *ends), ends, record.means, strict=False):
             if step > before:
                 record.step(step, seconds, end_s=at_s, covers=step - before)
-            before = step
         if record.numbers:
             record.note("no step is recorded: seconds are the means that the log has of stretches of steps")
     if not record.numbers:
@@ -297,10 +294,8 @@ _UNSET = ("None", "False", "[]", "")
 def run_stated(record: RunRecord) -> ImportedRun | None:
     """The run in the arguments that a log dumps; None where it dumps none, or where they are no run."""
     with suppress(SpecError, KeyError, TypeError, ValueError, AttributeError, ZeroDivisionError):
-        if record.grammar == "dllogger" and "num_layers" in record.arguments:
-            return _of_nemo(record)
         if "num_layers" in record.arguments:
-            return _of_megatron(record.arguments)
+            return _of_nemo(record) if record.grammar == "dllogger" else _of_megatron(record.arguments)
     return None
 
 
