@@ -30,8 +30,8 @@ def judged(
 ) -> Observed:
     """The observation beside what it is held against, and the verdict by the predicted intervals.
 
-    That is a plan, or an earlier run of the same job, which is taken as it should be; beside nothing, no verdict is made,
-    but the causes that its own files show. A `doubt` whether a plan is of this run leaves the verdict open.
+    That is a plan, or an earlier run of the same job, which is taken as it should be. Beside nothing there is no
+    verdict, but the causes that its own files show. A `doubt` whether a plan is of this run leaves the verdict open.
     """
     plan = held.plan if isinstance(held, Observed) else held
     if plan is not None:
