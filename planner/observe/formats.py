@@ -294,7 +294,11 @@ SETTLED = 15
 """Steps after which less than 1% of what a bar shows is left of the first one."""
 
 
-def _unsmoothed(bars: list[tuple[float, float, float]]) -> list[tuple[int, float, int, float]]:
+Stretch = tuple[int, float, int, float]
+"""Last step, seconds of a step, number of steps and end of a stretch of a bar."""
+
+
+def _unsmoothed(bars: list[tuple[float, float, float]]) -> list[Stretch]:
     """As `_of_bars`, for less than `SURE_S` of a bar that shows every step, from the first on or late in a run.
 
     What it says at step n is (Σ w · (1 − w)^(n − i) · seconds_i) / (1 − (1 − w)^n), which gives back the seconds. None
@@ -308,7 +312,7 @@ def _unsmoothed(bars: list[tuple[float, float, float]]) -> list[tuple[int, float
         return []
     if first > 1:
         begun_s, mean_s = shown.pop(first)
-    found = list[tuple[int, float, int, float]]()
+    found = list[Stretch]()
     for step, (at_s, rate) in shown.items():
         before_s, mean_s = mean_s, rate * (1 - kept**step)
         found.append((step, (mean_s - kept * before_s) / SMOOTHING, 1, at_s))
@@ -317,9 +321,9 @@ def _unsmoothed(bars: list[tuple[float, float, float]]) -> list[tuple[int, float
     return found if is_told and abs(told_s - took_s) < 1 + 0.05 * took_s else []
 
 
-def _of_bars(bars: list[tuple[float, float, float]]) -> Iterator[tuple[int, float, int, float]]:
-    """Last step, seconds of a step, number of steps and end of each stretch; a bar whose clock falls back begins anew,
-    and what is behind the one before is another rank's, or printed again."""
+def _of_bars(bars: list[tuple[float, float, float]]) -> Iterator[Stretch]:
+    """The stretches of a bar; one whose clock falls back begins anew, and what is behind the one before is another
+    rank's, or printed again."""
     (first, first_s, rate), rates, begun_s = bars[0], list[float](), 0.0
     alone = first > 1 and first_s >= SURE_S and all(step == first for step, _, _ in bars)
     if alone and abs(first_s / first - rate) < 0.1 * rate:

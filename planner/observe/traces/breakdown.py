@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -25,6 +24,7 @@ from planner.observe.traces.events import (
     UNKNOWN,
     Events,
     FamilyTime,
+    Grid,
     GroupTime,
     RankTrace,
     Spans,
@@ -144,7 +144,7 @@ class Sorted:
     """The latest end of an event and all before it."""
 
     @classmethod
-    def of(cls, trace: RankTrace, grid: Mapping[str, int] | None = None) -> Sorted:
+    def of(cls, trace: RankTrace, grid: Grid | None = None) -> Sorted:
         """Sort a trace's events; `grid` names the axes of groups that the trace leaves undescribed."""
         family = np.array([family_of(name) for name in trace.names], np.int64)[trace.gpu["name"]]
         label_of_call = [

@@ -36,6 +36,8 @@ def family_of(name: str) -> int:
 _AXIS_PATTERNS = [(axis, re.compile(pattern)) for axis, pattern in TABLES["axes"]]
 GRID_ORDER = ("tp", "cp", "dp", "pp")
 """From ranks beside each other to ranks far apart, as Megatron and torchtitan lay them out."""
+Grid = Mapping[str, int]
+"""Sizes of tp, cp, dp and pp, which name the process groups that a trace leaves undescribed."""
 UNKNOWN = "unknown"
 POINT_TO_POINT = "point to point"
 PLANNED = {
@@ -75,7 +77,7 @@ def axis_of_description(description: str) -> str | None:
     return next((axis for axis, pattern in _AXIS_PATTERNS if pattern.search(lowered)), None)
 
 
-def axis_of(group: ProcessGroup, grid: Mapping[str, int] | None = None) -> str:
+def axis_of(group: ProcessGroup, grid: Grid | None = None) -> str:
     """The axis of a group: as described, else as its size and stride are in `grid` (sizes of tp, cp, dp and pp)."""
     described = axis_of_description(group.description)
     if described and described != "world":

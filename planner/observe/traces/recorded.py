@@ -32,6 +32,7 @@ from planner.observe.traces.events import (
     TABLES,
     Call,
     CollectiveTime,
+    Grid,
     RankReport,
     RankTrace,
     TraceReport,
@@ -216,7 +217,7 @@ def _align(ends: Mapping[tuple[int, int], list[int]], offsets: list[int], known:
             known |= {a, b}
 
 
-def stage_of(events: Sorted, grid: Mapping[str, int] | None = None) -> int | None:
+def stage_of(events: Sorted, grid: Grid | None = None) -> int | None:
     """The pipeline stage of a rank: its place in its pipeline group, or in `grid`; None where neither is known.
 
     A trace that describes its groups, and none of a pipeline, is of a job with one stage.
@@ -262,12 +263,9 @@ def file_kind_of(path: str | Path) -> FileKind | None:
     return FileKind.KINETO if _IS_TRACE.search(text) else None
 
 
-def read_traces(
-    paths: Sequence[str | Path], grid: Mapping[str, int] | None = None, progress: Progress | None = None
-) -> TraceReport:
+def read_traces(paths: Sequence[str | Path], grid: Grid | None = None, progress: Progress | None = None) -> TraceReport:
     """Read the profiler's traces of one run, one rank after the other and beside each other.
 
-    `grid` holds the sizes of tp, cp, dp and pp, and names the axes of process groups that the traces leave undescribed.
     Raises SpecError for a file that is no trace, and where two files are of one rank.
     """
     read = [rank for path in paths for rank in _cut(path, grid, progress)]
@@ -289,9 +287,7 @@ def read_traces(
     )  # fmt: skip
 
 
-def _cut(
-    path: str | Path, grid: Mapping[str, int] | None, progress: Progress | None
-) -> list[tuple[Sorted, tuple[TraceStep, ...]]]:
+def _cut(path: str | Path, grid: Grid | None, progress: Progress | None) -> list[tuple[Sorted, tuple[TraceStep, ...]]]:
     """The exchanges and the steps of each rank in a file; nothing else of it stays in memory."""
     ranks = [Sorted.of(trace, grid) for trace in read_kineto(path, progress)]
     return [
@@ -350,7 +346,7 @@ def kinds_of(paths: Sequence[str]) -> dict[str, FileKind]:
 
 
 def read_recorded(
-    kinds: Mapping[str, FileKind], grid: Mapping[str, int] | None = None, progress: Progress | None = None
+    kinds: Mapping[str, FileKind], grid: Grid | None = None, progress: Progress | None = None
 ) -> Recorded:
     """Read files by their kinds, those of one kind together.
 
@@ -359,7 +355,7 @@ def read_recorded(
         recorded = read_recorded(kinds_of(["rank0.json.gz", "rank1.json.gz", "snapshot.pickle"]))
         print(recorded.traces.ranks[0].steps[0].compute_s, recorded.snapshots[0].peak_bytes)
 
-    `grid` holds sizes of tp, cp, dp and pp, for process groups that the traces do not describe. Raises SpecError.
+    `grid` is for process groups that the traces do not describe. Raises SpecError.
     """
     traces, snapshots, dumps = (
         [path for path, kind in kinds.items() if kind is wanted]
