@@ -36,7 +36,7 @@ from planner.observe.record import (
     number,
     whole,
 )
-from planner.specs.base import Fields, Named, Texts
+from planner.specs.base import Fields, Named, Texts, grouped
 from planner.specs.reading import InputLimits, parse_json, parse_yaml, shipped_table
 from planner.specs.units import GIB, MIB, is_count
 
@@ -133,9 +133,10 @@ def finish_mlperf(record: RunRecord) -> None:
 
 def _stretches(record: RunRecord) -> list[tuple[float, float]]:
     """Begin and end of what was trained without a break: blocks, cut at the evaluations that are inside of them."""
-    evaluations = sorted((begin, end) for kind, begin, end in record.activities if kind == "evaluation")
+    of_kind = grouped((kind, (begin, end)) for kind, begin, end in record.activities)
+    evaluations = sorted(of_kind.get("evaluation", ()))
     found = []
-    for begin, end in ((begin, end) for kind, begin, end in record.activities if kind == "block"):
+    for begin, end in of_kind.get("block", ()):
         inside = [(start, stop) for start, stop in evaluations if begin < start and stop <= end]
         for start, stop in inside:  # what follows the last one is no whole stretch
             found.append((begin, start))
@@ -278,8 +279,8 @@ def straggler(record: RunRecord, line: FoundLine) -> None:
 def finish_arguments(record: RunRecord) -> None:
     """Take the facts that the arguments state; ranks are as many as they say, whatever single lines count."""
     for name, fact in TABLE["facts_of_arguments"].items():
-        if value := whole(record.arguments.get(name)):
-            record.facts[fact] = value if name == "world_size" else record.facts.get(fact, value)
+        if name == "world_size" or fact not in record.facts:
+            record.fact(fact, record.arguments.get(name))
 
 
 def datetime(record: RunRecord, line: FoundLine) -> None:
