@@ -72,9 +72,8 @@ def _observed(
     """The answer and how it is shown: the files beside the plan's file, else beside what options or the log say."""
     from rich.console import Group
 
-    from planner.observe.judge import judged, judged_alone, judged_beside
+    from planner.observe.judge import judged
     from planner.observe.log_reader import observe
-    from planner.observe.observation import Observed
     from planner.observe.traces.recorded import ObservedFiles, kinds_of, observation_of, read_recorded
     from planner.report.observe import recorded_sections, render_observed
 
@@ -87,12 +86,7 @@ def _observed(
     if expected is None:
         expected, source = _priced(observation, asked)
         doubt = _doubt(observation, asked)
-    if expected is None:
-        answer = judged_alone(observation, recorded)
-    elif isinstance(expected, Observed):
-        answer = judged_beside(observation, expected, source, recorded)
-    else:
-        answer = judged(observation, expected, source, recorded, doubt)
+    answer = judged(observation, expected, source, recorded, doubt)
     if recorded is None:
         return answer, render_observed(answer)
     whole = ObservedFiles(**dict(answer), recorded=recorded)

@@ -252,11 +252,10 @@ def wall_s(step: TraceStep) -> float:
 
 def traced_of(case: ObservedCase) -> list[Traced]:
     """The ranks whose traces mark steps; the layout says the stage and the group of those whose traces do not."""
-    traces = case.recorded.traces if case.recorded else None
     grid = grid_of(case)
     groups = [] if grid is None else [axis for axis in ("tp", "cp", "dp", "pp", "ep") if getattr(grid, axis) > 1]
     found = []
-    for report in traces.ranks if traces else ():
+    for report in case.recorded.ranks if case.recorded else ():
         named = _named(report, groups[0]) if len(groups) == 1 else report
         steady = [step for step in named.steps if not step.warm_up and step.number is not None]
         limit_s = SLOW * median(map(wall_s, steady)) if steady else 0.0

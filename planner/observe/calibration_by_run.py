@@ -178,18 +178,17 @@ def common_factor(run: PricedRun, evidence: RunEvidence, calibration: Calibratio
     step_s = evidence.step_s
     planned_s = run.step_s(calibration)
     error = math.log(step_s / planned_s)
+    hardware = run.cluster.hardware
+    least, most = plausible_factors(hardware)
     sensitivity = run.sensitivity(calibration)
     source = f"a step of {step_s:.4g} s, priced {planned_s:.4g}"
     if sensitivity < LEAST_SENSITIVE:
         reason = f"kernels twice as slow make the step {2**sensitivity - 1:.0%} longer: host and links hold it up"
-        least, most = plausible_factors(run.cluster.hardware)
         value = min(most, max(least, math.exp(error)))
         return Factor(value=value, source=source, verdict="refused", reason=reason), error
     log_factor = run.log_kernels(step_s, calibration)
     if log_factor is None:
-        hardware = run.cluster.hardware
         asked = f"its step of {step_s:.4g} s is {math.exp(error):.2f} of the priced {planned_s:.4g}"
-        least, most = plausible_factors(hardware)
         raise SpecError(
             f"{where}: {asked}, which no factor on the kernels of {hardware.name} explains "
             f"({least:.2f} to {most:g} is plausible)",

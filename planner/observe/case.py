@@ -303,7 +303,7 @@ def other_values(now: Candidate, name: str) -> Iterator[tuple[Texts, Candidate]]
     if name not in spoken(now) or not has_effect(name, setting_of(now)):
         return
     row = SWITCHES[name]
-    had = SWITCHES[name].value_of(runtime_of(now))
+    had = row.value_of(runtime_of(now))
     own = (row.value_of(own_runtime(now.pricing.runtime)),)
     values = own if name in FUSIONS else switches_of(now.pricing.runtime).get(name, ())
     for value in values:

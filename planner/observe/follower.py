@@ -23,8 +23,6 @@ from planner.observe.judge import (
     RUN_FRACTION,
     differences,
     judged,
-    judged_alone,
-    judged_beside,
     of_run,
     predicted,
     with_mfu,
@@ -360,9 +358,7 @@ class Follower:
 
     def judged(self, observation: Observation) -> Observed:
         """The last steps, or all, beside what the run is held against, with what they show."""
-        if isinstance(self._held, Plan):
-            return judged(observation, self._held, self._held_source)
-        return judged_beside(observation, self._held, self._held_source) if self._held else judged_alone(observation)
+        return judged(observation, self._held, self._held_source)
 
     def standing(self, final: bool = False) -> FollowedRun:
         """The run as it stands now."""

@@ -26,7 +26,6 @@ from planner.observe.record import (
     Take,
     moment,
     number,
-    text_of,
     whole,
 )
 from planner.specs.base import Fields, Said, Texts, grouped
@@ -58,12 +57,6 @@ def not_a_number(record: RunRecord, line: FoundLine) -> None:
     step = record.numbers[-1] if record.numbers else int(record.means[-1][0]) if record.means else 0
     before = record.not_numbers
     record.not_numbers = (before[0] + 1, before[1], step) if before else (1, step, step)
-
-
-def with_data(record: RunRecord, line: FoundLine) -> None:
-    """LeRobot's `step:9 … updt_s:0.302 data_s:13.330`, XTuner's: an update, and the wait for its batch before it."""
-    _take_step(record, line, s=line.numbers["s"] + line.numbers["data"], data=math.nan)
-    record.timer("data_loading", line.numbers["data"])
 
 
 def micro_steps(record: RunRecord, line: FoundLine) -> None:
@@ -272,21 +265,27 @@ def clocked(record: RunRecord, line: FoundLine) -> None:
 
 
 def finish_bars(record: RunRecord) -> None:
+    if record.means:
+        _take_longest(record)
+    if not record.numbers:
+        _take_summary(record)
+
+
+def _take_longest(record: RunRecord) -> None:
+    """Take the steps of the bar of the asked number of steps, else of the one that runs longest."""
     bars = grouped((total, (step, elapsed_s, rate)) for step, elapsed_s, total, rate in record.means)
     asked = float(record.facts.get("num_steps_asked", 0))
-    longest = max(bars, key=lambda total: (total == asked, max(at for _, at, _ in bars[total])), default=None)
-    each = [] if longest is None else _unsmoothed(bars[longest])
-    if longest is not None:
-        for step, seconds, covers, at_s in each or _of_bars(bars[longest]):
-            record.step(step, seconds, covers=covers, end_s=at_s)
-    if record.numbers and longest is not None:
-        record.facts.setdefault("num_steps_asked", int(longest))
-        if each:
-            record.note("seconds are those of which a progress bar shows the smoothed rate")
-        elif not any(math.isinf(rate) for _, _, rate in bars[longest]):
-            record.note("seconds are of stretches of a clock with whole seconds, or of a progress bar's own rate")
-    else:
-        _take_summary(record)
+    longest = max(bars, key=lambda total: (total == asked, max(at for _, at, _ in bars[total])))
+    each = _unsmoothed(bars[longest])
+    for step, seconds, covers, at_s in each or _of_bars(bars[longest]):
+        record.step(step, seconds, covers=covers, end_s=at_s)
+    if not record.numbers:
+        return
+    record.facts.setdefault("num_steps_asked", int(longest))
+    if each:
+        record.note("seconds are those of which a progress bar shows the smoothed rate")
+    elif not any(math.isinf(rate) for _, _, rate in bars[longest]):
+        record.note("seconds are of stretches of a clock with whole seconds, or of a progress bar's own rate")
 
 
 SMOOTHING = 0.3
@@ -295,7 +294,11 @@ SETTLED = 15
 """Steps after which less than 1% of what a bar shows is left of the first one."""
 
 
-def _unsmoothed(bars: list[tuple[float, float, float]]) -> list[tuple[int, float, int, float]]:
+Stretch = tuple[int, float, int, float]
+"""Last step, seconds of a step, number of steps and end of a stretch of a bar."""
+
+
+def _unsmoothed(bars: list[tuple[float, float, float]]) -> list[Stretch]:
     """As `_of_bars`, for less than `SURE_S` of a bar that shows every step, from the first on or late in a run.
 
     What it says at step n is (Σ w · (1 − w)^(n − i) · seconds_i) / (1 − (1 − w)^n), which gives back the seconds. None
@@ -309,7 +312,7 @@ def _unsmoothed(bars: list[tuple[float, float, float]]) -> list[tuple[int, float
         return []
     if first > 1:
         begun_s, mean_s = shown.pop(first)
-    found = list[tuple[int, float, int, float]]()
+    found = list[Stretch]()
     for step, (at_s, rate) in shown.items():
         before_s, mean_s = mean_s, rate * (1 - kept**step)
         found.append((step, (mean_s - kept * before_s) / SMOOTHING, 1, at_s))
@@ -318,9 +321,9 @@ def _unsmoothed(bars: list[tuple[float, float, float]]) -> list[tuple[int, float
     return found if is_told and abs(told_s - took_s) < 1 + 0.05 * took_s else []
 
 
-def _of_bars(bars: list[tuple[float, float, float]]) -> Iterator[tuple[int, float, int, float]]:
-    """Last step, seconds of a step, number of steps and end of each stretch; a bar whose clock falls back begins anew,
-    and what is behind the one before is another rank's, or printed again."""
+def _of_bars(bars: list[tuple[float, float, float]]) -> Iterator[Stretch]:
+    """The stretches of a bar; one whose clock falls back begins anew, and what is behind the one before is another
+    rank's, or printed again."""
     (first, first_s, rate), rates, begun_s = bars[0], list[float](), 0.0
     alone = first > 1 and first_s >= SURE_S and all(step == first for step, _, _ in bars)
     if alone and abs(first_s / first - rate) < 0.1 * rate:
@@ -418,8 +421,7 @@ def _taker(names: set[str], take: str = "", mark: str = "", fact: str = "", keep
     if counts:  # a number is a rank's own count since the begin
         return partial(_count, counts)
     if fact:
-        convert: Callable[[str], str | int | None] = text_of if fact in ("hardware", "model") else whole
-        return lambda record, line: record.facts.update({fact: value} if (value := convert(line.match[1])) else {})
+        return lambda record, line: record.fact(fact, line.match[1])
     if keep:
         return lambda record, line: record.state.update({keep: " ".join(filter(None, line.match.groups()))})
     if take:
@@ -448,7 +450,8 @@ def _as_trainer(trainer: str, take: Take, record: RunRecord, line: FoundLine) ->
 
 def _take_step(record: RunRecord, line: FoundLine, **changed: float) -> None:
     numbers = {**line.numbers, **changed}
-    seconds = numbers.pop("s", math.nan)
+    data_s = numbers.pop("data", None)
+    seconds = numbers.pop("s", math.nan) + (data_s or 0.0)
     if (per_s := numbers.pop("per_s", 0.0)) > 0:
         seconds = 1 / per_s
     if (interval_s := numbers.pop("interval_s", 0.0)) > 0:  # known to more digits than the rate
@@ -457,6 +460,8 @@ def _take_step(record: RunRecord, line: FoundLine, **changed: float) -> None:
     step = numbers.pop("step", number(record.state["step"]) if "step" in record.state else counted)
     if math.isfinite(step) and record.step(int(step), seconds, end_s=line.at_s, rank=line.rank):
         record.take(numbers, line.rank)
+    if data_s is not None:
+        record.timer("data_loading", data_s)
 
 
 @dataclass(frozen=True, slots=True)

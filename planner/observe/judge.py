@@ -22,36 +22,32 @@ from planner.specs.units import GIB
 
 
 def judged(
-    observation: Observation, plan: Plan, source: str, recorded: Recorded | None = None, doubt: str = ""
+    observation: Observation,
+    held: Plan | Observed | None = None,
+    source: str = "",
+    recorded: Recorded | None = None,
+    doubt: str = "",
 ) -> Observed:
-    """The observation with what was predicted for it, and the verdict by the predicted intervals.
+    """The observation beside what it is held against, and the verdict by the predicted intervals.
 
-    A `doubt` whether the prediction is of this run, in words, leaves the verdict open.
+    That is a plan, or an earlier run of the same job, which is taken as it should be. Beside nothing there is no
+    verdict, but the causes that its own files show. A `doubt` whether a plan is of this run leaves the verdict open.
     """
-    observation = with_mfu(observation, plan)
+    plan = held.plan if isinstance(held, Observed) else held
+    if plan is not None:
+        observation = with_mfu(observation, plan)
+    if isinstance(held, Observed):
+        return _told(RunFiles(observation, recorded, of_run(held, source), plan, held))
+    if plan is None:
+        return _told(RunFiles(observation, recorded))
     prediction = predicted(plan, source)
-    plan = plan.model_copy(update={"alternatives": (), "search": None})
     if differing := differences(observation, plan):
         doubt = f"the log is of another job than {source}: {'; '.join(differing)}"
     if doubt:
-        alone = judged_alone(observation, recorded)
+        alone = _told(RunFiles(observation, recorded))
         return alone.model_copy(update={"prediction": prediction, "says": f"no verdict: {doubt}"})
+    plan = plan.model_copy(update={"alternatives": (), "search": None})
     return _told(RunFiles(observation, recorded, prediction, plan))
-
-
-def judged_beside(
-    observation: Observation, earlier: Observed, source: str, recorded: Recorded | None = None
-) -> Observed:
-    """The observation beside an earlier run of the same job, which is taken as it should be."""
-    plan = earlier.plan
-    if plan is not None:
-        observation = with_mfu(observation, plan)
-    return _told(RunFiles(observation, recorded, of_run(earlier, source), plan, earlier))
-
-
-def judged_alone(observation: Observation, recorded: Recorded | None = None) -> Observed:
-    """The observation by itself: no verdict, but the causes that its own files show."""
-    return _told(RunFiles(observation, recorded))
 
 
 def _told(case: RunFiles) -> Observed:

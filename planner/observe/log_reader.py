@@ -236,9 +236,9 @@ class TableColumns:
     def values(self, row: Fields) -> dict[str, float]:
         """The numbers of a row by quantity, times in seconds."""
         return {
-            quantity: _moment(str(row.get(name, "")))
+            quantity: _moment(str(row.get(name)))
             if quantity == "moment"
-            else number(str(row.get(name, ""))) * COLUMNS["units"].get(unit or "", 1.0)
+            else number(row.get(name)) * COLUMNS["units"].get(unit or "", 1.0)
             for quantity, (name, unit) in self.found.items()
         }
 

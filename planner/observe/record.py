@@ -28,17 +28,19 @@ MOST = 2**53
 """More of anything is no count: the first whole number that a float cannot tell from the next."""
 FACTS = ("num_gpus", "global_batch_size", "seq_length", "num_steps_asked", "num_parameters")
 """Numbers of a line that are facts of the job."""
+NAMED_FACTS = ("hardware", "model")
+"""Facts of the job that are no numbers."""
 
 
-def number(text: str | None) -> float:
-    """The number at the begin of a text, commas of thousands left out; not a number where there is none."""
-    match = _FLOAT.match(text.strip().removeprefix("np.float64(").replace(",", "")) if text else None
+def number(said: object) -> float:
+    """The number at the begin of a text, commas of thousands left out, or a number; not a number where it is none."""
+    match = _FLOAT.match(str(said).strip().removeprefix("np.float64(").replace(",", ""))
     return float(match[0]) if match else math.nan
 
 
-def whole(text: str | None) -> int | None:
+def whole(said: object) -> int | None:
     """The whole number in a text; None where there is none, or one that no file of a trainer has."""
-    value = number(text)
+    value = number(said)
     return int(value) if math.isfinite(value) and value == int(value) and 0 <= value < MOST else None
 
 
@@ -354,6 +356,11 @@ class RunRecord:
 
     def note(self, text: str) -> None:
         self.notes[text] = None
+
+    def fact(self, name: str, said: object) -> None:
+        """Take a fact of the job that a text states: a name, or a whole number; nothing where it is none."""
+        if value := text_of(str(said)) if name in NAMED_FACTS else whole(said):
+            self.facts[name] = value
 
     def job_facts(self) -> JobFacts:
         """The facts that single lines state."""

@@ -15,8 +15,6 @@ import numpy as np
 from planner.observe.observation import Outlier, OutlierKind
 from planner.shape import BoolArray, FloatArray, IntArray
 
-Floats = FloatArray
-Ints = IntArray
 SIGMA_OF_MAD = 1.4826
 _OUTLIER_SIGMAS, _OUTLIER_FRACTION = 6.0, 0.05
 """A row is an outlier from both on: a step 5% longer is worth a word, and noise of 6σ is none."""
@@ -42,7 +40,7 @@ class Steady:
     outliers: tuple[Outlier, ...] = field(default=())
 
 
-def quantile(values: Floats, weights: Floats, fraction: float) -> float:
+def quantile(values: FloatArray, weights: FloatArray, fraction: float) -> float:
     """The least value at which that share of the weight is reached; the middle of two where it falls between them."""
     order = np.argsort(values, kind="stable")
     sums = np.cumsum(weights[order])
@@ -55,9 +53,9 @@ def quantile(values: Floats, weights: Floats, fraction: float) -> float:
 
 
 def steady(
-    numbers: Ints,
-    seconds: Floats,
-    covers: Floats,
+    numbers: IntArray,
+    seconds: FloatArray,
+    covers: FloatArray,
     starts: tuple[int, ...] = (0,),
     marks: Mapping[int, set[str]] | None = None,
     precision_fraction: float = 0.0,
@@ -99,7 +97,7 @@ def steady(
     )
 
 
-def _level(seconds: Floats, covers: Floats) -> tuple[float, float]:
+def _level(seconds: FloatArray, covers: FloatArray) -> tuple[float, float]:
     """The median, and the noise around it."""
     middle = quantile(seconds, covers, 0.5)
     return middle, SIGMA_OF_MAD * quantile(np.abs(seconds - middle), covers, 0.5)
@@ -110,14 +108,14 @@ def _limit(middle: float, noise: float, precision_fraction: float) -> float:
     return middle + max(_OUTLIER_SIGMAS * noise, (_OUTLIER_FRACTION + 2 * precision_fraction) * middle)
 
 
-def _drift(numbers: Ints, seconds: Floats, middle: float) -> float | None:
+def _drift(numbers: IntArray, seconds: FloatArray, middle: float) -> float | None:
     """The slope over the whole run as a share of the step; None of too few rows."""
     if len(numbers) < _LEAST_FOR_DRIFT or numbers[-1] <= numbers[0]:
         return None
     return slope_of(numbers.astype(float), seconds) * float(numbers.max() - numbers.min()) / middle
 
 
-def slope_of(x: Floats, y: Floats) -> float:
+def slope_of(x: FloatArray, y: FloatArray) -> float:
     """Theil and Sen's slope, the median of those of all pairs of points with growing x; of many, a part is taken."""
     rows = np.unique(np.linspace(0, len(x) - 1, _MOST_FOR_DRIFT).astype(int))
     first, second = np.triu_indices(len(rows), 1)
@@ -127,7 +125,7 @@ def slope_of(x: Floats, y: Floats) -> float:
     return float(np.median(slopes)) if len(slopes) else 0.0
 
 
-def _named(numbers: Ints, extra: Floats, slow: BoolArray, marks: Mapping[int, set[str]]) -> Iterator[Outlier]:
+def _named(numbers: IntArray, extra: FloatArray, slow: BoolArray, marks: Mapping[int, set[str]]) -> Iterator[Outlier]:
     """Outliers by what is known of them: marked ones, those in a row, those at equal distances, the others."""
     left = set(np.flatnonzero(slow).tolist())
     for kind, words in (("checkpoint", "checkpoint"), ("evaluation", "evaluation"), ("periodic", "gc")):
@@ -147,7 +145,7 @@ def _named(numbers: Ints, extra: Floats, slow: BoolArray, marks: Mapping[int, se
 
 
 def _outlier(
-    kind: OutlierKind, numbers: Ints, extra: Floats, rows: list[int], period: int | None, likely: str
+    kind: OutlierKind, numbers: IntArray, extra: FloatArray, rows: list[int], period: int | None, likely: str
 ) -> Outlier:
     return Outlier(
         kind=kind,
@@ -171,7 +169,7 @@ def _runs(rows: list[int]) -> Iterator[list[int]]:
         yield run
 
 
-def _period(numbers: Ints) -> int | None:
+def _period(numbers: IntArray) -> int | None:
     """The distance at which steps come back: four in five of the distances between them are whole multiples of it."""
     if len(numbers) < 4:
         return None

@@ -21,8 +21,7 @@ from planner.errors import SpecError
 from planner.export.followed.shell_script import Script
 from planner.export.import_run import read_configuration
 from planner.export.imported_run import ImportedRun
-from planner.export.megatron.deepspeed_options import DEEPSPEED_OPTIONS as DEEPSPEED_OPTIONS
-from planner.export.megatron.deepspeed_options import as_megatron, read_zero
+from planner.export.megatron.deepspeed_options import DEEPSPEED_OPTIONS, as_megatron, read_zero
 from planner.export.megatron.option_rows import options_of
 from planner.export.megatron.script_reading import options_of_features, run_of
 from planner.observe.observation import JobFacts
@@ -35,21 +34,15 @@ from planner.observe.record import (
     moment,
     named_parts,
     number,
-    text_of,
     whole,
 )
-from planner.specs.base import Fields, Named, Texts
+from planner.specs.base import Fields, Named, Texts, grouped
 from planner.specs.reading import InputLimits, parse_json, parse_yaml, shipped_table
 from planner.specs.units import GIB, MIB, is_count
 
 TABLE: Fields = shipped_table("observe/log_formats.yaml")
 """The words that trainers print."""
 _TIMES = ("train_step_time", "train_step_timing in s", "train_step_timing")
-_FACTS: dict[str, tuple[str, Any]] = {
-    "global_batch_size": ("global_batch_size", whole), "max_sequence_length": ("seq_length", whole),
-    "lora_rank": ("lora_rank", whole), "submission_benchmark": ("model", text_of),
-    "submission_platform": ("hardware", text_of),
-}  # fmt: skip
 
 
 def json_object(text: str) -> Fields:
@@ -61,16 +54,12 @@ def json_object(text: str) -> Fields:
     return data if isinstance(data, dict) else {}
 
 
-def _value(value: Any) -> float:
-    return number(str(value))
-
-
 def mllog(record: RunRecord, line: FoundLine) -> None:
     data = json_object(line.match[1])
     key = data.get("key")
     value = data.get("value")
     said = data.get("metadata")
-    at_s = _value(data.get("time_ms")) / 1e3
+    at_s = number(data.get("time_ms")) / 1e3
     metadata = said if isinstance(said, dict) else {}
     if not isinstance(key, str) or not math.isfinite(at_s):
         record.note("some lines of MLPerf's log are cut off and were left out")
@@ -84,15 +73,14 @@ def mllog(record: RunRecord, line: FoundLine) -> None:
         record.state["tokens of a block"] = str(metadata.get("epoch_count", record.state.get("tokens of a block", "")))
         if kind == "eval":
             # all of 3.1 to 5.1 count here what was trained until then; at a block's ends they count different things
-            trained = _value(metadata.get("samples_count", metadata.get("epoch_num")))
+            trained = number(metadata.get("samples_count", metadata.get("epoch_num")))
             record.state["trained"] = f"{record.state.get('trained', '')} {trained:.0f}"
     elif side == "stop" and kind in record.state:
         record.activity({"eval": "evaluation"}.get(kind, kind), float(record.state.pop(kind)), at_s)
         if kind == "eval":
             record.mark("evaluation")
-    elif key in _FACTS:
-        name, convert = _FACTS[key]
-        record.facts |= {name: known} if (known := convert(str(value))) else {}
+    elif key in TABLE["mlperf_facts"]:
+        record.fact(TABLE["mlperf_facts"][key], value)
     elif key == "tracked_stats" and isinstance(value, dict):
         _tracked(record, value, metadata, at_s)
 
@@ -104,33 +92,31 @@ def _tracked(record: RunRecord, value: Fields, metadata: Fields, at_s: float) ->
     5.0 and steps in 5.1, which has `samples_count` beside.
     """
     if (name := next((name for name in value if name.startswith("validation_step_tim")), None)) is not None:
-        record.state.setdefault("eval", str(at_s - _value(value[name])))  # some runs print no eval_start
+        record.state.setdefault("eval", str(at_s - number(value[name])))  # some runs print no eval_start
     if "max_memory_usage" in value:
-        record.bytes_of(None, max_allocated_bytes=_value(value["max_memory_usage"]) * GIB)
+        record.bytes_of(None, max_allocated_bytes=number(value["max_memory_usage"]) * GIB)
     name = next((name for name in value if name in _TIMES), None)
-    counted = _value(metadata.get("step"))
+    counted = number(metadata.get("step"))
     if name is None or not math.isfinite(counted):
         return
     if "throughput" in value:
         if counted > 0 and len(record.means) < MAX_NAMES:
-            record.means.append((counted, _value(value[name]), at_s))
+            record.means.append((counted, number(value[name]), at_s))
         return
     if "samples_count" in metadata:
         counted += 1  # the first step is 0
     elif (batch := int(record.facts.get("global_batch_size", 0))) > 0:
         counted /= batch * (int(record.facts.get("seq_length", 1)) if name == _TIMES[1] else 1)
-    record.step(round(counted), _value(value[name]), end_s=at_s, covers=1 if not record.numbers else 0)
+    record.step(round(counted), number(value[name]), end_s=at_s, covers=1 if not record.numbers else 0)
 
 
 def finish_mlperf(record: RunRecord) -> None:
     """Take means of stretches where no step is recorded: those that are recorded, or the time between evaluations."""
     if not record.numbers:
         ends = _in_steps(record, [counted for counted, _, _ in record.means])
-        before = 0
-        for step, (_, seconds, at_s) in zip(ends, record.means, strict=False):
+        for before, step, (_, seconds, at_s) in zip((0, *ends), ends, record.means, strict=False):
             if step > before:
                 record.step(step, seconds, end_s=at_s, covers=step - before)
-            before = step
         if record.numbers:
             record.note("no step is recorded: seconds are the means that the log has of stretches of steps")
     if not record.numbers:
@@ -147,9 +133,10 @@ def finish_mlperf(record: RunRecord) -> None:
 
 def _stretches(record: RunRecord) -> list[tuple[float, float]]:
     """Begin and end of what was trained without a break: blocks, cut at the evaluations that are inside of them."""
-    evaluations = sorted((begin, end) for kind, begin, end in record.activities if kind == "evaluation")
+    of_kind = grouped((kind, (begin, end)) for kind, begin, end in record.activities)
+    evaluations = sorted(of_kind.get("evaluation", ()))
     found = []
-    for begin, end in ((begin, end) for kind, begin, end in record.activities if kind == "block"):
+    for begin, end in of_kind.get("block", ()):
         inside = [(start, stop) for start, stop in evaluations if begin < start and stop <= end]
         for start, stop in inside:  # what follows the last one is no whole stretch
             found.append((begin, start))
@@ -181,7 +168,7 @@ def dllogger(record: RunRecord, line: FoundLine) -> None:
     said = json_object(line.match[1])
     data = said.get("data")
     step = said.get("step")
-    at_s = _value(said.get("timestamp"))
+    at_s = number(said.get("timestamp"))
     if not isinstance(data, dict):
         return
     if step == "PARAMETER":
@@ -192,7 +179,7 @@ def dllogger(record: RunRecord, line: FoundLine) -> None:
         record.restart()
     elif isinstance(step, int) and _TIMES[1] in data:
         # the printed value is the mean of up to five last steps; the clock of the lines says each one
-        said_s = _value(data[_TIMES[1]])
+        said_s = number(data[_TIMES[1]])
         if record.clocked_step(step, at_s, said_s) and record.seconds[-1] != said_s:
             record.note("train_step_timing is a mean over the last steps: seconds are from the times of the lines")
 
@@ -292,8 +279,8 @@ def straggler(record: RunRecord, line: FoundLine) -> None:
 def finish_arguments(record: RunRecord) -> None:
     """Take the facts that the arguments state; ranks are as many as they say, whatever single lines count."""
     for name, fact in TABLE["facts_of_arguments"].items():
-        if value := whole(record.arguments.get(name)):
-            record.facts[fact] = value if name == "world_size" else record.facts.get(fact, value)
+        if name == "world_size" or fact not in record.facts:
+            record.fact(fact, record.arguments.get(name))
 
 
 def datetime(record: RunRecord, line: FoundLine) -> None:
@@ -308,10 +295,8 @@ _UNSET = ("None", "False", "[]", "")
 def run_stated(record: RunRecord) -> ImportedRun | None:
     """The run in the arguments that a log dumps; None where it dumps none, or where they are no run."""
     with suppress(SpecError, KeyError, TypeError, ValueError, AttributeError, ZeroDivisionError):
-        if record.grammar == "dllogger" and "num_layers" in record.arguments:
-            return _of_nemo(record)
         if "num_layers" in record.arguments:
-            return _of_megatron(record.arguments)
+            return _of_nemo(record) if record.grammar == "dllogger" else _of_megatron(record.arguments)
     return None
 
 

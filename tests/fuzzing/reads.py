@@ -20,7 +20,7 @@ from planner.errors import PlannerError
 from planner.export.import_run import read as read_configuration
 from planner.layout.runs import evaluate_lines, parse_run
 from planner.observe.history import KeptPrice, prices_of, read_kept
-from planner.observe.judge import judged_alone
+from planner.observe.judge import judged
 from planner.observe.log_reader import observe
 from planner.observe.traces.recorded import kinds_of, observation_of, read_recorded
 from planner.plan_file import read_plan
@@ -89,7 +89,7 @@ def calibrated(path: Path) -> object:
 
 
 def observed(path: Path) -> object:
-    return judged_alone(observe([str(path)])).model_dump_json()
+    return judged(observe([str(path)])).model_dump_json()
 
 
 def recorded(path: Path) -> object:
@@ -99,7 +99,7 @@ def recorded(path: Path) -> object:
         return observed(path)
     read = read_recorded(kinds)
     with suppress(PlannerError):
-        return judged_alone(observation_of(read), read).model_dump_json()
+        return judged(observation_of(read), recorded=read).model_dump_json()
     return read.model_dump_json()
 
 

@@ -12,7 +12,7 @@ from written import BEGIN_S, LLAMA_8B, TABLES, arguments, iteration, iterations,
 
 from planner.answer import Plan
 from planner.cli import main
-from planner.observe.judge import judged, judged_beside, predicted
+from planner.observe.judge import judged, predicted
 from planner.observe.observation import JobFacts, Observation, Observed, SourceFile
 from planner.specs.units import GIB
 
@@ -215,7 +215,7 @@ def test_mfu_goes_with_tokens_per_second(priced: Plan) -> None:
 def test_an_earlier_run_without_memory_predicts_none(priced: Plan) -> None:
     earlier = Observed(observation=observed(priced, 1.0))
     later = observed(priced, 1.0, peak_memory_bytes=90 * GIB, peak_memory_kind="allocated")
-    assert judged_beside(later, earlier, "observed.json").verdict == "expected"
+    assert judged(later, earlier, "observed.json").verdict == "expected"
 
 
 def test_no_step_has_no_verdict(priced: Plan) -> None:

@@ -11,7 +11,7 @@ from written import LLAMA_8B, TABLES, arguments, iterations, read
 from planner.answer import Plan
 from planner.cli import main
 from planner.observe.case import ObservedCase, recipe_terms, remedy_of_change, running, stated_otherwise
-from planner.observe.judge import judged, judged_beside, of_run, predicted
+from planner.observe.judge import judged, of_run, predicted
 from planner.observe.observation import Observation, Observed
 from planner.plan_file import plan_of
 from planner.specs.units import GIB
@@ -129,7 +129,7 @@ def test_beside_an_earlier_run_the_recipes_of_both_logs_are_held_together(planne
     off = {"overlap_grad_reduce": False, "overlap_param_gather": False}
     earlier = Observed(observation=observed(tmp_path, **off), plan=planned)
     later = observed(tmp_path, **off, cross_entropy_loss_fusion=False)
-    answer = judged_beside(later, earlier, "observed.json")
+    answer = judged(later, earlier, "observed.json")
     names = [term.term for term in answer.waterfall]
     assert [name for name in names if name.startswith("recipe")] == ["recipe: cross_entropy_fusion"]
     assert "the earlier run has true" in answer.waterfall[0].evidence

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -25,6 +24,7 @@ from planner.observe.traces.events import (
     UNKNOWN,
     Events,
     FamilyTime,
+    Grid,
     GroupTime,
     RankTrace,
     Spans,
@@ -144,7 +144,7 @@ class Sorted:
     """The latest end of an event and all before it."""
 
     @classmethod
-    def of(cls, trace: RankTrace, grid: Mapping[str, int] | None = None) -> Sorted:
+    def of(cls, trace: RankTrace, grid: Grid | None = None) -> Sorted:
         """Sort a trace's events; `grid` names the axes of groups that the trace leaves undescribed."""
         family = np.array([family_of(name) for name in trace.names], np.int64)[trace.gpu["name"]]
         label_of_call = [
@@ -208,17 +208,21 @@ def break_down(events: Sorted, step: StepWindow) -> TraceStep:
         start_s=(step.start_ns - origin_ns) * NS,
         wall_s=(step.end_ns - step.start_ns) * NS,
         warm_up=step.warm_up,
-        compute_s=length_ns(compute) * NS,
-        exposed_communication_s=length_ns(subtract(communicating, compute)) * NS,
-        copies_s=length_ns(copies) * NS,
-        host_gaps_s=length_ns(gaps) * NS,
-        dependencies_s=length_ns(dependencies) * NS,
-        idle_s=length_ns(unknown) * NS,
-        long_gaps_s=length_ns(gaps[gaps[:, 1] - gaps[:, 0] > LONG * (step.end_ns - step.start_ns)]) * NS,
+        compute_s=_seconds(compute),
+        exposed_communication_s=_seconds(subtract(communicating, compute)),
+        copies_s=_seconds(copies),
+        host_gaps_s=_seconds(gaps),
+        dependencies_s=_seconds(dependencies),
+        idle_s=_seconds(unknown),
+        long_gaps_s=_seconds(gaps[gaps[:, 1] - gaps[:, 0] > LONG * (step.end_ns - step.start_ns)]),
         families=_families(events, computing, inside),
         groups=groups,
         waits=_waits(events, merge(gaps, unknown)),
     )
+
+
+def _seconds(spans: Spans) -> float:
+    return length_ns(spans) * NS
 
 
 def _union(gpu: Events, chosen: BoolArray) -> Spans:
@@ -267,9 +271,9 @@ def _groups(events: Sorted, near: BoolArray, inside: Spans, compute: Spans) -> t
         times.append(
             GroupTime(
                 group=label,
-                busy_s=length_ns(spans) * NS,
-                hidden_s=length_ns(intersect(spans, compute)) * NS,
-                exposed_s=length_ns(exposed) * NS,
+                busy_s=_seconds(spans),
+                hidden_s=_seconds(intersect(spans, compute)),
+                exposed_s=_seconds(exposed),
             )
         )
         all_of_it = merge(all_of_it, spans)
@@ -304,5 +308,5 @@ def _waits_of(trace: RankTrace) -> tuple[tuple[str, Spans], ...]:
 
 def _waits(events: Sorted, gaps: Spans) -> tuple[tuple[str, float], ...]:
     """Seconds of idle time that each of the waits covers, the longest first."""
-    covered = ((name, length_ns(intersect(gaps, spans)) * NS) for name, spans in events.waits)
+    covered = ((name, _seconds(intersect(gaps, spans))) for name, spans in events.waits)
     return tuple(sorted((item for item in covered if item[1] > 0), key=lambda item: -item[1])[:MAX_NAMES])

@@ -18,7 +18,7 @@ import numpy as np
 
 from planner.errors import SpecError
 from planner.observe.observation import SavedPart
-from planner.observe.traces.events import TABLES, is_whole, ranks_of
+from planner.observe.traces.events import TABLES, is_whole, mapping, mappings, ranks_of
 from planner.observe.traces.source import Progress, load_plain, trace_file
 from planner.specs.base import Fields, Ints, Said, Texts, grouped
 from planner.specs.expressions import texts_of
@@ -386,9 +386,8 @@ def _dump(path: str | Path, number: int, num_files: int) -> FlightDump:
         pair = (_text(group[0]), _text(group[1])) if isinstance(group, (list, tuple)) and len(group) == 2 else ("?", "")
         if raw.get("is_p2p") is not True:
             entries[pair].append(_entry(raw, rank))
-    config = data.get("pg_config")
-    configured = config.values() if isinstance(config, dict) else ()
-    members = {_text(one.get("name")): ranks_of(one.get("ranks")) for one in configured if isinstance(one, dict)}
+    configured = mappings(list(mapping(data.get("pg_config")).values()))
+    members = {_text(one.get("name")): ranks_of(one.get("ranks")) for one in configured}
     return FlightDump(rank, dict(entries), members)
 
 
@@ -405,7 +404,7 @@ def _rank(data: Fields, where: str, number: int, num_files: int) -> int:
 
 def _entry(raw: Fields, rank: int) -> RecordedCollective:
     frames = raw.get("frames")
-    frame = frames[0] if isinstance(frames, list) and frames and isinstance(frames[0], dict) else {}
+    frame = mapping(frames[0] if isinstance(frames, list) and frames else None)
     file = str(frame.get("filename", "")).rpartition("/")[2]
     name = _text(raw.get("profiling_name"))
     sequence, created_ns = (

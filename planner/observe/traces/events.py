@@ -36,6 +36,8 @@ def family_of(name: str) -> int:
 _AXIS_PATTERNS = [(axis, re.compile(pattern)) for axis, pattern in TABLES["axes"]]
 GRID_ORDER = ("tp", "cp", "dp", "pp")
 """From ranks beside each other to ranks far apart, as Megatron and torchtitan lay them out."""
+Grid = Mapping[str, int]
+"""Sizes of tp, cp, dp and pp, which name the process groups that a trace leaves undescribed."""
 UNKNOWN = "unknown"
 POINT_TO_POINT = "point to point"
 PLANNED = {
@@ -75,7 +77,7 @@ def axis_of_description(description: str) -> str | None:
     return next((axis for axis, pattern in _AXIS_PATTERNS if pattern.search(lowered)), None)
 
 
-def axis_of(group: ProcessGroup, grid: Mapping[str, int] | None = None) -> str:
+def axis_of(group: ProcessGroup, grid: Grid | None = None) -> str:
     """The axis of a group: as described, else as its size and stride are in `grid` (sizes of tp, cp, dp and pp)."""
     described = axis_of_description(group.description)
     if described and described != "world":
@@ -92,6 +94,16 @@ def axis_of(group: ProcessGroup, grid: Mapping[str, int] | None = None) -> str:
 def is_whole(value: object, most: int = 2**62) -> TypeGuard[int]:
     """True for a whole number below `most`, of whatever a file may hold."""
     return type(value) is int and 0 <= value < most
+
+
+def mapping(value: object) -> Fields:
+    """The mapping that a file holds; an empty one where it is something else."""
+    return value if isinstance(value, dict) else {}
+
+
+def mappings(values: object) -> list[Fields]:
+    """The mappings in a list; none where it is something else."""
+    return [value for value in values if isinstance(value, dict)] if isinstance(values, list) else []
 
 
 def ranks_of(text: object) -> Ints:

@@ -32,6 +32,7 @@ from planner.observe.traces.events import (
     TABLES,
     Call,
     CollectiveTime,
+    Grid,
     RankReport,
     RankTrace,
     TraceReport,
@@ -216,7 +217,7 @@ def _align(ends: Mapping[tuple[int, int], list[int]], offsets: list[int], known:
             known |= {a, b}
 
 
-def stage_of(events: Sorted, grid: Mapping[str, int] | None = None) -> int | None:
+def stage_of(events: Sorted, grid: Grid | None = None) -> int | None:
     """The pipeline stage of a rank: its place in its pipeline group, or in `grid`; None where neither is known.
 
     A trace that describes its groups, and none of a pipeline, is of a job with one stage.
@@ -262,12 +263,9 @@ def file_kind_of(path: str | Path) -> FileKind | None:
     return FileKind.KINETO if _IS_TRACE.search(text) else None
 
 
-def read_traces(
-    paths: Sequence[str | Path], grid: Mapping[str, int] | None = None, progress: Progress | None = None
-) -> TraceReport:
+def read_traces(paths: Sequence[str | Path], grid: Grid | None = None, progress: Progress | None = None) -> TraceReport:
     """Read the profiler's traces of one run, one rank after the other and beside each other.
 
-    `grid` holds the sizes of tp, cp, dp and pp, and names the axes of process groups that the traces leave undescribed.
     Raises SpecError for a file that is no trace, and where two files are of one rank.
     """
     read = [rank for path in paths for rank in _cut(path, grid, progress)]
@@ -289,9 +287,7 @@ def read_traces(
     )  # fmt: skip
 
 
-def _cut(
-    path: str | Path, grid: Mapping[str, int] | None, progress: Progress | None
-) -> list[tuple[Sorted, tuple[TraceStep, ...]]]:
+def _cut(path: str | Path, grid: Grid | None, progress: Progress | None) -> list[tuple[Sorted, tuple[TraceStep, ...]]]:
     """The exchanges and the steps of each rank in a file; nothing else of it stays in memory."""
     ranks = [Sorted.of(trace, grid) for trace in read_kineto(path, progress)]
     return [
@@ -331,6 +327,11 @@ class Recorded(SavedPart):
     kinds: Named = Field(default_factory=dict)
     """The kind of each file."""
 
+    @property
+    def ranks(self) -> tuple[RankReport, ...]:
+        """The ranks that have traces."""
+        return self.traces.ranks if self.traces else ()
+
 
 class ObservedFiles(Observed):
     """The answer of `plan observe` where files beside logs were given."""
@@ -345,7 +346,7 @@ def kinds_of(paths: Sequence[str]) -> dict[str, FileKind]:
 
 
 def read_recorded(
-    kinds: Mapping[str, FileKind], grid: Mapping[str, int] | None = None, progress: Progress | None = None
+    kinds: Mapping[str, FileKind], grid: Grid | None = None, progress: Progress | None = None
 ) -> Recorded:
     """Read files by their kinds, those of one kind together.
 
@@ -354,11 +355,12 @@ def read_recorded(
         recorded = read_recorded(kinds_of(["rank0.json.gz", "rank1.json.gz", "snapshot.pickle"]))
         print(recorded.traces.ranks[0].steps[0].compute_s, recorded.snapshots[0].peak_bytes)
 
-    `grid` holds sizes of tp, cp, dp and pp, for process groups that the traces do not describe. Raises SpecError.
+    `grid` is for process groups that the traces do not describe. Raises SpecError.
     """
-    traces = [path for path, kind in kinds.items() if kind is FileKind.KINETO]
-    snapshots = [path for path, kind in kinds.items() if kind is FileKind.SNAPSHOT]
-    dumps = [path for path, kind in kinds.items() if kind is FileKind.FLIGHT_RECORDER]
+    traces, snapshots, dumps = (
+        [path for path, kind in kinds.items() if kind is wanted]
+        for wanted in (FileKind.KINETO, FileKind.SNAPSHOT, FileKind.FLIGHT_RECORDER)
+    )
     return Recorded(
         traces=read_traces(traces, grid, progress) if traces else None,
         snapshots=tuple(report for path in snapshots for report in read_snapshot(path, progress)),
@@ -369,18 +371,19 @@ def read_recorded(
 
 def observation_of(recorded: Recorded) -> Observation:
     """The observation of a run without a log: the step by the traces, the peak by the snapshots."""
-    steps = steady(recorded.traces.ranks) if recorded.traces else []
+    ranks = recorded.ranks
+    steps = steady(ranks)
     walls = sorted(step.wall_s for step in steps if step.number is not None)
     peaks = [snapshot.peak_bytes for snapshot in recorded.snapshots]
-    num_warmup = sum(step.warm_up for rank in recorded.traces.ranks for step in rank.steps) if recorded.traces else 0
+    num_warmup = sum(step.warm_up for rank in ranks for step in rank.steps)
     step_s = float(np.median(walls)) if walls else None
     return Observation(
         sources=tuple(SourceFile(path=path, format=kind) for path, kind in recorded.kinds.items()),
-        facts=_facts(recorded.traces),
+        facts=_facts(ranks),
         step_s=step_s,
         step_s_spread=(float(np.quantile(walls, 0.1)), float(np.quantile(walls, 0.9))) if len(walls) > 1 else None,
         num_steps=len({step.number for step in steps if step.number is not None}),
-        num_warmup_steps=num_warmup // max(len(recorded.traces.ranks), 1) if recorded.traces else 0,
+        num_warmup_steps=num_warmup // max(len(ranks), 1),
         peak_memory_bytes=max(peaks, default=None),
         peak_memory_kind="allocated" if peaks else None,
         memory=tuple(
@@ -412,11 +415,9 @@ def terms(steps: Sequence[TraceStep], step_s: float) -> dict[str, float]:
     return {**mean, UNATTRIBUTED: step_s - sum(mean.values())}
 
 
-def _facts(traces: TraceReport | None) -> JobFacts:
-    if traces is None:
-        return JobFacts()
-    devices = {rank.device for rank in traces.ranks if rank.device not in ("GPU", HOST)}
-    sizes = {rank.world_size for rank in traces.ranks if rank.world_size}
+def _facts(ranks: Sequence[RankReport]) -> JobFacts:
+    devices = {rank.device for rank in ranks if rank.device not in ("GPU", HOST)}
+    sizes = {rank.world_size for rank in ranks if rank.world_size}
     return JobFacts(
         hardware=devices.pop() if len(devices) == 1 else None, num_gpus=sizes.pop() if len(sizes) == 1 else None
     )
@@ -427,7 +428,7 @@ def _notes(recorded: Recorded) -> Texts:
     notes = []
     if recorded.traces:
         notes += [f"not shown: {sentence}" for sentence in recorded.traces.not_shown]
-        notes += dict.fromkeys(warning for rank in recorded.traces.ranks for warning in rank.warnings)
+        notes += dict.fromkeys(warning for rank in recorded.ranks for warning in rank.warnings)
         notes.append("a profiler slows a run down: hold its steps against those of a log without one")
     notes += dict.fromkeys(warning for snapshot in recorded.snapshots for warning in snapshot.warnings)
     notes += recorded.flight_recorder.warnings if recorded.flight_recorder else ()

@@ -40,6 +40,8 @@ from planner.observe.traces.events import (
     RankTrace,
     is_whole,
     launch_of,
+    mapping,
+    mappings,
     rank_in_name,
     ranks_by_stride,
     ranks_of,
@@ -334,8 +336,7 @@ class _Reader:
         if length_us < 0:
             self.num_negative += 1
             return
-        said = event.get("args")
-        arguments = said if isinstance(said, dict) else {}
+        arguments = mapping(event.get("args"))
         call = self._call(arguments) if "Collective name" in arguments else -1
         link = arguments.get("correlation")
         lane = self.lanes.setdefault((_key(event.get("pid")), _key(event.get("tid"))), len(self.lanes))
@@ -449,33 +450,26 @@ def _with_calls(gpu: Events, launches: Events, comms: Events) -> Events:
 
 def _configured(header: Said) -> dict[str, ProcessGroup]:
     """The groups of `distributedInfo.pg_config`, which lists every rank."""
-    info = header.get("distributedInfo")
-    entries = info.get("pg_config") if isinstance(info, dict) else None
     groups = {}
-    for entry in entries if isinstance(entries, list) else ():
-        if isinstance(entry, dict):
-            name = _text(entry.get("pg_name", ""))
-            ranks = ranks_of(entry.get("ranks"))
-            size = entry.get("pg_size")
-            if ranks and len(ranks) == size:
-                groups[name] = ProcessGroup(name, _text(entry.get("pg_desc", "")), ranks, size)
+    for entry in mappings(mapping(header.get("distributedInfo")).get("pg_config")):
+        name = _text(entry.get("pg_name", ""))
+        ranks = ranks_of(entry.get("ranks"))
+        size = entry.get("pg_size")
+        if ranks and len(ranks) == size:
+            groups[name] = ProcessGroup(name, _text(entry.get("pg_desc", "")), ranks, size)
     return groups
 
 
 def _rank(header: Said, where: str) -> tuple[int | None, int | None]:
-    info = header.get("distributedInfo")
-    said = info if isinstance(info, dict) else {}
-    rank = said.get("rank")
-    world_size = said.get("world_size")
-    return rank if is_whole(rank, 10**7) else rank_in_name(where), world_size if isinstance(
-        world_size, int
-    ) and world_size > 0 else None
+    said = mapping(header.get("distributedInfo"))
+    rank, size = said.get("rank"), said.get("world_size")
+    world_size = size if isinstance(size, int) and size > 0 else None
+    return rank if is_whole(rank, 10**7) else rank_in_name(where), world_size
 
 
 def _device_name(header: Said, device: int | str) -> str:
-    properties = header.get("deviceProperties")
-    for entry in properties if isinstance(properties, list) else ():
-        if isinstance(entry, dict) and entry.get("id") == device:
+    for entry in mappings(header.get("deviceProperties")):
+        if entry.get("id") == device:
             return printable(str(entry.get("name") or "GPU"), 80)
     return "GPU"
 

@@ -9,7 +9,7 @@ from tables import beside
 
 from planner.observe.accounts import STEP_TERMS, WALL_TERMS, GroupExchanges
 from planner.observe.gap_rows import GAP_ROWS, GapRow, RunFiles
-from planner.observe.judge import judged_alone, judged_beside, shown_rows
+from planner.observe.judge import judged, shown_rows
 from planner.observe.observation import (
     FailedAllocation,
     GapCause,
@@ -200,11 +200,11 @@ def test_slow_steps_that_the_log_explains(kind: Any, likely: str, name: str) -> 
 
 
 def test_a_slow_run_that_shows_no_cause_says_what_to_measure() -> None:
-    before = judged_alone(observed())
-    slow = judged_beside(observed(step_s=1.3), before, "before.json")
+    before = judged(observed())
+    slow = judged(observed(step_s=1.3), before, "before.json")
     assert (slow.verdict, slow.causes) == ("slow", ())
     assert "torch.profiler" in slow.next_test
-    assert judged_beside(observed(), before, "before.json").next_test == ""
+    assert judged(observed(), before, "before.json").next_test == ""
 
 
 def test_memory_that_ran_out_is_told_with_its_bytes() -> None:

@@ -24,7 +24,7 @@ from planner.layout.candidate import Candidate
 from planner.layout.price import reprice
 from planner.observe.accounts import STEP_TERMS, Account, GroupExchanges, beside_steps, planned, waterfall
 from planner.observe.case import ObservedCase, recipe_terms, stated_otherwise
-from planner.observe.judge import judged_alone, judged_beside, observed_of, of_run, predicted, read_observed
+from planner.observe.judge import judged, observed_of, of_run, predicted, read_observed
 from planner.observe.log_reader import observe
 from planner.observe.observation import JobFacts, Observation, Observed, SourceFile, Term
 from planner.observe.traces.recorded import ObservedFiles, Recorded, kinds_of, observation_of, read_recorded
@@ -368,9 +368,9 @@ def answer(name: str, beside: str = "") -> ObservedFiles:
     recorded = read_recorded(kinds)
     observation = observe([path for path in paths if path not in kinds])
     if not beside:
-        return ObservedFiles(**dict(judged_alone(observation, recorded)), recorded=recorded)
+        return ObservedFiles(**dict(judged(observation, recorded=recorded)), recorded=recorded)
     earlier = observed_of(json.loads(answer(beside).model_dump_json()), "observed.json")
-    return ObservedFiles(**dict(judged_beside(observation, earlier, "observed.json", recorded)), recorded=recorded)
+    return ObservedFiles(**dict(judged(observation, earlier, "observed.json", recorded)), recorded=recorded)
 
 
 @pytest.mark.parametrize(("name", "beside", "cause", "where"), TABLES["what_was_made_wrong_is_named_first"])
@@ -390,7 +390,7 @@ def test_an_observation_that_0_2_saved_is_read() -> None:
     assert isinstance(old, ObservedFiles)
     assert [cause.name for cause in old.causes] == ["straggler_rank"]
     own = answer("healthy_dp")
-    assert judged_beside(own.observation, old, "old.json", own.recorded).verdict == "fast"
+    assert judged(own.observation, old, "old.json", own.recorded).verdict == "fast"
 
 
 def test_an_earlier_run_may_be_longer_in_its_log_than_in_its_traces() -> None:
@@ -399,7 +399,7 @@ def test_an_earlier_run_may_be_longer_in_its_log_than_in_its_traces() -> None:
     observed["step_s"] *= 1.1
     observed["breakdown"] = {term: 1.1 * seconds for term, seconds in observed["breakdown"].items()}
     own = answer("sleeps_dp")
-    told = judged_beside(own.observation, observed_of(said, "observed.json"), "observed.json", own.recorded)
+    told = judged(own.observation, observed_of(said, "observed.json"), "observed.json", own.recorded)
     assert sum(term.seconds for term in told.waterfall) == pytest.approx(
         told.observation.step_s - said["observation"]["step_s"]
     )
