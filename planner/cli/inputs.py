@@ -148,7 +148,9 @@ def _cluster(asked: JobOptions, hardware: HardwareSpec, assumed: Fields) -> Clus
     for name, (part, field) in _OF_HARDWARE.items():
         if name in assumed:
             before: Spec = getattr(hardware, part)
-            after = checked(type(before), before.model_dump() | {field: assumed.pop(name)}, where=f"--assume {name}")
+            after = checked(
+                type(before), before.model_dump() | {field: assumed.pop(name)}, "", {field: f"--assume {name}"}
+            )
             hardware = hardware.model_copy(update={part: after})
     values = {"hardware": hardware, "num_gpus": asked.gpus, "gpus_per_node": asked.gpus_per_node, **assumed}
     if asked.tier is not None:

@@ -219,11 +219,14 @@ def manner(layout: Layout, is_brief: bool = False) -> Texts:
         parts.append(f"expert TP {layout.etp}")
     if layout.dp_outermost:
         parts.append(f"ranks {layout.rank_order}")
-    if layout.num_gpus_spare:
-        parts.append(f"{layout.num_gpus_spare:,} of {layout.num_gpus_used + layout.num_gpus_spare:,} GPUs idle")
-    if layout.host_bytes:
-        parts.append(f"{gibibytes(layout.host_bytes)} GiB of host memory a GPU")
-    return tuple(parts)
+    return (*parts, *spared(layout))
+
+
+def spared(layout: Layout) -> Texts:
+    """The GPUs that a layout leaves idle, and the memory of their hosts that it takes."""
+    idle, host = layout.num_gpus_spare, layout.host_bytes
+    says = (f"{idle:,} of {layout.num_gpus_used + idle:,} GPUs idle",) * bool(idle)
+    return says + (f"{gibibytes(host)} GiB of host memory a GPU",) * bool(host)
 
 
 def says_unsaid(layout: PricedLayout) -> str:

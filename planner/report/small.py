@@ -7,7 +7,7 @@ import shlex
 from planner.answer import Change, LargestModel, Layout, Plan, Room, StagePlan
 from planner.answer import is_small as is_small_job
 from planner.record import record
-from planner.report.format import digits, fits_with, gibibytes, sentence, sentences, signed_seconds, told
+from planner.report.format import digits, fits_with, gibibytes, sentence, sentences, signed_seconds, spared, told
 from planner.report.rows import Figure, StepShare, cost_figures, quoted_figures
 from planner.specs.base import Texts
 from planner.specs.units import gib
@@ -65,13 +65,12 @@ def fit(plan: Plan) -> str:
 
 
 def manner(layout: Layout, stage: StagePlan, sharding: str = "") -> Texts:
-    """How it is run: batch, checkpointing, sharding."""
-    return tuple(
-        sentences(
-            "small_manner", layout=layout, stage=stage, whole=stage.recompute.get("full", 0), sharded=_SHARDED,
-            checkpointing=_CHECKPOINTING, by=_MEANS.get(sharding, ""),
-        )
+    """How it is run: batch, checkpointing, sharding, idle GPUs, host."""
+    ways = sentences(
+        "small_manner", layout=layout, stage=stage, whole=stage.recompute.get("full", 0), sharded=_SHARDED,
+        checkpointing=_CHECKPOINTING, by=_MEANS.get(sharding, ""),
     )  # fmt: skip
+    return (*ways, *spared(layout))
 
 
 def figures(plan: Plan) -> tuple[Figure, ...]:

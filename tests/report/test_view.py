@@ -33,6 +33,7 @@ from planner.answer import (
 )
 from planner.cli import main
 from planner.layout.evaluate import evaluate
+from planner.report import small
 from planner.report.format import OWN_TRAINER, SURE, fits_with, gibibytes, says_bound, says_outcome, says_unsaid, unsure
 from planner.report.page import render_html, report_page
 from planner.report.rows import Entry, Robust, Table, entry_of, robust_of, runs_of_stages
@@ -160,6 +161,7 @@ def test_a_layout_beside_another_says_only_what_differs(make_plan: MakePlan) -> 
     assert (other.more, other.manner, other.peak) == ("+2.3%", "", "76.2")
     offloaded = plan.best.model_copy(update={"parallelism": plan.parallelism.model_copy(update={"host_bytes": 2**31})})
     assert entry_of("2.", offloaded, plan.best).manner == "2.0 GiB of host memory a GPU"
+    assert small.manner(offloaded.parallelism, plan.stages[0])[-1] == "2.0 GiB of host memory a GPU"
     assert entry_of("given", make_plan(total_gib=92.0, fits=False).best).peak == "92.0!"
 
 
