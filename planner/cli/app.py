@@ -13,7 +13,6 @@ from typer.core import TyperCommand, TyperGroup
 
 from planner.cli.options import (
     ASSUMED,
-    DTYPES,
     FINETUNE,
     JOB,
     LAYOUT,
@@ -23,6 +22,7 @@ from planner.cli.options import (
     PlanOptions,
     command_rows,
     declared,
+    first_screen,
 )
 from planner.distribution import DISTRIBUTION, __version__
 from planner.errors import SpecError, one_line
@@ -63,25 +63,6 @@ TOPICS = {
 }
 """Words after -h, and the headings that they show."""
 ALL, LISTED = "all", "commands"
-FIRST = (
-    ("-m, --model NAME|FILE", "`plan models` lists them; or a YAML file."),
-    ("-g, --gpus N", "GPUs in all; or --nodes N."),
-    ("--hardware NAME|FILE", "`plan hardware` lists it; or a YAML. [h100]"),
-    ("-s, --seq-length N", "Tokens of a sequence. [the model's]"),
-    ("-b, --global-batch-size N", "Sequences of a step. [the model's]"),
-    ("--dtype NAME", f"{', '.join(DTYPES)}. [bf16]"),
-    ("--runtime NAME", "The trainer. [megatron; hf for adapters]"),
-    ("--finetune, --lora, --qlora", "Fine-tune all weights, or adapters."),
-    ("--tokens COUNT", "Of the run, such as 15T: days and cost."),
-    ("--tp, --pp, --ep, … N,N…", "Pin an axis of the layout, or give a list."),
-    ("--switch NAME=VALUE,…", "Pin switches of the trainer."),
-    ("--allow NAME,…", "What may change numerics, such as fp8."),
-    ("--time-limit S", "Seconds to search at most. [30]"),
-    ("--full, --show SECTION,…", "All that is known, or some sections."),
-    ("-o, --output FILE, --json", "Save it for other commands; print JSON."),
-)
-"""Options that the first screen shows, each in one line."""
-
 _SETTINGS = {"help_option_names": ["-h", "--help"]}
 _ClickException: Any = typer.BadParameter.__mro__[2]
 """Typer carries its own copy of click from some version on; this is the class of whichever it uses."""
@@ -186,7 +167,7 @@ class Commands(_Once, _Sections, TyperGroup):
         headings = self.headings(ctx)
         if not self.topic:
             with formatter.section("Options"):
-                formatter.write_dl(FIRST)
+                formatter.write_dl(first_screen())
         for title in headings if self.topic == ALL else filter(None, [TOPICS.get(self.topic)]):
             _section(formatter, title, headings[title], ctx)
         if self.topic in ("", ALL, LISTED):

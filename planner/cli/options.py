@@ -94,12 +94,22 @@ def command_rows() -> dict[str, list[str]]:
     return _data()["commands"]
 
 
+def first_screen() -> list[tuple[str, str]]:
+    """The options that the first screen of the help shows, each in one line."""
+    return [(spelling, _filled(says)) for spelling, says in _data()["first_screen"].items()]
+
+
+def _filled(says: str) -> str:
+    """A text with the words that {…} stands for."""
+    return re.sub(r"\{(\w+)\}", lambda found: ", ".join(_names(found[1])), says)
+
+
 @cache
 def _rows() -> dict[str, dict[str, CliOption]]:
     return {
         owner: {name: CliOption(heading, *row) for heading, rows in headings.items() for name, row in rows.items()}
         for owner, headings in _data().items()
-        if owner != "commands"
+        if owner not in ("commands", "first_screen")
     }
 
 
@@ -177,8 +187,7 @@ def _parameter(row: CliOption | None, own: inspect.Parameter) -> inspect.Paramet
     kind: Any = own.annotation
     if row is None:
         return own.replace(kind=inspect.Parameter.KEYWORD_ONLY)
-    says = re.sub(r"\{(\w+)\}", lambda found: ", ".join(_names(found[1])), row.says)
-    more: dict[str, Any] = {"metavar": row.metavar or None, "help": says, "show_default": False}
+    more: dict[str, Any] = {"metavar": row.metavar or None, "help": _filled(row.says), "show_default": False}
     if row.of and row.of not in UNITS and row.of != "imbalance":
         more["autocompletion"] = _completing(row.of)
     if row.spelling:

@@ -57,8 +57,7 @@ def answer(plan: Plan, form: Printing, output: str | None, force: bool, own: Pri
     if save(plan, output, force):
         return
     if form.as_json:
-        sys.stdout.write(dumps(plan.to_json()))
-        return
+        return tell(plan.to_json())
     from planner.report.terminal import render, screen
 
     show(

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, BinaryIO
 import typer
 
 from planner.cli.options import LayoutOptions, PlanOptions, SearchOptions, Word, command_line
-from planner.cli.output import Printing, answer, dumps, progress, save, show, tell, waiting, warn_of_early_stop
+from planner.cli.output import Printing, answer, dumps, progress, save, tell, waiting, warn_of_early_stop
 from planner.errors import PlannerError, SpecError, one_line, printable
 from planner.files import STDOUT, FolderFile, refuse_to_overwrite, write_folder, write_text
 
@@ -253,10 +253,8 @@ def plan_phases(asked: PlanOptions, path: str, as_json: bool, output: str | None
     with progress("planning phases", len(phases)) as advance:
         run = answer_of(course_of(phases, file.reshard_hours, advance), command_line(asked))
     # printed first, so that a file that cannot be written loses nothing
-    if as_json and output != STDOUT:
-        sys.stdout.write(dumps(run.to_json()))
-    elif output != STDOUT:
-        show(render_phases(run))
+    if output != STDOUT:
+        tell(run.to_json() if as_json else render_phases(run))
     if output is not None:
         _save(run, output, paths, force)
 
