@@ -7,7 +7,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from typing import TYPE_CHECKING
 
 from planner.cli import options as o
@@ -59,8 +59,12 @@ def observe_command(
     if only_slow and not follow:
         raise SpecError("--only-slow: given without --follow", "add --follow, or leave it out")
     if follow:
-        options = FollowOptions(files, only_slow, asked.tokens, json, output, force)
-        follow_run(options.checked(), _expected(plan, asked))
+        if len(files) != 1:
+            raise SpecError(f"plan observe --follow: {len(files)} files", "follow one log, that of rank 0")
+        if json and output == STDOUT:
+            raise SpecError("--json and -o -: both on standard output", "give -o a file")
+        follower = _follower(files[0], only_slow, asked.tokens, _expected(plan, asked))
+        follow_run(follower, json, output, force)
         return
     answer, rendered = _observed(files, None if plan is None else _planned(plan, asked), plan, asked)
     show_and_save(with_digest(answer.model_dump(mode="json")), rendered, json, output, force)
@@ -233,62 +237,44 @@ _UNFOLLOWED = "plan observe FILE without --follow says where the seconds of the 
 POLL_S = 0.5
 
 
-@dataclass(frozen=True, slots=True)
-class FollowOptions:
-    """The options of a run that is followed."""
-
-    files: list[str]
-    only_slow: bool = False
-    tokens: str | None = None
-    json: bool = False
-    output: str | None = None
-    force: bool = False
-
-    def checked(self) -> FollowOptions:
-        """These options. Raises SpecError for what cannot be."""
-
-        if len(self.files) != 1:
-            raise SpecError(f"plan observe --follow: {len(self.files)} files", "follow one log, that of rank 0")
-        if self.json and self.output == STDOUT:
-            raise SpecError("--json and -o -: both on standard output", "give -o a file")
-        return self
-
-
-def follow_run(options: FollowOptions, expected: Callable[[Observation], Expected]) -> None:
-    """Follow a run until it ends, is interrupted, or leaves its band, which raises OutOfBand."""
+def _follower(path: str, only_slow: bool, tokens: str | None, expected: Callable[[Observation], Expected]) -> Follower:
+    """The follower of a log, or of standard input."""
     from planner.cli.inputs import count_of
     from planner.observe.follower import BandWatch, Follower
     from planner.observe.lines import source_of
     from planner.specs.reading import STDIN, label
 
-    path = options.files[0]
-    tokens = None if options.tokens is None else count_of("tokens", options.tokens)
-    follower = Follower(
+    total_tokens = None if tokens is None else count_of("tokens", tokens)
+    return Follower(
         label(path), source_of(path, _log.info), expected, time.monotonic, lambda: time.sleep(POLL_S),
-        BandWatch(only_slow=options.only_slow), path == STDIN, tokens,
+        BandWatch(only_slow=only_slow), path == STDIN, total_tokens,
     )  # fmt: skip
+
+
+def follow_run(follower: Follower, json: bool, output: str | None, force: bool) -> None:
+    """Follow a run until it ends, is interrupted, or leaves its band, which raises OutOfBand."""
     try:
         for found in follower.standings():
-            _show_standing(options, found)
+            _show_standing(found, json, output)
     except KeyboardInterrupt:
         follower.ended = "interrupted"
     found = follower.standing(final=True)
-    _show_standing(options, found)
-    _conclude(options, follower, found)
+    _show_standing(found, json, output)
+    _conclude(follower, found, json, output, force)
 
 
-def _show_standing(options: FollowOptions, found: FollowedRun) -> None:
+def _show_standing(found: FollowedRun, json: bool, output: str | None) -> None:
     """One line on where the run stands; nothing where stdout is another's."""
     from planner.report.observe import line_of
 
-    if options.json:
+    if json:
         sys.stdout.write(dumps(found.model_dump(mode="json"), None))
-    elif options.output != STDOUT:
+    elif output != STDOUT:
         sys.stdout.write(printable(f"{line_of(found)}\n"))
     sys.stdout.flush()
 
 
-def _conclude(options: FollowOptions, follower: Follower, found: FollowedRun) -> None:
+def _conclude(follower: Follower, found: FollowedRun, json: bool, output: str | None, force: bool) -> None:
     """The final answer, and the alarm if there is one."""
     from planner.report.observe import render_observed
 
@@ -298,12 +284,12 @@ def _conclude(options: FollowOptions, follower: Follower, found: FollowedRun) ->
         if follower.ended == "end of input":
             raise SpecError(f"{found.source}: has no lines of steps that are known", "pipe the output of a trainer")
         return
-    if not options.json and options.output != STDOUT:
+    if not json and output != STDOUT:
         show("", render_observed(answer))
-    if options.output is not None:
+    if output is not None:
         whole = follower.answer(last_steps=False) if rings else answer
         assert whole is not None
-        write_text(options.output, dumps(with_digest(whole.model_dump(mode="json"))), options.force)
+        write_text(output, dumps(with_digest(whole.model_dump(mode="json"))), force)
     if rings:
         shown = f"; {found.causes[0].name}: {found.causes[0].evidence}" if found.causes else ""
         raise OutOfBand(f"{found.source}: {found.says}{shown}", _UNFOLLOWED)
