@@ -332,8 +332,9 @@ def test_a_pattern_that_may_take_hours_is_not_tried(pattern: str) -> None:
     assert script.variables["A"] == ["unmet"]
 
 
-def test_a_plain_pattern_is_tried() -> None:
-    assert read_shell("if [[ node017 =~ ^node[0-9]+$ ]]; then A=met; fi").variables["A"] == ["met"]
+@pytest.mark.parametrize("pattern", ["^node[0-9]+$", "^[[:alpha:]]+[[:digit:]]+$", "[[a&&b||0]17"])
+def test_a_plain_pattern_is_tried(pattern: str) -> None:
+    assert read_shell(f"P='{pattern}'\nif [[ node017 =~ $P ]]; then A=met; fi").variables["A"] == ["met"]
 
 
 def test_files_that_source_each_other_many_times_end(tmp_path: Path) -> None:

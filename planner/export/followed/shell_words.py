@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import fnmatch
 import re
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -236,6 +235,12 @@ def _integer(node: ast.expr) -> int:
 
 _COMPARISONS = {"-eq": "==", "-ne": "!=", "-gt": ">", "-ge": ">=", "-lt": "<", "-le": "<="}
 _REPEATS, _REPEATED_GROUP = re.compile(r"[*+?{]"), re.compile(r"\)[*+?{]")
+_SET = re.compile(r"(?<!\\)\[\^?\]?(?:\[:\w+:\]|[^\]])*")
+_CLASSES = {
+    "[:digit:]": "0-9", "[:alpha:]": "A-Za-z", "[:alnum:]": "0-9A-Za-z", "[:upper:]": "A-Z", "[:lower:]": "a-z",
+    "[:space:]": r"\s",
+}  # fmt: skip
+"""Classes of characters in a shell's patterns, as Python writes them."""
 _MOST_WORDS = 200
 _RANK = re.compile(r"\$\{?(\w*RANK|SLURM_(NODEID|PROCID)|\w*(TASK|COMPLETION)_INDEX)\b")
 """A variable that says which node, or which process, a script runs on."""
@@ -293,7 +298,12 @@ def _matches(pattern: str, text: str, words: Words) -> bool | None:
         return None
     words.spend((1 + len(text)) ** repeats // 8)
     try:
-        with warnings.catch_warnings(action="ignore"):  # Python asks what a shell's `[[` means in a set
-            return re.search(pattern, text) is not None
+        return re.search(_SET.sub(_as_python, pattern), text) is not None
     except (re.error, OverflowError, RecursionError):
         return None
+
+
+def _as_python(found: re.Match[str]) -> str:
+    """A set of characters with its classes as Python's, and what else would begin another set there escaped."""
+    inner = re.sub(r"\[:\w+:\]|[\[&|~]", lambda one: _CLASSES.get(one[0], "\\" + one[0]), found[0][1:])
+    return f"[{inner}"
