@@ -59,7 +59,7 @@ def refused(candidate: Candidate, limits: SearchLimits) -> Candidate | str:
     if rule := first_broken((*rules_of("etp"), *rules_for(pricing.runtime)), pricing.model, pricing.training, shape):
         return rule.message(pricing.model, pricing.training, shape)
     for broken in broken_recipe_rules(setting_of(candidate)):
-        return f"{broken.switch} {broken.says}"
+        return str(broken)
     excess, asked_bytes = max(candidate.excess_bytes), headroom_bytes(pricing, limits)
     short_bytes = excess + asked_bytes - pricing.headroom_bytes
     left = f" with {gib(asked_bytes):.1f} left free" if asked_bytes else ""

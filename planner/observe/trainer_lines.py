@@ -36,7 +36,7 @@ from planner.observe.record import (
     number,
     whole,
 )
-from planner.specs.base import Fields, Named, Texts, grouped
+from planner.specs.base import Fields, Named, Texts, grouped, mapping
 from planner.specs.reading import InputLimits, parse_json, parse_yaml, shipped_table
 from planner.specs.units import GIB, MIB, is_count
 
@@ -51,16 +51,15 @@ def json_object(text: str) -> Fields:
         data = parse_json(text, "", keeps_last=True)
     except SpecError:
         return {}
-    return data if isinstance(data, dict) else {}
+    return mapping(data)
 
 
 def mllog(record: RunRecord, line: FoundLine) -> None:
     data = json_object(line.match[1])
     key = data.get("key")
     value = data.get("value")
-    said = data.get("metadata")
+    metadata = mapping(data.get("metadata"))
     at_s = number(data.get("time_ms")) / 1e3
-    metadata = said if isinstance(said, dict) else {}
     if not isinstance(key, str) or not math.isfinite(at_s):
         record.note("some lines of MLPerf's log are cut off and were left out")
         return
@@ -341,8 +340,7 @@ def _of_nemo(record: RunRecord) -> ImportedRun:
         *parents, name = path.split("/")[:20]
         owner = tree
         for parent in parents:
-            inner = owner.setdefault(parent, {})
-            owner = inner if isinstance(inner, dict) else {}
+            owner = mapping(owner.setdefault(parent, {}))
         owner[name] = parse_yaml(text, path, limits=_ARGUMENT_LIMITS, keeps_last=True)
     world = record.facts.get("num_gpus")
     trainer = {"num_nodes": 1, "devices": world} if world else {}

@@ -184,7 +184,7 @@ class Branch:
             reason, says = "no_schedule", f"no schedule runs {where}"
             setting = Setting(pricing.model, pricing.cluster, pricing.training, pricing.runtime, shape)
             if (rule := next(broken_recipe_rules(setting), None)) is not None:
-                reason, says = "recipe", f"{rule.switch} {rule.says}"
+                reason, says = "recipe", str(rule)
             self.rejections.add(reason, int((~opened).sum()), says)
 
     def try_same_grid(self, frontier: Frontier) -> None:

@@ -378,4 +378,4 @@ def _refusals(best: Candidate, recipes: Recipes) -> Iterator[RecipeRefusal]:
         changed = switched(best.pricing.runtime, {name: value})
         rules = list(broken_recipe_rules(replace(setting_of(best), runtime=changed)))
         for rule in [] if any(rule.is_about_model for rule in rules) else rules[:1]:
-            yield RecipeRefusal(switch=name, value=value, rule=f"{rule.switch} {rule.says}")
+            yield RecipeRefusal(switch=name, value=value, rule=str(rule))

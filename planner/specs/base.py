@@ -70,6 +70,11 @@ K = TypeVar("K")
 V = TypeVar("V")
 
 
+def mapping(value: object) -> Fields:
+    """The mapping that a file holds; an empty one where it is something else."""
+    return value if isinstance(value, dict) else {}
+
+
 def grouped(pairs: Iterable[tuple[K, V]]) -> dict[K, list[V]]:
     """The values of each key, keys and values in the order in which they come."""
     found: dict[K, list[V]] = {}

@@ -233,9 +233,7 @@ def check_together(setting: Setting, stated: Recipe) -> None:
         if not involved:
             continue
         both = " and ".join(f"{name}={written(stated[name])}" for name in dict.fromkeys(involved))
-        raise SpecError(
-            f"--switch: {both}: {rule.switch} {rule.says}", _mended(rule, found, stated) or f"leave {both} out"
-        )
+        raise SpecError(f"--switch: {both}: {rule}", _mended(rule, found, stated) or f"leave {both} out")
 
 
 def partners(setting: Setting, rule: RecipeRule, stated: Recipe) -> Iterator[tuple[str, Value]]:

@@ -18,9 +18,9 @@ import numpy as np
 
 from planner.errors import SpecError
 from planner.observe.observation import SavedPart
-from planner.observe.traces.events import TABLES, is_whole, mapping, mappings, ranks_of
+from planner.observe.traces.events import TABLES, is_whole, mappings, ranks_of
 from planner.observe.traces.source import Progress, load_plain, trace_file
-from planner.specs.base import Fields, Ints, Said, Texts, grouped
+from planner.specs.base import Fields, Ints, Said, Texts, grouped, mapping
 from planner.specs.expressions import texts_of
 from planner.specs.reading import DUMP, label, parse_json, printable
 

@@ -96,11 +96,6 @@ def is_whole(value: object, most: int = 2**62) -> TypeGuard[int]:
     return type(value) is int and 0 <= value < most
 
 
-def mapping(value: object) -> Fields:
-    """The mapping that a file holds; an empty one where it is something else."""
-    return value if isinstance(value, dict) else {}
-
-
 def mappings(values: object) -> list[Fields]:
     """The mappings in a list; none where it is something else."""
     return [value for value in values if isinstance(value, dict)] if isinstance(values, list) else []

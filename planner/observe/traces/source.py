@@ -40,13 +40,12 @@ from planner.observe.traces.events import (
     RankTrace,
     is_whole,
     launch_of,
-    mapping,
     mappings,
     rank_in_name,
     ranks_by_stride,
     ranks_of,
 )
-from planner.specs.base import Fields, Said
+from planner.specs.base import Fields, Said, mapping
 from planner.specs.reading import label, printable
 
 Progress = Callable[[], None]

@@ -123,7 +123,7 @@ def _legal(case: Case, name: str, value: Value) -> OtherValue:
             return OtherValue(switch=name, value=value, beside=beside, changes=changes)
         partner = next(((n, v) for n, v in partners(setting, broken, recipe) if n not in recipe), None)
         if partner is None:
-            return OtherValue(switch=name, value=value, rule=f"{broken.switch} {broken.says}")
+            return OtherValue(switch=name, value=value, rule=str(broken))
         beside[partner[0]] = partner[1]
 
 

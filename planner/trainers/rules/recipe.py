@@ -67,6 +67,9 @@ class RecipeRule:
     is_about_model: bool = False
     """True for a rule that the model alone decides; no answer needs to say that it holds."""
 
+    def __str__(self) -> str:
+        return f"{self.switch} {self.says}"
+
     @property
     def is_about_layout(self) -> bool:
         """True for a rule that needs a shape or knows what is recomputed."""
