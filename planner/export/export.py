@@ -32,7 +32,7 @@ from planner.specs.problems import nearest
 from planner.specs.registry import load_hardware, load_model
 from planner.specs.shipped import Kind, find
 from planner.trainers.generations import objection_to_silicon
-from planner.trainers.load import load_runtime, versions_of
+from planner.trainers.load import RUNTIMES, coefficients, load_runtime, versions_of
 
 MANIFEST = "manifest.json"
 
@@ -172,16 +172,19 @@ _UNWRITTEN = {
 
 def _machines(plan: Plan) -> Fields:
     """The GPUs and what stands around them, by their profile's name where it says all, and the trainer's version."""
-    cluster, runtime = plan.cluster, plan.runtime_spec
+    cluster, runtime, adapters = plan.cluster, plan.runtime_spec, plan.training.adapters
     hardware, rate = cluster.hardware, cluster.network_gb_per_s
     if cluster.network_tiers:
         hardware = hardware.model_copy(update={"tiers": cluster.tiers})
     version = runtime.version or next(iter(versions_of(runtime)[-1:]), "")
+    shipped = runtime.name if runtime.name in RUNTIMES else runtime.family
+    dated = f"{shipped}@{version}" if version and shipped == runtime.family else None
     said = {
         "hardware": _shipped("hardware", hardware),
         "gpus_per_node": cluster.gpus_per_node,
         "inter_node": rate and f"{8 * rate} Gb/s per GPU",
-        "runtime": f"{runtime.name}@{version}" if version and runtime.name == runtime.family else None,
+        "runtime": dated,
+        "runtime_fields": coefficients(load_runtime(dated or shipped).for_adapters(adapters), runtime) or None,
     }
     return filled(said.items())
 

@@ -47,6 +47,8 @@ class RunSpec(Spec):
     num_gpus: PositiveInt
     gpus_per_node: PositiveInt | None = None
     runtime: str = "megatron"
+    runtime_fields: dict[str, float] = Field(default_factory=dict)
+    """Numbers of the trainer (RuntimeSpec) that are not as it ships."""
     seq_length: PositiveInt
     global_batch_size: PositiveInt
     document_lengths: tuple[DocumentLength, ...] | None = None
@@ -181,6 +183,8 @@ def parse_run(data: dict[str, Any], where: str = "run") -> Run:
     used = {"precision_recipe": spec.precision_recipe, **features}
     dated = runtime_of_its_day(spec.runtime, hardware.architecture, model, spec.parallelism, used)
     runtime, unknown = described(dated, hardware, model, used)
+    if spec.runtime_fields:
+        runtime = checked(RuntimeSpec, {**runtime.model_dump(), **spec.runtime_fields}, f"{where}: run: runtime_fields")
     model = as_built(model, runtime)
     if spec.moe_imbalance is None:
         training |= imbalance_of(model, features, runtime, spec.adapters is not None).fields

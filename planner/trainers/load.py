@@ -168,6 +168,13 @@ def switches_of(runtime: RuntimeSpec) -> Switches:
     return next((has for name in names if (has := _shipped_switches(name, runtime.version))), {})
 
 
+def coefficients(shipped: RuntimeSpec, runtime: RuntimeSpec) -> Fields:
+    """The numbers of `runtime` that `shipped` with its switches has otherwise: assumed, measured or a user's own."""
+    switched, _ = shipped.with_features({name: SWITCHES[name].value_of(runtime) for name in switches_of(shipped)})
+    own = runtime.model_dump()
+    return {name: value for name, value in own.items() if type(value) is float and value != getattr(switched, name)}
+
+
 def likely_of(runtime: RuntimeSpec, architecture: str) -> tuple[Likely, ...]:
     """Values that switches of a shipped trainer's runs on such silicon may have."""
     likely = _shipped_file(runtime.name).likely if runtime.name in RUNTIMES else ()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -70,6 +72,16 @@ def test_machines_and_models_of_ones_own_come_back(target: str, runtime: str, ma
         trip = there_and_back(plan, files, start)
         assert trip.is_same, str(trip)
         assert (trip.again.runtime, trip.again.cluster.node_size) == (plan.runtime, plan.cluster.node_size)
+
+
+@pytest.mark.parametrize("numbers", [{"step_overhead_s": 0.5}, {"tp_overlap_fraction": 0.3, "host_factor": 0.0}])
+def test_numbers_of_ones_own_trainer_come_back(planned: Planned, tmp_path: Path, numbers: dict[str, float]) -> None:
+    own = {name: {"value": number, "source": "measured"} for name, number in numbers.items()}
+    (tmp_path / "mine.yaml").write_text(json.dumps({"source": "mine", "base": "megatron", **own}))
+    plan = planned("llama-3.1-8b", 16, tp=2, runtime=str(tmp_path / "mine.yaml"))
+    bundle = bundle_of(plan, ["megatron"])
+    assert bundle.job["runtime_fields"] == numbers
+    assert there_and_back(plan, bundle.with_manifest()).is_same
 
 
 def test_the_rate_of_a_manifest_stays_with_its_gpus() -> None:
