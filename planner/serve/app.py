@@ -57,7 +57,7 @@ from planner.trainers.spec import RuntimeSpec
 from planner.trainers.stated import switched
 from planner.trainers.switches import SWITCHES, written
 
-State = Literal["same", "first", "all", "final"]
+State = Literal["same", "all", "final"]
 _NARROWEST_GAP = 1e-4
 """The gap asked for at least, as far as the bar of progress goes."""
 
@@ -122,9 +122,6 @@ def _progress(plan: Plan, question: Question, state: State) -> Markup:
         return Markup()
     if state == "same" or search is None:
         says = f"The layout on the screen under these controls. {_lacks(plan, question)}Looking for a better one …"
-    elif state == "first":
-        near = f"within {percent(search.gap)} of the best among the few that are tried first"
-        says = f"A first answer, {near}. Looking at all others …"
     else:
         share = max(_closed(search), min((search.seconds or 0.0) / question.case.limits.time_limit_s, 1.0))
         says = f"The best so far, within {percent(search.gap)} of the best of all layouts. The search goes on …"
@@ -153,9 +150,7 @@ def _briefly(plan: Plan, question: Question, state: State) -> str:
     if search is None:
         return "Priced"
     gap = f"gap {percent(search.gap, 2)}"
-    if state in ("first", "all"):
-        return f"{'First answer' if state == 'first' else 'So far'}, {gap}"
-    return f"{'Proven' if is_proven(search) else 'Best found'}, {gap}"
+    return f"{'So far' if state == 'all' else 'Proven' if is_proven(search) else 'Best found'}, {gap}"
 
 
 def _encoded(form: Form) -> str:
@@ -269,7 +264,7 @@ class Service:
         return _panel_line(await asyncio.to_thread(plan_panel, again, question, form, "same"), "same")
 
     def _shown(self, found: Found, question: Question, form: Form, alternative: int) -> str:
-        state: State = "final" if found.is_final else "all" if found.of_all else "first"
+        state: State = "final" if found.is_final else "all"
         if isinstance(found.answer, PlannerError):
             return _panel_line(error_panel(found.answer, form, question), state)
         return _panel_line(plan_panel(found.answer, question, form, state, alternative), state)

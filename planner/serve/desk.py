@@ -22,9 +22,8 @@ from planner.answer import Plan
 from planner.errors import Infeasible, PlannerError, SolverError, SpecError, defect
 from planner.layout.price import with_microbatches
 from planner.plan_file import with_alternative
-from planner.search.case import Case, Deadline
-from planner.search.layouts import Standing, some_layout
-from planner.search.recipes import pinned
+from planner.search.case import Case
+from planner.search.layouts import Standing
 from planner.search.search import planned
 from planner.serve.controls import Form, Question
 from planner.specs.units import is_count
@@ -42,28 +41,10 @@ class Found:
     answer: Plan | PlannerError
     is_final: bool
     """False for an answer after which a better one may come."""
-    of_all: bool = True
-    """True where its gap is to the best of all layouts, false where to the best of those that `first` looks at."""
-
-    def after(self, before: Found | None) -> Found:
-        """This finding, or the one before it where this is not final and that was faster, with the newest gap."""
-        if before is None or self.is_final or not isinstance(self.answer, Plan) or not isinstance(before.answer, Plan):
-            return self
-        if self.answer.step.step_s <= before.answer.step.step_s and (self.of_all or not before.of_all):
-            return self
-        faster = min(self.answer, before.answer, key=lambda plan: plan.step.step_s)
-        known = self if self.of_all else before
-        assert isinstance(known.answer, Plan)
-        assert known.answer.search is not None
-        bound_s = min(known.answer.search.lower_bound_s, faster.step.step_s)
-        update = {"lower_bound_s": bound_s, "gap": faster.step.step_s / bound_s - 1}
-        search = known.answer.search.model_copy(update=update)
-        return Found(faster.model_copy(update={"search": search}), False, known.of_all)
 
 
 Tell = Callable[[Plan], None]
 """A listener for answers that are not final."""
-Find = Callable[[Case, Tell], Plan]
 
 
 def whole(case: Case, tell: Tell) -> Plan:
@@ -82,11 +63,6 @@ def whole(case: Case, tell: Tell) -> Plan:
     return planned(case, news)
 
 
-def first(case: Case, tell: Tell) -> Plan:
-    """The plan of the first layout that fits among a few; its gap is to the best of these few."""
-    return some_layout(pinned(case), Deadline(case.limits.time_limit_s, patient=False))
-
-
 def context() -> BaseContext:
     """The way to start processes: forked from one that has imported the planner, where the system can fork."""
     if os.name == "nt":
@@ -96,32 +72,32 @@ def context() -> BaseContext:
     return made
 
 
-def start(search: Find, case: Case) -> tuple[BaseProcess, Connection]:
+def start(case: Case) -> tuple[BaseProcess, Connection]:
     """A process that searches, and the end of a pipe on which it sends what it `Found`, the last being its result."""
     ours, theirs = context().Pipe(duplex=False)
-    process: BaseProcess = context().Process(target=_run, args=(search, case, theirs), daemon=True)  # type: ignore[attr-defined]
+    process: BaseProcess = context().Process(target=_run, args=(case, theirs), daemon=True)  # type: ignore[attr-defined]
     process.start()
     theirs.close()
     return process, ours
 
 
-def _run(search: Find, case: Case, connection: Connection) -> None:
+def _run(case: Case, connection: Connection) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server ends its searches itself
     _limit_memory()
-    of_all = search is whole
 
     def send(answer: Plan | PlannerError, is_final: bool = False) -> None:
         with contextlib.suppress(OSError):  # nobody waits any more
-            connection.send(Found(answer, is_final, of_all))
+            connection.send(Found(answer, is_final))
 
     try:
-        send(search(case, send), is_final=of_all)
+        found: Plan | PlannerError = whole(case, send)
     except PlannerError as error:
-        send(_plain(error), is_final=of_all)
+        found = _plain(error)
     except MemoryError:
-        send(PlannerError("the search needs more memory than the page gives one", "pin an axis, or use plan"), of_all)
+        found = PlannerError("the search needs more memory than the page gives one", "pin an axis, or use plan")
     except Exception as error:  # the outermost frame of this process
-        send(defect(error), is_final=of_all)
+        found = defect(error)
+    send(found, is_final=True)
 
 
 def _plain(error: PlannerError) -> PlannerError:
@@ -160,8 +136,8 @@ GRACE_S = 15.0
 """Seconds that a search may take beyond its own time limit before it is ended."""
 
 
-_WAITING = ThreadPoolExecutor(4 * MOST_SEARCHES, "search")
-"""Threads that wait for the two searches of each question; others draw answers."""
+_WAITING = ThreadPoolExecutor(2 * MOST_SEARCHES, "search")
+"""Threads that wait for the search of each question; others draw answers."""
 
 
 @dataclass(eq=False)
@@ -175,10 +151,10 @@ class Search:
     task: asyncio.Task[None] | None = None
 
     def tell(self, found: Found) -> None:
-        """Tell all who wait, unless something faster was found before."""
-        self.found = found.after(self.found)
+        """Tell all who wait."""
+        self.found = found
         for listener in self.listeners:
-            listener.put_nowait(self.found)
+            listener.put_nowait(found)
 
 
 class Desk:
@@ -261,37 +237,26 @@ class Desk:
             del self._searches[key]
 
     async def _search(self, search: Search) -> None:
-        """Run both searches side by side until the whole one ends."""
+        """Tell what the process of a search finds, until its answer is final or the time that it may take is up."""
         case = search.question.case
-        async with asyncio.TaskGroup() as group:
-            quick = group.create_task(self._tell_all(search, found_by(first, case)))
-            final = await self._tell_all(search, found_by(whole, case), case.limits.time_limit_s + GRACE_S)
-            quick.cancel()
-        search.tell(final or Found(SolverError("the search's process died", "plan it on the command line"), True))
-
-    async def _tell_all(
-        self, search: Search, all_found: AsyncGenerator[Found, None], limit_s: float = GRACE_S
-    ) -> Found | None:
-        """Tell the plans that a process finds, and return its final answer; None if it has none.
-
-        An error that is not final is not told: that few layouts do not fit says nothing of all.
-        """
+        limit_s = case.limits.time_limit_s + GRACE_S
         try:
-            async with asyncio.timeout(limit_s), contextlib.aclosing(all_found):
+            async with asyncio.timeout(limit_s), contextlib.aclosing(found_by(case)) as all_found:
                 async for found in all_found:
+                    search.tell(found)
                     if found.is_final:
-                        return found
-                    if isinstance(found.answer, Plan):
-                        search.tell(found)
+                        return
         except TimeoutError:
-            return Found(SolverError(f"the search did not end within {limit_s:g} s", "pin an axis to shrink it"), True)
-        return None
+            wrong = SolverError(f"the search did not end within {limit_s:g} s", "pin an axis to shrink it")
+        else:
+            wrong = SolverError("the search's process died", "plan it on the command line")
+        search.tell(Found(wrong, is_final=True))
 
 
-async def found_by(search: Find, case: Case) -> AsyncGenerator[Found, None]:
+async def found_by(case: Case) -> AsyncGenerator[Found, None]:
     """The findings of one process, which is killed when nobody waits for more of them."""
     loop = asyncio.get_running_loop()
-    starting = loop.run_in_executor(_WAITING, start, search, case)
+    starting = loop.run_in_executor(_WAITING, start, case)
     try:
         process, connection = await asyncio.shield(starting)
     except asyncio.CancelledError:

@@ -15,11 +15,11 @@ from tables import beside
 
 from planner.answer import Plan
 from planner.cli.views import read_question
-from planner.errors import Infeasible, PlannerError, SolverError
+from planner.errors import Infeasible, PlannerError
 from planner.serve import desk as desk_module
 from planner.serve import server
 from planner.serve.controls import Question
-from planner.serve.desk import KEPT, MAX_WAITING, Desk, Found, first, start, whole
+from planner.serve.desk import KEPT, MAX_WAITING, Desk, Found, start, whole
 from planner.serve.server import HOST
 
 TABLES = beside(__file__)
@@ -32,10 +32,7 @@ def searches(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """Searches that end when they are told to; how many run, and how many were ended."""
     state: dict[str, Any] = {"may_end": asyncio.Event(), "running": 0, "most": 0, "ended": 0}
 
-    async def fake(search: object, case: object) -> AsyncGenerator[Found, None]:
-        if search is first:
-            yield Found(SolverError("no time"), is_final=False, of_all=False)
-            return
+    async def fake(case: object) -> AsyncGenerator[Found, None]:
         state["running"] += 1
         state["most"] = max(state["most"], state["running"])
         try:
@@ -120,7 +117,7 @@ def test_the_oldest_answers_are_forgotten(searches: dict[str, Any]) -> None:
 
 
 def test_a_search_in_a_process_ends_when_it_is_killed() -> None:
-    process, connection = start(first, question(8).case)
+    process, connection = start(question(8).case)
     process.kill()
     with pytest.raises(EOFError):
         connection.recv()
@@ -134,15 +131,6 @@ def test_an_answer_never_gets_slower_until_it_is_final() -> None:
     so_far = told[0]
     assert so_far.search.lower_bound_s <= final.search.lower_bound_s * (1 + 1e-9)
     assert so_far.step.step_s >= final.step.step_s * (1 - 1e-9)
-    few = Found(final, is_final=False, of_all=False)
-    shown = Found(so_far, is_final=False).after(few)
-    assert isinstance(shown.answer, Plan)
-    assert shown.of_all
-    assert shown.answer.step.step_s == min(so_far.step.step_s, final.step.step_s)
-    bound_s = shown.answer.search.lower_bound_s
-    assert shown.answer.search.gap == pytest.approx(shown.answer.step.step_s / bound_s - 1)
-    assert bound_s <= so_far.search.lower_bound_s
-    assert Found(NOTHING, is_final=True).after(few).answer is NOTHING
 
 
 AS_JSON = {"Content-Type": "application/json"}
