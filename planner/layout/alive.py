@@ -36,7 +36,13 @@ from planner.layout.variation import Variation, varied
 from planner.physics.cost import PartCost
 from planner.physics.memory import constants
 from planner.physics.operators import Saved
-from planner.physics.stage_memory import buffers, copied_gradients_bytes, fixed_workspace_bytes, moment_bytes
+from planner.physics.stage_memory import (
+    buffers,
+    copied_gradients_bytes,
+    fixed_workspace_bytes,
+    moment_bytes,
+    products_workspace_bytes,
+)
 from planner.record import record
 from planner.schedule.actions import ActionList
 from planner.schedule.orders import SCHEDULES
@@ -274,7 +280,7 @@ def copies_of_gradients(
 ) -> Iterator[LivingTensor]:
     """The bytes of an optimizer's copies of gradients beyond buffers and all that is gone when it runs."""
     copies = copied_gradients_bytes(candidate.pricing, candidate.table, candidate.rank_costs[rank])
-    buffers = fixed_workspace_bytes(candidate.pricing, candidate.table)
+    buffers = fixed_workspace_bytes(candidate.pricing, candidate.table) - products_workspace_bytes(candidate.pricing)
     more = copies - buffers - sum(row.held.num_bytes for row in gone)
     if more > 0:
         start_s = timeline.makespan_s + candidate.outside.exposed_dp_s

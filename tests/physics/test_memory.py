@@ -311,7 +311,8 @@ def h200_stages() -> list[dict[str, str]]:
 
 @pytest.mark.parametrize("row", h200_stages(), ids=lambda row: "-".join(row.values()))
 def test_allocated_memory_of_a_stage_on_h200(row: dict[str, str]) -> None:
-    """Eager torch: before the first forward to a ten-thousandth, at the step's worst moment within 1%."""
+    """Eager torch: before the first forward to a ten-thousandth, at the step's worst moment within 0.2%, but for the
+    workspace of products, which an H100 with the same torch had and these rows have not."""
     tp, pp, dp, batch = (int(row[name]) for name in ("tp", "pp", "dp", "batch"))
     model = measured_model(row["model"])
     model = model.model_copy(update={"num_hidden_layers": int(row["layers"]) * pp})
@@ -326,7 +327,7 @@ def test_allocated_memory_of_a_stage_on_h200(row: dict[str, str]) -> None:
     memory = plan.stages[int(row["stage"])].memory
     static = memory.weights_bytes + memory.gradients_bytes + memory.optimizer_bytes
     assert static == pytest.approx(int(row["static_bytes"]), rel=1e-4)
-    assert memory.peak_allocated_bytes == pytest.approx(int(row["peak_allocated_bytes"]), rel=0.01)
+    assert memory.peak_allocated_bytes - (64 << 20) == pytest.approx(int(row["peak_allocated_bytes"]), rel=0.002)
 
 
 MEGATRON = load_runtime("megatron")

@@ -70,22 +70,28 @@ def test_a_few_rounds_hold_what_the_whole_step_holds(schedule: str, vpp: int) ->
     assert peaks_of_schedule(table.shape, schedule, live_bytes) == activation_peaks_bytes(whole, live_bytes)
 
 
+PRODUCTS_BYTES = 64 << 20
+"""The workspace of products on an H100."""
+
+
 @pytest.mark.parametrize(("pp", "vpp", "buffers"), [(1, 1, 0), (2, 1, 12), (4, 1, 24), (4, 2, 48)])
 def test_torch_s_stages_have_buffers_for_every_micro_batch(pp: int, vpp: int, buffers: int) -> None:
     """Of 12: inputs and gradients of outputs, 2 B · 64 tokens · hidden size each; others reuse one."""
     problem = toy_problem(toy_model(8), runtime="torchtitan", pp=(1,))
     shape = Shape(pp=pp, vpp=vpp, dp=1, num_microbatches=12, seq_length=64, zero_stage=1)
     table, sent = problem.pricing.table(shape), 2 * 64 * problem.model.hidden_size
-    assert fixed_workspace_bytes(problem.pricing, table) == buffers * sent
+    assert fixed_workspace_bytes(problem.pricing, table) == PRODUCTS_BYTES + buffers * sent
     runtime = problem.pricing.runtime.model_copy(update={"has_torch_stages": False})
-    assert fixed_workspace_bytes(replace(problem.pricing, runtime=runtime), table) == (sent if pp > 1 else 0)
+    plain = replace(problem.pricing, runtime=runtime)
+    assert fixed_workspace_bytes(plain, table) == PRODUCTS_BYTES + (sent if pp > 1 else 0)
 
 
 def test_unpipelined_fsdp_holds_two_layers_and_gradients_to_be_scattered() -> None:
     problem = toy_problem(toy_model(8), runtime="torchtitan", pp=(1,))
     table = problem.pricing.table(Shape(dp=4, num_microbatches=12, seq_length=64, zero_stage=3, shard_size=4))
     layer = max(part.parameters for part in table.layers.values())
-    assert fixed_workspace_bytes(problem.pricing, table) == 2 * 2 * layer + 4 * max(layer, table.head.parameters)
+    gathered_bytes = 2 * 2 * layer + 4 * max(layer, table.head.parameters)
+    assert fixed_workspace_bytes(problem.pricing, table) == PRODUCTS_BYTES + gathered_bytes
 
 
 def test_narrow_gradients_are_copied_for_the_optimizer() -> None:
@@ -98,7 +104,7 @@ def test_narrow_gradients_are_copied_for_the_optimizer() -> None:
         runtime.gradient_bytes: stage_memory(replace(problem.pricing, runtime=runtime), table, layer, 1000.0)
         for runtime in (problem.pricing.runtime, narrow)
     }
-    copied = 4 * float(layer.parameters) / 2
+    copied = 4 * float(layer.parameters) / 2 + PRODUCTS_BYTES
     beside = held[2].activations_bytes + held[2].logits_bytes + held[2].workspace_bytes
     assert beside == pytest.approx(copied)
     assert held[4].activations_bytes + held[4].logits_bytes + held[4].workspace_bytes < copied
@@ -118,9 +124,8 @@ def test_log_probabilities_need_their_logits_when_nothing_else_is_held(alone: bo
         held = stage_memory(pricing, table, part, 1000.0)
         beside.append(held.activations_bytes + held.logits_bytes + held.workspace_bytes)
     freed = alone * float(whole.optimizer_bytes)  # Megatron's gradients stay
-    assert beside[1] == pytest.approx(
-        10 * 10**6 * float(padded_vocab(problem.model, table.shape, pricing.runtime)) - freed
-    )
+    scored = 10 * 10**6 * float(padded_vocab(problem.model, table.shape, pricing.runtime))
+    assert beside[1] == pytest.approx(scored + PRODUCTS_BYTES - freed)
     assert beside[0] < beside[1]
 
 

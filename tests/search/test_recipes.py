@@ -263,9 +263,9 @@ def test_where_nothing_is_safe_enough_the_safest_is_chosen_with_a_warning() -> N
 
 
 def test_a_headroom_that_is_asked_for_is_all_that_is_asked_for() -> None:
-    filling, ruled = tight(1.8, memory_headroom_gib=0.0), tight(1.8)
+    filling, ruled = tight(1.87, memory_headroom_gib=0.0), tight(1.87)
     assert search(case_of(filling)).step.step_s < search(case_of(ruled)).step.step_s
-    none_left = tight(1.8, memory_headroom_gib=1.5)
+    none_left = tight(1.87, memory_headroom_gib=1.5)
     with pytest.raises(Infeasible):
         search(case_of(none_left))
 
