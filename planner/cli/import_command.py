@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from planner.cli.options import Whole, Word
+from planner.cli.options import Saving, Whole, Word
 from planner.cli.output import dumps, tell, waiting
 from planner.distribution import __version__
 from planner.errors import Infeasible, PlannerError, SpecError, printable
@@ -81,9 +81,8 @@ def import_command(
     asked: ReadOptions,
     tp: Whole = None,
     pp: Whole = None,
-    json: bool = False,
-    output: Word = None,
-    force: bool = False,
+    *,
+    saving: Saving,
 ) -> None:
     """Read the configuration of a run you have, price it, and say what the planner would do instead, and why.
 
@@ -105,8 +104,8 @@ def import_command(
     imported = read(file, asked.from_, asked.recipe, asked.variables())
     run_data = completed(imported, {**asked.given(), "tp": tp, "pp": pp})
     run = parse_run({"run": run_data}, file)
-    if output is not None:
-        write_text(output, dumps({"id": None, "run": run_data}, indent=None), force)
+    if saving.output is not None:
+        write_text(saving.output, dumps({"id": None, "run": run_data}, indent=None), saving.force)
     for name, value in imported.unknown.items():
         _log.warning("not understood: %s", f"{name} {value}".strip())
     evaluated, refused = judged(run)
@@ -119,7 +118,7 @@ def import_command(
         _log.warning("%s refuses this: %s", run.runtime.family, reason)
     with waiting("searching for the planner's own choice"):
         own, why = (None, "") if asked.no_search else _own(run, evaluated)
-    if not json:
+    if not saving.json:
         return tell(_report(imported, evaluated, refused, others, own, why))
     tell({
         "source": imported.source, "run": run_data, "unknown": imported.unknown, "ignored": imported.ignored,

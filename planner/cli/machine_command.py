@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from planner.cli import options as o
-from planner.cli.options import Number, Whole, Word
+from planner.cli.options import Number, Saving, Whole, Word
 from planner.cli.output import dumps, needing, progress, refuse_files, save, show_and_save, tell
 from planner.distribution import install_line
 from planner.errors import PlannerError, ProbeError, ProbeMismatch, SolverError, SpecError
@@ -40,9 +40,8 @@ def probe_command(
     dry_run: bool = False,
     tolerance: Number = None,
     trace: Word = None,
-    json: bool = False,
-    output: Word = None,
-    force: bool = False,
+    *,
+    saving: Saving,
 ) -> None:
     """Run the plan's pipeline for a few steps, and put measured beside predicted.
 
@@ -59,12 +58,12 @@ def probe_command(
 
     if trace is not None and stage not in (None, "all"):
         raise SpecError(f"--trace: of stage {stage} alone there is no pipeline to draw", "--stage all, or no --trace")
-    refuse_files({"-o": output, "--trace": trace}, force)
+    refuse_files({"-o": saving.output, "--trace": trace}, saving.force)
     read, made = read_plan(plan), _read_order(order)
     if dry_run:
         said = {"--steps": steps, "--budget": budget, "--order": order, "--tolerance": tolerance,
                 "--timeout": None if timeout == 120.0 else timeout}  # fmt: skip
-        return _dry_run(read, plan, made, said, device == "cpu" or {stage, trace, output} != {None}, json)
+        return _dry_run(read, plan, made, said, device == "cpu" or {stage, trace, saving.output} != {None}, saving)
     result = _probe(
         read, device, steps, budget, tolerance, stages=_stages(stage), hidden_size=scale, num_processes=processes,
         timeout_s=timeout, order=made,
@@ -72,15 +71,15 @@ def probe_command(
     if result is None:  # another rank reports
         return None
     _warn(read, result, tolerance)
-    show_and_save(with_digest(result.model_dump(mode="json")), render_probe(result, read, output), json, output, force)
+    show_and_save(with_digest(result.model_dump(mode="json")), render_probe(result, read, saving.output), saving)
     if trace is not None:
-        _write_trace(trace, read, result, force)
+        _write_trace(trace, read, result, saving.force)
     if not result.agrees:
         raise ProbeMismatch("the run contradicts the plan", "the report names what is off, and by how much")
 
 
 def _dry_run(
-    plan: Plan, path: str, order: Schedule | None, said: Mapping[str, object], beside: bool, json: bool
+    plan: Plan, path: str, order: Schedule | None, said: Mapping[str, object], beside: bool, saving: Saving
 ) -> None:
     """Print what a probe of all ranks would start; SpecError where options `beside` it ask for another one."""
     if beside:
@@ -93,7 +92,7 @@ def _dry_run(
     words = [word for name, value in said.items() if value is not None for word in (name, str(value))]
     options = ProbeOptions(device="cuda", order=order)
     start = what_starts(plan, options, shlex.join(["plan", "probe", path, "--device", "cuda", *words]))
-    show_and_save(start.model_dump(mode="json"), render_start(start), json, None, False)
+    show_and_save(start.model_dump(mode="json"), render_start(start), saving)
 
 
 def _warn(plan: Plan, result: ProbeResult, tolerance: float | None) -> None:
@@ -161,9 +160,8 @@ def rebalance_command(
     probe: Word = None,
     slow_stage: Word = None,
     time_limit: Number = None,
-    json: bool = False,
-    output: Word = None,
-    force: bool = False,
+    *,
+    saving: Saving,
 ) -> None:
     """Move layers between stages that a probe found slow and fast, and say what it gains.
 
@@ -178,13 +176,13 @@ def rebalance_command(
     from planner.report.machines import rebalanced_json, render_rebalanced
     from planner.search.rebalance import rebalance
 
-    refuse_to_overwrite(output, force)
+    saving.check()
     saved = read_plan(plan)
     factors, guessed = _factors(saved, probe, slow_stage)
     balanced = rebalance(saved, factors, *([] if time_limit is None else [time_limit]))
-    if save(balanced.plan, output, force):
+    if save(balanced.plan, saving):
         return
-    tell((rebalanced_json if json else render_rebalanced)(balanced, guessed))
+    tell((rebalanced_json if saving.json else render_rebalanced)(balanced, guessed))
 
 
 def _factors(plan: Plan, probe: str | None, slow_stage: str | None) -> tuple[tuple[float, ...], list[str]]:

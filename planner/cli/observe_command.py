@@ -11,10 +11,10 @@ from dataclasses import fields, replace
 from typing import TYPE_CHECKING
 
 from planner.cli import options as o
-from planner.cli.options import LayoutOptions, Word
+from planner.cli.options import LayoutOptions, Saving, Word
 from planner.cli.output import dumps, progress, show, show_and_save
 from planner.errors import OutOfBand, SpecError, printable
-from planner.files import STDOUT, refuse_to_overwrite, write_text
+from planner.files import write_text
 from planner.saved import with_digest
 
 if TYPE_CHECKING:
@@ -37,9 +37,8 @@ def observe_command(
     plan: Word = None,
     follow: bool = False,
     only_slow: bool = False,
-    json: bool = False,
-    output: Word = None,
-    force: bool = False,
+    *,
+    saving: Saving,
 ) -> None:
     """Read a run's log: its steady step, what made steps slow, memory, where the wall time went; beside the prediction.
 
@@ -55,19 +54,19 @@ def observe_command(
 
     if len(files) > MOST_FILES or files.count("-") > 1:
         raise SpecError(f"plan observe: {len(files)} files", "name the logs of one job, standard input once")
-    refuse_to_overwrite(output, force)
+    saving.check()
     if only_slow and not follow:
         raise SpecError("--only-slow: given without --follow", "add --follow, or leave it out")
     if follow:
         if len(files) != 1:
             raise SpecError(f"plan observe --follow: {len(files)} files", "follow one log, that of rank 0")
-        if json and output == STDOUT:
+        if saving.json and saving.is_to_stdout:
             raise SpecError("--json and -o -: both on standard output", "give -o a file")
         follower = _follower(files[0], only_slow, asked.tokens, _expected(plan, asked))
-        follow_run(follower, json, output, force)
+        follow_run(follower, saving)
         return
     answer, rendered = _observed(files, None if plan is None else _planned(plan, asked), plan, asked)
-    show_and_save(with_digest(answer.model_dump(mode="json")), rendered, json, output, force)
+    show_and_save(with_digest(answer.model_dump(mode="json")), rendered, saving)
 
 
 def _observed(
@@ -251,30 +250,30 @@ def _follower(path: str, only_slow: bool, tokens: str | None, expected: Callable
     )  # fmt: skip
 
 
-def follow_run(follower: Follower, json: bool, output: str | None, force: bool) -> None:
+def follow_run(follower: Follower, saving: Saving) -> None:
     """Follow a run until it ends, is interrupted, or leaves its band, which raises OutOfBand."""
     try:
         for found in follower.standings():
-            _show_standing(found, json, output)
+            _show_standing(found, saving)
     except KeyboardInterrupt:
         follower.ended = "interrupted"
     found = follower.standing(final=True)
-    _show_standing(found, json, output)
-    _conclude(follower, found, json, output, force)
+    _show_standing(found, saving)
+    _conclude(follower, found, saving)
 
 
-def _show_standing(found: FollowedRun, json: bool, output: str | None) -> None:
+def _show_standing(found: FollowedRun, saving: Saving) -> None:
     """One line on where the run stands; nothing where stdout is another's."""
     from planner.report.observe import line_of
 
-    if json:
+    if saving.json:
         sys.stdout.write(dumps(found.model_dump(mode="json"), None))
-    elif output != STDOUT:
+    elif not saving.is_to_stdout:
         sys.stdout.write(printable(f"{line_of(found)}\n"))
     sys.stdout.flush()
 
 
-def _conclude(follower: Follower, found: FollowedRun, json: bool, output: str | None, force: bool) -> None:
+def _conclude(follower: Follower, found: FollowedRun, saving: Saving) -> None:
     """The final answer, and the alarm if there is one."""
     from planner.report.observe import render_observed
 
@@ -284,12 +283,12 @@ def _conclude(follower: Follower, found: FollowedRun, json: bool, output: str | 
         if follower.ended == "end of input":
             raise SpecError(f"{found.source}: has no lines of steps that are known", "pipe the output of a trainer")
         return
-    if not json and output != STDOUT:
+    if not saving.json and not saving.is_to_stdout:
         show("", render_observed(answer))
-    if output is not None:
+    if saving.output is not None:
         whole = follower.answer(last_steps=False) if rings else answer
         assert whole is not None
-        write_text(output, dumps(with_digest(whole.model_dump(mode="json"))), force)
+        write_text(saving.output, dumps(with_digest(whole.model_dump(mode="json"))), saving.force)
     if rings:
         shown = f"; {found.causes[0].name}: {found.causes[0].evidence}" if found.causes else ""
         raise OutOfBand(f"{found.source}: {found.says}{shown}", _UNFOLLOWED)

@@ -24,6 +24,7 @@ from typing import Annotated, Any, NamedTuple, get_args, get_type_hints
 import typer
 
 from planner.errors import SpecError
+from planner.files import STDOUT, refuse_to_overwrite
 from planner.rank_orders import RANK_ORDERS
 from planner.specs.shipped import DEFAULT_HARDWARE as DEFAULT_HARDWARE
 from planner.specs.shipped import hardware_names, model_names
@@ -308,6 +309,48 @@ class LayoutOptions(JobOptions):
     switch: Word = None
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
+class Shown:
+    """How much of a plan is shown."""
+
+    full: bool = False
+    show: Word = None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The sections of --show. SpecError for one that no answer has."""
+        names = () if self.show is None else tuple(name.strip() for name in self.show.split(","))
+        for name in names:
+            if name not in SECTIONS:
+                from planner.specs.problems import among
+
+                raise SpecError(f"--show: {name[:60]!r} is no section", among(SECTIONS, name))
+        return names
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class Saving:
+    """How an answer is told, as JSON or drawn, and the file where it is saved."""
+
+    json: bool = False
+    output: Word = None
+    force: bool = False
+
+    @property
+    def is_to_stdout(self) -> bool:
+        """True where what is saved is all that stdout gets."""
+        return self.output == STDOUT
+
+    def check(self) -> None:
+        """Raise SpecError for a file that is there already. For the start of a long command."""
+        refuse_to_overwrite(self.output, self.force)
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class Answering(Saving, Shown):
+    """How a plan is shown, told and saved."""
+
+
 def rows_of(options: type[JobOptions]) -> dict[str, tuple[CliOption, Any]]:
     """The row and the type of each field of a class of options."""
     owners, hints = [each.__name__ for each in options.__mro__], get_type_hints(options)
@@ -334,7 +377,8 @@ def declared(command: Callable[..., None], name: str, words: Sequence[str] | Non
             rows.append((row_of((name, "shared"), parameter.name), parameter))
             continue
         shared[parameter.name] = options
-        owners, hints = [*(each.__name__ for each in options.__mro__), "JobOptions"], get_type_hints(options)
+        owners = [*(each.__name__ for each in options.__mro__), "JobOptions", name, "shared"]
+        hints = get_type_hints(options)
         for field in fields(options):
             bare = inspect.Parameter(field.name, parameter.kind, default=field.default, annotation=hints[field.name])
             rows.append((row_of(owners, field.name), bare))
@@ -354,9 +398,10 @@ def declared(command: Callable[..., None], name: str, words: Sequence[str] | Non
         }
         command(**values, **asked)
 
-    run.is_of_a_job = any(issubclass(options, JobOptions) for options in shared.values())  # type: ignore[attr-defined]
-    if run.is_of_a_job:  # type: ignore[attr-defined]
-        parameters.sort(key=lambda parameter: (_place(parameter), parameter.name in own))
+    of_a_job = {each.name for options in shared.values() if issubclass(options, JobOptions) for each in fields(options)}
+    run.is_of_a_job = bool(of_a_job)  # type: ignore[attr-defined]
+    if of_a_job:
+        parameters.sort(key=lambda parameter: (_place(parameter), parameter.name not in of_a_job))
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return run

@@ -14,16 +14,15 @@ from os.path import realpath
 from threading import Timer
 from typing import TYPE_CHECKING, Any
 
-from planner.cli.options import SECTIONS
 from planner.distribution import install_line
 from planner.errors import PlannerError, SpecError
-from planner.files import STDOUT, refuse_to_overwrite, write_text
-from planner.record import record
+from planner.files import refuse_to_overwrite, write_text
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from planner.answer import Plan, PricedLayout
+    from planner.cli.options import Answering, Saving
     from planner.search.layouts import Standing
 
 _log = logging.getLogger(__name__)
@@ -31,37 +30,17 @@ MIN_WIDTH, MAX_WIDTH = 80, 100
 """Narrower terminals wrap lines rather than lose their ends; wider lines are harder to read."""
 
 
-@record
-class Printing:
-    """How an answer is printed."""
-
-    as_json: bool = False
-    full: bool = False
-    show: str | None = None
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The sections of --show. SpecError for one that no answer has."""
-        names = () if self.show is None else tuple(name.strip() for name in self.show.split(","))
-        for name in names:
-            if name not in SECTIONS:
-                from planner.specs.problems import among
-
-                raise SpecError(f"--show: {name[:60]!r} is no section", among(SECTIONS, name))
-        return names
-
-
-def answer(plan: Plan, form: Printing, output: str | None, force: bool, own: PricedLayout | None = None) -> None:
-    """Save the plan where `output` says, then print it as one screen, in full, or as JSON."""
+def answer(plan: Plan, form: Answering, own: PricedLayout | None = None) -> None:
+    """Save the plan where `form` says, then print it as one screen, in full, or as JSON."""
     names = form.names
-    if save(plan, output, force):
+    if save(plan, form):
         return
-    if form.as_json:
+    if form.json:
         return tell(plan.to_json())
     from planner.report.terminal import render, screen
 
     show(
-        render(plan, own, names) if form.full or names else screen(plan, own, _next(plan, output)),
+        render(plan, own, names) if form.full or names else screen(plan, own, _next(plan, form.output)),
         cols=None if form.full or names else MIN_WIDTH,
     )
 
@@ -128,14 +107,13 @@ def refuse_files(paths: Mapping[str, str | None], force: bool) -> None:
         refuse_to_overwrite(path, force)
 
 
-def save(plan: Plan, output: str | None, force: bool) -> bool:
+def save(plan: Plan, saving: Saving) -> bool:
     """Write the plan file that other commands read; true where stdout has thereby got its answer."""
-    if output is None:
-        return False
-    plan.save(output, force=force)
-    if output != STDOUT:
-        _log.info("wrote %s", output)
-    return output == STDOUT
+    if saving.output is not None:
+        plan.save(saving.output, force=saving.force)
+        if not saving.is_to_stdout:
+            _log.info("wrote %s", saving.output)
+    return saving.is_to_stdout
 
 
 def tell(answer: Any) -> None:
@@ -146,17 +124,15 @@ def tell(answer: Any) -> None:
         show(*(answer if isinstance(answer, Iterator) else [answer]))
 
 
-def show_and_save(
-    data: Any, rendered: RenderableType, as_json: bool, output: str | None, force: bool, indent: int | None = 2
-) -> None:
+def show_and_save(data: Any, rendered: RenderableType, saving: Saving, indent: int | None = 2) -> None:
     """Print an answer as a report or as JSON, and then save its data: a file that cannot be written loses nothing."""
-    if output != STDOUT:
-        if as_json:
+    if not saving.is_to_stdout:
+        if saving.json:
             sys.stdout.write(dumps(data, indent))
         else:
             show(rendered)
-    if output is not None:
-        write_text(output, dumps(data, indent), force)
+    if saving.output is not None:
+        write_text(saving.output, dumps(data, indent), saving.force)
 
 
 class _Standing:

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, BinaryIO
 
 import typer
 
-from planner.cli.options import LayoutOptions, PlanOptions, SearchOptions, Word, command_line
-from planner.cli.output import Printing, answer, dumps, progress, save, tell, waiting, warn_of_early_stop
+from planner.cli.options import Answering, LayoutOptions, PlanOptions, Saving, SearchOptions, Word, command_line
+from planner.cli.output import answer, dumps, progress, save, tell, waiting, warn_of_early_stop
 from planner.errors import PlannerError, SpecError, one_line, printable
 from planner.files import STDOUT, FolderFile, refuse_to_overwrite, write_folder, write_text
 
@@ -44,11 +44,7 @@ SUMMARY = "phases.json"
 def plan_command(
     ctx: typer.Context,
     asked: PlanOptions,
-    full: bool = False,
-    show: Word = None,
-    json: bool = False,
-    output: Word = None,
-    force: bool = False,
+    form: Answering,
 ) -> None:
     """Plan how to lay a large model out on N GPUs: the fastest layout that fits, proven, and why not the others.
 
@@ -61,9 +57,9 @@ def plan_command(
         _refuse_options_before(ctx)
         return
     if asked.phases is not None:
-        return plan_phases(asked, asked.phases, json, output, force)
+        return plan_phases(asked, asked.phases, form)
     if asked.from_ is not None:
-        return replan_command(asked, asked.from_, asked.keep, json, output, force)
+        return replan_command(asked, asked.from_, asked.keep, form)
     if asked.keep is not None:
         raise SpecError("--keep: without --from, no job has anything to keep", "add --from plan.json")
     from planner.cli.inputs import read_case
@@ -71,14 +67,13 @@ def plan_command(
     from planner.search.search import planned
 
     case = read_case(asked)
-    shape = Printing(json, full, show)
-    shape.names  # noqa: B018 — refused before the search
-    refuse_to_overwrite(output, force)
+    form.names  # noqa: B018 — refused before the search
+    form.check()
     with waiting("searching") as news:
         found = planned(case, news)
     best = within(found, asked.days, asked.usd).model_copy(update={"command": command_line(asked)})
     warn_of_early_stop(best)
-    answer(best, shape, output, force)
+    answer(best, form)
 
 
 def _refuse_options_before(ctx: typer.Context) -> None:
@@ -92,11 +87,8 @@ def evaluate_command(
     ctx: typer.Context,
     asked: LayoutOptions,
     runs: Word = None,
-    full: bool = False,
-    show: Word = None,
-    json: bool = False,
-    output: Word = None,
-    force: bool = False,
+    *,
+    form: Answering,
 ) -> None:
     """Price a given layout, fit or not, or a file of many.
 
@@ -106,7 +98,7 @@ def evaluate_command(
       plan evaluate --runs runs.jsonl --json
     """
     if runs is not None:
-        _evaluate_runs(ctx, runs, json)
+        _evaluate_runs(ctx, runs, form.json)
         return
     from planner.cli.inputs import read_described, read_job, read_parallelism
     from planner.layout.evaluate import evaluate
@@ -115,13 +107,12 @@ def evaluate_command(
     job = read_job(asked)
     job = replace(job, runtime_spec=of_today(job.runtime_spec))
     run, parallelism = read_described(asked, job), read_parallelism(asked)
-    shape = Printing(json, full, show)
-    refuse_to_overwrite(output, force)
+    form.check()
     says = run.says_switches
     plan = evaluate(run.model, run.cluster, run.training, parallelism, runtime=run.runtime_spec, says_switches=says)
     plan = plan.model_copy(update={"command": command_line(asked, "plan evaluate")})
-    own = None if json or output == STDOUT else _own_choice(job, consented(run.runtime_spec))
-    answer(plan, shape, output, force, own)
+    own = None if form.json or form.is_to_stdout else _own_choice(job, consented(run.runtime_spec))
+    answer(plan, form, own)
 
 
 def _own_choice(job: Job, allow: Texts) -> PricedLayout | None:
@@ -176,8 +167,7 @@ def _lines(file: BinaryIO, path: str) -> Iterator[str]:
         raise SpecError(f"--runs: {path}: {error.strerror}", "name a file of JSON lines, or - for stdin") from None
 
 
-def replan_command(asked: SearchOptions, path: str, keep: str | None, json: bool, output: str | None,
-                   force: bool) -> None:  # fmt: skip
+def replan_command(asked: SearchOptions, path: str, keep: str | None, saving: Saving) -> None:
     """Answer how the job of a saved plan goes on with `--gpus`."""
     from planner.cli.inputs import Job, in_gpus, listed, read_limits
     from planner.decide.resume import replan
@@ -185,7 +175,7 @@ def replan_command(asked: SearchOptions, path: str, keep: str | None, json: bool
     from planner.report.runs import render_resume
 
     _check_running(asked, path)
-    refuse_to_overwrite(output, force)
+    saving.check()
     old = read_plan(path)
     asked = in_gpus(asked, old.cluster.node_size)
     assert asked.gpus is not None
@@ -196,9 +186,9 @@ def replan_command(asked: SearchOptions, path: str, keep: str | None, json: bool
     with waiting("replanning"):
         found = replan(old, asked.gpus, axes, training=training, limits=limits)
     plan = found.plan.model_copy(update={"command": command_line(asked)}) if found.resume.choices else found.plan
-    if save(plan, output, force):
+    if save(plan, saving):
         return
-    tell({**plan.to_json(), "resume": found.resume.to_json()} if json else render_resume(found.resume, plan))
+    tell({**plan.to_json(), "resume": found.resume.to_json()} if saving.json else render_resume(found.resume, plan))
 
 
 def _check_running(asked: SearchOptions, path: str) -> None:
@@ -233,7 +223,7 @@ def _training_of(asked: SearchOptions, old: Plan) -> TrainingSpec:
     return training
 
 
-def plan_phases(asked: PlanOptions, path: str, as_json: bool, output: str | None, force: bool) -> None:
+def plan_phases(asked: PlanOptions, path: str, saving: Saving) -> None:
     """Plan the phases of a file, print the run, and save it: a file of all, or a folder with a plan of each."""
     from planner.decide.course import answer_of, course_of
     from planner.report.runs import render_phases
@@ -249,14 +239,14 @@ def plan_phases(asked: PlanOptions, path: str, as_json: bool, output: str | None
     file = read_phases(path)
     said = set[str]()
     phases = [_phase(asked, spec, path, said) for spec in file.phases]
-    paths = _paths(output, [phase.name for phase in phases], force)
+    paths = _paths(saving, [phase.name for phase in phases])
     with progress("planning phases", len(phases)) as advance:
         run = answer_of(course_of(phases, file.reshard_hours, advance), command_line(asked))
     # printed first, so that a file that cannot be written loses nothing
-    if output != STDOUT:
-        tell(run.to_json() if as_json else render_phases(run))
-    if output is not None:
-        _save(run, output, paths, force)
+    if not saving.is_to_stdout:
+        tell(run.to_json() if saving.json else render_phases(run))
+    if saving.output is not None:
+        _save(run, saving.output, paths, saving.force)
 
 
 def _phase(asked: PlanOptions, spec: PhaseSpec, path: str, said: set[str]) -> Phase:
@@ -329,18 +319,16 @@ def _batches(spec: PhaseSpec, last: int, seq_length: int) -> Iterator[Batch]:
     yield Batch(last, left)
 
 
-def _paths(output: str | None, names: list[str], force: bool) -> Named:
+def _paths(saving: Saving, names: list[str]) -> Named:
     """The files of a folder's plans by phase, none of which may be there already; empty where a file is asked for."""
-
-    if output is None or output == STDOUT:
-        return {}
-    if not (output.endswith("/") or os.path.isdir(output)):
-        refuse_to_overwrite(output, force)
+    output = saving.output
+    if output is None or not (output.endswith("/") or os.path.isdir(output)):
+        saving.check()
         return {}
     paths = {name: os.path.join(output, f"plan-{name}.json") for name in names}
     if os.path.isdir(output):
         for file in (*paths.values(), os.path.join(output, SUMMARY)):
-            refuse_to_overwrite(file, force)
+            refuse_to_overwrite(file, saving.force)
     return paths
 
 

@@ -12,10 +12,10 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from planner.cli import options as o
-from planner.cli.options import Number, SearchOptions, Word
+from planner.cli.options import Number, Saving, SearchOptions, Word
 from planner.cli.output import progress, refuse_files, target_of, tell
 from planner.errors import Infeasible, PlannerError, SpecError
-from planner.files import STDOUT, refuse_to_overwrite, write_text
+from planner.files import STDOUT, write_text
 from planner.specs.units import parse_whole
 
 if TYPE_CHECKING:
@@ -244,9 +244,8 @@ def next_command(
     no_history: bool = False,
     skip: Word = None,
     days: Number = None,
-    json: bool = False,
-    output: Word = None,
-    force: bool = False,
+    *,
+    saving: Saving,
 ) -> None:
     """Say which one short run to do next: that whose step saves most of the long run, and what it would decide.
 
@@ -265,7 +264,7 @@ def next_command(
     from planner.plan_file import read_plan
     from planner.report.runs import render_next
 
-    refuse_to_overwrite(output, force)
+    saving.check()
     read = read_plan(plan)
     if not read.fits:
         raise Infeasible(f"{plan}: its layout does not fit, and no run of it is worth proposing", _FITS)
@@ -275,22 +274,21 @@ def next_command(
     days = days or (DEFAULT_DAYS if read.run_cost is None else read.run_cost.days)
     run = NextRun(read.cluster.num_gpus, choices, known, days, FIRST_RUN_STEPS, _skipped(skip, len(choices)))
     answer = next_answer(run, read.model.name)
-    _save_trial(read, run, output, force)
-    if output == STDOUT:
-        return
-    tell(answer.model_dump(mode="json") if json else render_next(answer))
+    _save_trial(read, run, saving)
+    if not saving.is_to_stdout:
+        tell(answer.model_dump(mode="json") if saving.json else render_next(answer))
 
 
-def _save_trial(plan: Plan, run: NextRun, output: str | None, force: bool) -> None:
+def _save_trial(plan: Plan, run: NextRun, saving: Saving) -> None:
     from planner.decide.next import trial_plan
 
-    place = run.proposed()
+    place, output = run.proposed(), saving.output
     if output is None or place is None:
         if output is not None:
             _log.warning("no trial pays: %s is not written", output)
         return
-    trial_plan(plan, run, place).save(output, force=force)
-    if output != STDOUT:
+    trial_plan(plan, run, place).save(output, force=saving.force)
+    if not saving.is_to_stdout:
         target = target_of(plan)
         export = f": plan export {output} --to {target} --trials 0 writes the run" if target else ""
         _log.info("wrote %s%s", output, export)

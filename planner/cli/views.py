@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from planner.cli import options as o
-from planner.cli.options import SearchOptions, Whole, Word, command_line, converted, rows_of
-from planner.cli.output import Printing, needing, refuse_files, show_and_save, tell, waiting
+from planner.cli.options import Saving, SearchOptions, Shown, Whole, Word, command_line, converted, rows_of
+from planner.cli.output import needing, refuse_files, show_and_save, tell, waiting
 from planner.errors import SpecError
 from planner.files import STDOUT, refuse_to_overwrite, write_bytes, write_text
 
@@ -39,8 +39,8 @@ def show_command(
     trace: Word = None,
     alternative: Whole = None,
     micro_batches: Whole = None,
-    full: bool = False,
-    show: Word = None,
+    *,
+    form: Shown,
     json: bool = False,
     force: bool = False,
 ) -> None:
@@ -61,7 +61,6 @@ def show_command(
         if trace is not None:
             _write_trace(plan, file, micro_batches, trace, force)
         return
-    form = Printing(json, full, show)
     data, where = read_saved(file)
     rendered = _drawn(data, where, form, alternative)
     tell(data if json else rendered)
@@ -71,7 +70,7 @@ _IMPORTED = {"source", "evaluated", "run"}
 """Keys of what `plan import --json` prints."""
 
 
-def _drawn(data: Fields, where: str, form: Printing, alternative: int | None) -> RenderableType:
+def _drawn(data: Fields, where: str, form: Shown, alternative: int | None) -> RenderableType:
     """The answer in a file as the command that saved it shows it: of the first kind whose keys are there."""
     from planner.plan_file import plan_of, with_alternative
     from planner.specs.problems import checked
@@ -246,7 +245,7 @@ def memory_command(
     if snapshot is not None:
         _write_snapshot(answer, fullest, candidate, snapshot, force)
     data = answer.model_dump(mode="json") if json or output is not None else None
-    show_and_save(data, render_memory(answer, fullest), json, output, force, indent=None)
+    show_and_save(data, render_memory(answer, fullest), Saving(json=json, output=output, force=force), indent=None)
 
 
 def _note_fewer(candidate: Candidate, num_microbatches: int) -> None:

@@ -158,15 +158,6 @@ def judges_seconds(plan: Plan, options: ProbeOptions) -> bool:
     return options.device == "cuda" or plan.cluster.hardware.architecture == "cpu"
 
 
-def judge_laptop(asked: Plan, options: ProbeOptions, planned: PlannedRun, measured: MeasuredRun) -> ProbeResult:
-    """The result of processes on a CPU: what they proved."""
-    run, model = measured.run, planned.plan.model.spec
-    reduced = [
-        f"{name} {getattr(model, name)} → {getattr(run.model, name)}" for name in ("hidden_size", "num_hidden_layers")
-    ]
-    return probe_result(asked, options, planned, measured, (), reduced)
-
-
 MEASURED, PREDICTED = 0, 1
 _MICROSECONDS = 1e6
 
@@ -270,9 +261,13 @@ def planned_run(plan: Plan, options: ProbeOptions, num_gpus: int) -> PlannedRun:
 
 
 def judged(plan: Plan, options: ProbeOptions, planned: PlannedRun, measured: MeasuredRun) -> ProbeResult:
-    """The result of ranks that ran together."""
-    judge = judge_ranks if options.device == "cuda" else judge_laptop
-    return judge(plan, options, planned, measured)
+    """The result of ranks that ran together; of processes on a CPU, what they proved."""
+    if options.device == "cuda":
+        return judge_ranks(plan, options, planned, measured)
+    whole, small = planned.plan.model.spec, measured.run.model
+    names = ("hidden_size", "num_hidden_layers")
+    reduced = [f"{name} {getattr(whole, name)} → {getattr(small, name)}" for name in names]
+    return probe_result(plan, options, planned, measured, (), reduced)
 
 
 def require_startable(plan: Plan, options: ProbeOptions) -> None:

@@ -13,15 +13,22 @@ from statistics import median
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
-from pydantic import model_validator
 
 from planner.schedule.actions import Action, ActionList, Schedule
-from planner.specs.base import Ints, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Spec, Texts, grouped
+from planner.specs.base import (
+    Ints,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Spec,
+    Texts,
+    grouped,
+    retired,
+)
 from planner.specs.model import ModelSpec
 
 Device = Literal["cpu", "cuda"]
-GONE = ("ranks_per_gpu", "backend", "sleep")
-"""Fields of a run in files of earlier versions."""
 
 
 class ChunkSpec(Spec):
@@ -103,11 +110,7 @@ class ProbeRun(Spec):
     """The longest time that any phase may take."""
     seed: int = 0
 
-    @model_validator(mode="before")
-    @classmethod
-    def _of_earlier(cls, data: Any) -> Any:
-        """The fields that earlier probes have saved and nothing reads any more are left out."""
-        return {k: v for k, v in data.items() if k not in GONE} if isinstance(data, dict) else data
+    _retired = retired("ranks_per_gpu", "backend", "sleep")
 
     @classmethod
     def of(cls, order: Schedule, **fields: Any) -> ProbeRun:

@@ -222,7 +222,7 @@ def made_to_fit(
     if (before := needed(plan)) <= most_bytes:
         return run_of(plan)._replace(changes=tuple(changes))
     if plan.parallelism.zero_stage == 0 and plan.parallelism.dp > 1:
-        plan = _with_zero(plan, 1)
+        plan = _in_zero_1(plan)
         changes.append("ZeRO-0 → 1: optimizer states are sharded")
     largest = max(last - first for stage in plan.stages for first, last in stage.chunks)
     fewest = _first(range(largest + 1), lambda count: fits(recomputing(plan, count)))
@@ -246,9 +246,7 @@ def _with_known_zero(plan: Plan) -> tuple[Plan, list[str]]:
     splits = SCHEDULES[named_schedule(plan)].splits_backward
     if zero <= 1 or (zero == 3 and not splits):
         return plan, []
-    return _with_zero(plan, 1), [
-        f"ZeRO-{zero} → 1: the probe shards optimizer states, or all where no backward is split"
-    ]
+    return _in_zero_1(plan), [f"ZeRO-{zero} → 1: the probe shards optimizer states, or all where no backward is split"]
 
 
 def named_schedule(plan: Plan) -> str:
@@ -256,9 +254,12 @@ def named_schedule(plan: Plan) -> str:
     return "zb-v" if plan.best.actions else plan.parallelism.schedule
 
 
-def _with_zero(plan: Plan, stage: int) -> Plan:
-    sizes = plan.parallelism.model_copy(update={"zero_stage": stage})
-    return plan.model_copy(update={"best": plan.best.model_copy(update={"parallelism": sizes})})
+def _in_zero_1(plan: Plan) -> Plan:
+    return _with_best(plan, parallelism=plan.parallelism.model_copy(update={"zero_stage": 1}))
+
+
+def _with_best(plan: Plan, **changes: object) -> Plan:
+    return plan.model_copy(update={"best": plan.best.model_copy(update=changes)})
 
 
 def _first(counts: range, holds: Callable[[int], bool]) -> int | None:
@@ -280,11 +281,7 @@ def recomputing(plan: Plan, count: int) -> Plan:
         modes = {mode: number for mode, number in (("full", more), (base, layers - more)) if number}
         return planned.model_copy(update={"recompute": modes, "num_recomputed": ()})
 
-    return _with_stages(plan, [stage(planned) for planned in plan.stages]) if count else plan
-
-
-def _with_stages(plan: Plan, stages: list[StagePlan]) -> Plan:
-    return plan.model_copy(update={"best": plan.best.model_copy(update={"stages": tuple(stages)})})
+    return _with_best(plan, stages=tuple(map(stage, plan.stages))) if count else plan
 
 
 STARTERS = {

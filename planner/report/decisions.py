@@ -24,7 +24,6 @@ from planner.report.format import (
     NINE_OF_TEN_LOSE,
     RANKED_FIRST,
     digits,
-    duration,
     fits_with,
     gibibytes,
     large,
@@ -33,6 +32,7 @@ from planner.report.format import (
     sentence,
     sentences,
     signed_seconds,
+    time_of,
     told,
     width,
 )
@@ -296,17 +296,12 @@ def says_sweep(sweep: Sweep) -> str:
 
 
 def _figures(point: Point) -> str:
-    return sentence("sweep_figures", point=point, days=_time, dollars=_dollars)
+    return sentence("sweep_figures", point=point, dollars=_dollars)
 
 
 def _dollars(usd: float) -> str:
     """`35.97M`, `412`, and cents of a sum below a hundred."""
     return large(usd) if usd >= 100 else f"{usd:.2f}"
-
-
-def _time(days: float) -> str:
-    """`41.7 days`, and hours or minutes of a run below a day."""
-    return f"{digits(days)} days" if days >= 1 else duration(86_400 * days)
 
 
 def swept_axes(sweep: Sweep) -> list[str]:
@@ -373,7 +368,7 @@ def _costs(sweep: Sweep) -> dict[str, Column]:
     short = all(point.days is None or point.days < 1 for point in sweep.points)
     columns = {"time" if short and k == "days" else k: v for k, v in COSTS.items()}
     if short:
-        columns["time"] = lambda point: _shown(point.days, _time)
+        columns["time"] = lambda point: _shown(point.days, time_of)
     return columns if sweep.goal.deadline_days is not None else {k: v for k, v in columns.items() if k != "in time"}
 
 

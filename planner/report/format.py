@@ -121,6 +121,11 @@ def duration(value_s: float) -> str:
     return f"{brief_digits(value_s / size_s)} {unit}"
 
 
+def time_of(days: float) -> str:
+    """`41.7 days`, and hours or minutes of what takes less than a day."""
+    return f"{digits(days)} days" if days >= 1 else duration(86_400 * days)
+
+
 BREAKDOWN = {
     "compute_s": "compute",
     "bubble_s": "pipeline bubble",
@@ -454,8 +459,8 @@ def told(item: str, path: str = ANSWERS, /, **names: Any) -> Iterator[list[str]]
 
 WORDS: Fields = {
     "percent": percent, "seconds": seconds, "signed_seconds": signed_seconds, "span": span, "digits": digits,
-    "duration": duration, "large": large, "gibibytes": gibibytes, "counted": counted, "ends": ends, "width": width,
-    "sizes": sizes, "manner": manner, "fits_with": fits_with, "named": named, "written": written,
+    "duration": duration, "days": time_of, "large": large, "gibibytes": gibibytes, "counted": counted, "ends": ends,
+    "width": width, "sizes": sizes, "manner": manner, "fits_with": fits_with, "named": named, "written": written,
     "sentences": sentences, "sentence": sentence, "abs": abs, "sorted": sorted,
 }  # fmt: skip
 """The names that tables of words have beside those that they are given."""

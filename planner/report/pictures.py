@@ -121,11 +121,12 @@ def _of_stages(label: str, number: int, high: float, title: str) -> Plot:
 
 def steps(entries: Sequence[Entry]) -> Markup:
     """The step of each layout with its 80% interval; the first of them is the best, whose interval is a band."""
-    factor, unit = unit_for(entries[0].step_s)
-    ends = [[end * factor for end in entry.step_s_interval or (entry.step_s, entry.step_s)] for entry in entries]
+    found = [entry.layout.step for entry in entries]
+    factor, unit = unit_for(found[0].step_s)
+    ends = [[end * factor for end in step.step_s_interval or (step.step_s, step.step_s)] for step in found]
     low, high = min(end for end, _ in ends), max(end for _, end in ends)
     margin = 0.05 * (high - low or low)
-    has_bars = entries[0].step_s_interval is not None
+    has_bars = found[0].step_s_interval is not None
     label = f"The step of the best layout and its {len(entries) - 1} alternatives with intervals"
     x_title = f"step, {unit}; bars are 80% intervals" if has_bars else f"step, {unit}"
     last = len(entries) - 0.5
@@ -134,7 +135,7 @@ def steps(entries: Sequence[Entry]) -> Markup:
         plot.boxes(ends[0][0], ends[0][1], last, -0.5, fill="var(--line)", opacity="0.4")
     for row, (entry, own) in enumerate(zip(entries, ends, strict=True)):
         plot.line(own, [row, row], stroke=PALETTE[not row], class_="interval")
-        plot.dot(entry.step_s * factor, row, PALETTE[not row], f"{entry.name} {entry.sizes}: {entry.step}")
+        plot.dot(entry.layout.step.step_s * factor, row, PALETTE[not row], f"{entry.name} {entry.sizes}: {entry.step}")
     says = "Grey is the best's interval: a prediction alone cannot tell layouts apart whose intervals reach into it."
     return draw("picture", plot.svg(), says if has_bars else "")
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 from typing import Literal
 
-from planner.answer import AS_PLANNED, Goodput, Interval, Plan, PricedLayout, RobustStep, RunCost, StagePlan
+from planner.answer import AS_PLANNED, Goodput, Plan, PricedLayout, RobustStep, RunCost, StagePlan
 from planner.record import record
 from planner.report.format import (
     SURE,
@@ -156,38 +156,46 @@ class Entry:
     """A layout in one line beside others: sizes, seconds, memory; how it is run and what it trades."""
 
     name: str
-    sizes: str
-    step_s: float
-    more_fraction: float | None
-    """step_s over that of the layout it is compared with, less one; None for that layout itself."""
-    step_s_interval: Interval | None
-    peak_bytes: int
-    """Bytes on its fullest rank."""
-    fits: bool
-    fit: str
-    """The probability that it fits; empty where it is not known."""
-    mfu: float
-    manner: str
-    """How it is run, where the layout that it is compared with is run otherwise."""
-    trade: str
+    layout: PricedLayout
+    beside: PricedLayout | None = None
+    """The layout that it is compared with; None for that layout itself."""
+
+    @property
+    def sizes(self) -> str:
+        return sizes(self.layout.parallelism)
 
     @property
     def step(self) -> str:
-        return seconds(self.step_s)
+        return seconds(self.layout.step.step_s)
 
     @property
     def more(self) -> str:
-        return "" if self.more_fraction is None else f"{self.more_fraction:+.1%}"
+        """By how much its step is longer."""
+        return "" if self.beside is None else f"{self.layout.step.step_s / self.beside.step.step_s - 1:+.1%}"
 
     @property
     def peak(self) -> str:
         """GiB of the fullest rank, marked where they do not fit."""
-        return gibibytes(self.peak_bytes) + ("" if self.fits else "!")
+        return gibibytes(self.layout.worst_stage.memory.total_bytes) + ("" if self.layout.fits else "!")
+
+    @property
+    def fit(self) -> str:
+        """The probability that it fits; empty where it is not known."""
+        return fits_with(self.layout.oom_probability)
+
+    @property
+    def manner(self) -> str:
+        """How it is run, where the layout that it is compared with is run otherwise."""
+        ways = manner(self.layout.parallelism)
+        if self.beside is not None:
+            known = manner(self.beside.parallelism)
+            ways = (*(part for part in ways if part not in known), *differences(self.layout, self.beside))
+        return ", ".join(ways)
 
     @property
     def how(self) -> str:
         """How it is run, and what it trades."""
-        return "; ".join(part for part in (self.manner, self.trade) if part)
+        return "; ".join(filter(None, (self.manner, self.layout.trade)))
 
     @property
     def unsure(self) -> str:
@@ -197,27 +205,7 @@ class Entry:
     @property
     def remark(self) -> str:
         """The whole entry as one line."""
-        return "; ".join(part for part in (self.how, self.unsure) if part)
-
-
-def entry_of(name: str, layout: PricedLayout, beside: PricedLayout | None = None) -> Entry:
-    """A layout in one line, by itself or beside another."""
-    memory, known = layout.worst_stage.memory, manner(beside.parallelism) if beside else ()
-    ways = [part for part in manner(layout.parallelism) if part not in known]
-    ways += differences(layout, beside) if beside else ()
-    return Entry(
-        name=name,
-        sizes=sizes(layout.parallelism),
-        step_s=layout.step.step_s,
-        more_fraction=layout.step.step_s / beside.step.step_s - 1 if beside else None,
-        step_s_interval=layout.step.step_s_interval,
-        peak_bytes=memory.total_bytes,
-        fits=layout.fits,
-        fit=fits_with(layout.oom_probability),
-        mfu=layout.step.mfu,
-        manner=", ".join(ways),
-        trade=layout.trade,
-    )
+        return "; ".join(filter(None, (self.how, self.unsure)))
 
 
 def runs_of_stages(rows: Iterable[StageRow]) -> tuple[StageRow, ...]:

@@ -13,7 +13,7 @@ from planner.answer import Plan
 from planner.decide.job import Resume
 from planner.decide.next import NextAnswer, NextOutcome, days_of
 from planner.decide.phases import PhasesAnswer
-from planner.report.format import digits, duration, sentence, sentences
+from planner.report.format import sentence, sentences
 from planner.report.pieces import Parts, as_group, bullets, columns, listed, section
 from planner.specs.base import grouped
 
@@ -27,7 +27,7 @@ def render_phases(run: PhasesAnswer) -> Parts:
     differs = len({(layout.zero_stage, layout.shard_size < layout.dp * layout.cp) for layout in layouts}) > 1
     yield section("Their layouts", listed("phase_layouts", run.phases, short=_short, zero_differs=differs))
     if run.changes:
-        yield section("Stops between them", listed("phase_stops", run.changes, short=_short, days=_days))
+        yield section("Stops between them", listed("phase_stops", run.changes, short=_short))
     if kept := list(_kept(run)):
         yield section("Layouts that are kept", bullets(kept))
     if saved := dict.fromkeys(change.saved_as for change in run.changes if change.saved_as):
@@ -53,14 +53,10 @@ def _short(name: str) -> str:
     return name if len(name) <= 14 else f"{name[:13]}…"
 
 
-def _days(days: float) -> str:
-    return f"{digits(days)} days" if days >= 1 else duration(days * 86_400)
-
-
 def _kept(run: PhasesAnswer) -> Iterator[str]:
     """Phases that stay in a layout that is not their best, and why."""
     for before, phase in zip(run.phases, run.phases[1:], strict=False):
-        yield from sentences("phase_kept", before=before, phase=phase, days=_days)
+        yield from sentences("phase_kept", before=before, phase=phase)
 
 
 def _ramps(run: PhasesAnswer) -> Iterator[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property, partial
 from typing import NamedTuple
@@ -36,6 +36,12 @@ def render_timeline(timeline: Timeline, width: int = 80) -> Group:
     return Group(head, bubble, "", *drawing(timeline, width), _legend(timeline.schedule), "", _ranks(timeline))
 
 
+def spans(timeline: Timeline, rank: int) -> Iterator[tuple[Action, float, float]]:
+    """The actions of a rank with their starts and ends."""
+    starts_s, ends_s = timeline.start_s[rank].tolist(), timeline.end_s[rank].tolist()
+    return zip(timeline.schedule.ranks[rank], starts_s, ends_s, strict=True)
+
+
 def drawing(timeline: Timeline, width: int) -> list[Text]:
     """One row of exactly `width` columns per rank: each action as its kind and micro-batch where they fit.
 
@@ -45,11 +51,10 @@ def drawing(timeline: Timeline, width: int) -> list[Text]:
     columns = max(1, width - label)
     scale = columns / timeline.makespan_s if timeline.makespan_s else 0.0
     rows, chunks = [], timeline.schedule.stage_to_chunk
-    for rank, actions in enumerate(timeline.schedule.ranks):
+    for rank in range(timeline.schedule.pp):
         row = Text(f"{rank} ".rjust(label))
         column = 0
-        spans = zip(actions, timeline.start_s[rank].tolist(), timeline.end_s[rank].tolist(), strict=True)
-        for action, start_s, end_s in spans:
+        for action, start_s, end_s in spans(timeline, rank):
             first, last = max(column, round(start_s * scale)), min(columns, round(end_s * scale))
             if last > first:
                 row.append(IDLE * (first - column))
@@ -134,11 +139,11 @@ def timeline_json(
         "peak_in_flight_microbatches": timeline.peak_in_flight_microbatches.tolist(),
         "stage_to_rank": list(schedule.stage_to_rank),
         "ranks": [
-            [{"action": str(action), "start_s": start_s, "end_s": end_s} for action, start_s, end_s in rank]
-            for rank in (
-                zip(actions, starts.tolist(), ends.tolist(), strict=True)
-                for actions, starts, ends in zip(schedule.ranks, timeline.start_s, timeline.end_s, strict=True)
-            )
+            [
+                {"action": str(action), "start_s": start_s, "end_s": end_s}
+                for action, start_s, end_s in spans(timeline, rank)
+            ]
+            for rank in range(schedule.pp)
         ],
     }
     if synthesis is not None:

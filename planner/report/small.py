@@ -27,19 +27,6 @@ _CHECKPOINTING = {
 _WAYS = {"qlora": "--qlora", "lora": "--lora", "full": "all weights trained"}
 
 
-@record
-class MemoryItem:
-    """An item of the fullest GPU's memory."""
-
-    name: str
-    num_bytes: int
-    capacity_bytes: int
-
-    @property
-    def fraction(self) -> float:
-        return self.num_bytes / self.capacity_bytes
-
-
 def is_small(plan: Plan) -> bool:
     """True for the plan of a small job that splits no layer and has no stages."""
     sizes = plan.parallelism
@@ -111,8 +98,8 @@ def price_of(plan: Plan) -> tuple[float | None, str]:
     return price, "" if price is None else f" at ${price:g} a GPU-hour"
 
 
-def memory_items(plan: Plan) -> tuple[MemoryItem, ...]:
-    """The items of the fullest GPU's memory, and what is left of it."""
+def memory_items(plan: Plan) -> dict[str, int]:
+    """Bytes of the items of the fullest GPU's memory, and of what is left of it."""
     memory, capacity = plan.best.worst_stage.memory, plan.cluster.hardware.memory_bytes
     adapters = plan.training.adapters
     base = f"base weights, {adapters.base_bits} bits" if adapters else ""
@@ -128,7 +115,7 @@ def memory_items(plan: Plan) -> tuple[MemoryItem, ...]:
         ("driver and allocator", memory.reserved_bytes),
         ("free", capacity - memory.total_bytes),
     )
-    return tuple(MemoryItem(name, size, capacity) for name, size in items if name and size > 0)
+    return {name: size for name, size in items if name and size > 0}
 
 
 def step_items(plan: Plan) -> tuple[StepShare, ...]:
@@ -206,7 +193,8 @@ def shown_changes(plan: Plan) -> tuple[ChangeRow, ...]:
     """The first change of each kind that fits and is worth a look, and those asked about most that do not fit."""
     fitting = [change for change in plan.changes if change.fits and _is_worth_a_look(change, plan.step.step_s)]
     misfits = [change for change in plan.changes if not change.fits and change.kind in _ASKED_ABOUT]
-    return change_rows(plan, (*_one_of_a_kind(fitting)[:SHOWN_CHANGES], *_one_of_a_kind(misfits)))
+    shown = (*_one_of_a_kind(fitting)[:SHOWN_CHANGES], *_one_of_a_kind(misfits))
+    return rows_of(shown, plan.cluster.hardware.memory_bytes, plan.step.step_s)
 
 
 def _is_worth_a_look(change: Change, step_s: float) -> bool:
@@ -216,12 +204,6 @@ def _is_worth_a_look(change: Change, step_s: float) -> bool:
 def _one_of_a_kind(changes: list[Change]) -> list[Change]:
     """The first change of each kind."""
     return list({change.kind: change for change in reversed(changes)}.values())[::-1]
-
-
-def change_rows(plan: Plan, changes: tuple[Change, ...]) -> tuple[ChangeRow, ...]:
-    """Rows of changes, beside the GPU's memory and the step of the plan."""
-    capacity, step_s = plan.cluster.hardware.memory_bytes, plan.step.step_s
-    return rows_of(changes, capacity, step_s)
 
 
 def rows_of(changes: tuple[Change, ...], capacity_bytes: int, step_s: float) -> tuple[ChangeRow, ...]:

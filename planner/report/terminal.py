@@ -33,7 +33,7 @@ from planner.report.format import (
     unsure,
 )
 from planner.report.pieces import Parts, TextBar, as_group, bullets, columns, headed, listed, section
-from planner.report.rows import Entry, Figure, ReportSection, Robust, Table, entry_of
+from planner.report.rows import Entry, Figure, ReportSection, Robust, Table
 from planner.report.view import View, seconds_table, stage_table, view_of
 from planner.specs.base import Texts, grouped
 
@@ -67,7 +67,7 @@ def render(plan: Plan, own: PricedLayout | None = None, names: Sequence[str] = (
 
 def summary(layout: PricedLayout) -> str:
     """One line: sizes, seconds, memory of the fullest stage, and the switch left unsaid that matters most."""
-    entry = entry_of("", layout)
+    entry = Entry("", layout)
     fits = "" if layout.fits else ", does not fit"
     unsaid = f" · not said: {says_unsaid(layout)}" if layout.unsaid else ""
     return f"{layout.parallelism}: {entry.step}, {entry.peak.rstrip('!')} GiB{fits}{unsaid}"
@@ -170,7 +170,7 @@ def _entries(entries: tuple[Entry, ...]) -> Group:
 
 
 def _entry(entry: Entry, width: int) -> Parts:
-    more = f"{entry.more}  " if entry.more and not entry.trade else ""
+    more = f"{entry.more}  " if entry.more and not entry.layout.trade else ""
     yield _head(entry, width, f"{entry.step}  {more}{entry.peak} GiB")
     if entry.remark:
         yield Padding(Text(entry.remark), (0, 0, 0, width + 1))
@@ -308,7 +308,7 @@ def _few(entries: Sequence[Entry], robust: Robust | None) -> Parts:
         has_room = width + len(entry.sizes) + len(figures) < COLUMNS - 3
         yield Padding(_head(entry, width, figures if has_room else entry.step), (0, 0, 0, 1))
         worst = f"worst: {stands[0][1]}" if stands else ""
-        known = [part for part in (entry.trade, worst, entry.unsure, entry.manner) if part]
+        known = [part for part in (entry.layout.trade, worst, entry.unsure, entry.manner) if part]
         yield _cut(" " * (width + 2) + _packed(known, "; ")[0] if known else "", "dim")
 
 

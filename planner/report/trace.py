@@ -25,6 +25,7 @@ from planner.layout.memory_curve import memory_curves
 from planner.layout.price import reprice
 from planner.layout.step import Passes, Together, beside_pipeline, exchanges_of_passes
 from planner.report.format import ACTIONS, sizes
+from planner.report.schedules import spans
 from planner.schedule.actions import KINDS, Action, F
 from planner.schedule.replay import Timeline, replay
 from planner.specs.base import Fields, Said
@@ -110,16 +111,11 @@ def _slice(rank: int, threads: Sequence[str], slice: TraceSlice) -> Event:
     return event | ({"args": dict(slice.args)} if slice.args else {})
 
 
-def _spans(timeline: Timeline, rank: int) -> Iterator[tuple[Action, float, float]]:
-    starts_s, ends_s = timeline.start_s[rank].tolist(), timeline.end_s[rank].tolist()
-    return zip(timeline.schedule.ranks[rank], starts_s, ends_s, strict=True)
-
-
 def _of_pipeline(timeline: Timeline, rank: int) -> Iterator[TraceSlice]:
     """Passes, waits and transfers of a rank."""
     schedule = timeline.schedule
     chunks = len(schedule.stage_to_rank) > schedule.pp
-    for action, start_s, end_s in _spans(timeline, rank):
+    for action, start_s, end_s in spans(timeline, rank):
         chunk = f", chunk {action.stage // schedule.pp}" if chunks else ""
         name = f"{ACTIONS[action.kind]} {action.microbatch}{chunk}"
         yield TraceSlice(COMPUTE, name, start_s, end_s, _arguments(timeline, action), action.kind)
@@ -138,7 +134,7 @@ def _arguments(timeline: Timeline, action: Action) -> Fields:
 def _waits(timeline: Timeline, rank: int) -> Iterator[TraceSlice]:
     """Gaps between computations, named by what ends them."""
     free_s = 0.0
-    for index, (action, start_s, end_s) in enumerate(_spans(timeline, rank)):
+    for index, (action, start_s, end_s) in enumerate(spans(timeline, rank)):
         if start_s - free_s > 1e-9 * timeline.makespan_s:
             awaited = "activation" if action.kind == "F" else "transfer" if action.kind == "W" else "gradient"
             name = "fill" if index == 0 else f"wait for {awaited}"
@@ -173,7 +169,7 @@ TRACKS = (COMPUTE, "wait", "p2p activations", "p2p gradients")
 
 def _insides(timeline: Timeline, rank: int, inner: Inner) -> Iterator[TraceSlice]:
     stages = timeline.schedule.num_model_stages
-    for action, start_s, _ in _spans(timeline, rank) if inner else ():
+    for action, start_s, _ in spans(timeline, rank) if inner else ():
         for inside in inner.get((action.stage % stages, action.kind), ()):
             moved = inside._replace(start_s=start_s + inside.start_s, end_s=start_s + inside.end_s)
             if _time(moved.start_s) < _time(moved.end_s):

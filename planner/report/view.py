@@ -47,7 +47,6 @@ from planner.report.rows import (
     StepShare,
     Table,
     cost_figures,
-    entry_of,
     goodput_figures,
     quoted_figures,
     robust_of,
@@ -155,7 +154,7 @@ def view_of(plan: Plan, own: PricedLayout | None = None) -> View:
     best, is_tuning = plan.best, small.is_small(plan)
     figures, step_s = small.figures(plan) if is_tuning else _figures(plan), plan.step.step_s
     shares = small.step_items(plan) if is_tuning else _breakdown(plan)
-    others = tuple(entry_of(f"{rank}.", other, best) for rank, other in enumerate(plan.alternatives, start=1))
+    others = tuple(Entry(f"{rank}.", other, best) for rank, other in enumerate(plan.alternatives, start=1))
     robust = None if is_tuning else robust_of(best)
     stages = tuple(StageRow((stage,), plan.cluster.hardware.memory_bytes) for stage in plan.stages)
     return View(
@@ -166,8 +165,8 @@ def view_of(plan: Plan, own: PricedLayout | None = None) -> View:
         sustained=None if is_tuning else sustained_figure(best), peak=_peak(best), fit=_fit(best) if best.fits else "",
         tokens=None if plan.run_cost is None else plan.run_cost.tokens, cost=cost_figures(plan),
         goodput=goodput_figures(plan), capacity_bytes=plan.cluster.hardware.memory_bytes, step_s=step_s, stages=stages,
-        breakdown=shares, best=entry_of("best", best), alternatives=others, robust=robust,
-        changes=small.change_rows(plan, plan.changes),
+        breakdown=shares, best=Entry("best", best), alternatives=others, robust=robust,
+        changes=small.rows_of(plan.changes, plan.cluster.hardware.memory_bytes, step_s),
     )  # fmt: skip
 
 
@@ -175,13 +174,13 @@ def _answers(view: View) -> Iterator[ReportSection]:
     """The sections that say what was chosen, where its seconds and bytes go, and what else there is."""
     plan, own = view.plan, view.own
     if own is not None:
-        pair = (entry_of("given", plan.best), entry_of("own", own, plan.best))
+        pair = (Entry("given", plan.best), Entry("own", own, plan.best))
         yield ReportSection("given", "Beside the planner's own choice", (pair,))
     yield ReportSection("seconds", f"Where the {seconds(view.step_s)} of a step go", (seconds_table(view.breakdown),))
     if view.is_small:
         items = small.memory_items(plan)
-        rows = tuple((item.name, f"{gibibytes(item.num_bytes)} GiB") for item in items)
-        table = Table(rows, "nr", bars=tuple(item.fraction for item in items))
+        rows = tuple((name, f"{gibibytes(size)} GiB") for name, size in items.items())
+        table = Table(rows, "nr", bars=tuple(size / view.capacity_bytes for size in items.values()))
         yield ReportSection("stages", f"Memory of the fullest GPU, of {view.capacity}", (table,))
         yield ReportSection("room", "Room, all else as it is", _table(small.room_lines(plan.room)))
         yield ReportSection(

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from functools import cache
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 if TYPE_CHECKING:
@@ -61,9 +61,25 @@ Name = Annotated[str, Field(min_length=1, max_length=200), AfterValidator(_print
 """A name in reports and files: one line, without escape sequences for the terminal."""
 
 
-def without(data: Any, retired: Collection[str]) -> Any:
-    """The fields of a spec without those that saved plans of earlier versions carry and that nothing reads now."""
-    return {key: data[key] for key in data if key not in retired} if isinstance(data, dict) else data
+def retired(*names: str) -> Any:
+    """A validator that leaves fields out which files of earlier versions carry and that nothing reads now."""
+
+    def without(data: Any) -> Any:
+        return {key: data[key] for key in data if key not in names} if isinstance(data, dict) else data
+
+    return model_validator(mode="before")(without)
+
+
+def multiple(whole: str, part: str) -> Any:
+    """A validator that one number of a spec is a multiple of another, where both are given."""
+
+    def checked(spec: Any) -> Any:
+        total, each = getattr(spec, whole), getattr(spec, part)
+        if None not in (total, each) and total % each:
+            raise ValueError(f"{whole} ({total}) is no multiple of {part} ({each})")
+        return spec
+
+    return model_validator(mode="after")(checked)
 
 
 K = TypeVar("K")

@@ -6,7 +6,7 @@ to its siblings. Corrections are the numbers of a profile that were measured, be
 """
 
 from itertools import pairwise
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
@@ -21,11 +21,9 @@ from planner.specs.base import (
     Rate,
     Spec,
     Width,
-    without,
+    retired,
 )
 from planner.specs.units import GB, GIB, MICRO, TERA
-
-_RETIRED = ("untuned_factor",)
 
 SLOW_FAMILIES = ("norm", "loss", "optimizer", "accumulate", "permute", "strided", "cast")
 """Memory-bound kernels that may reach less than a plain copy; strided ones are on views."""
@@ -98,10 +96,7 @@ class AttentionEfficiency(Spec):
     seconds_factor: Rate = 1.0
     """Factor on this kernel's seconds alone; 1 unless a probe that ran it asks for more."""
 
-    @model_validator(mode="before")
-    @classmethod
-    def _without_retired_fields(cls, data: Any) -> Any:
-        return without(data, ("sink_factor",))
+    _retired = retired("sink_factor")
 
     @property
     def relative_s(self) -> float:
@@ -161,10 +156,7 @@ class Efficiency(Spec):
     measured by plan profile left; null where there was none. A profile without a probe or a run is never surer than its
     evidence says."""
 
-    @model_validator(mode="before")
-    @classmethod
-    def _without_retired_fields(cls, data: Any) -> Any:
-        return without(data, _RETIRED)
+    _retired = retired("untuned_factor")
 
     @property
     def attention(self) -> AttentionEfficiency:

@@ -7,7 +7,7 @@ network or host nobody names keeps the profile's numbers, and its interval cover
 import re
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import Field
 
@@ -67,6 +67,9 @@ class Instance(Spec):
     source: str
 
 
+R = TypeVar("R", bound=HostKind | Instance)
+
+
 class Machines(Spec):
     """The whole table."""
 
@@ -89,11 +92,7 @@ def instance_names() -> dict[str, tuple[str, ...]]:
 
 def find_instance(name: str) -> tuple[str, Instance] | None:
     """The instance of a name or an alias; None where there is none."""
-    word = _plain(name)
-    for known, row in machines().instances.items():
-        if word in (known, *row.aliases):
-            return known, row
-    return None
+    return _called(name, machines().instances)
 
 
 def transport_of(name: str) -> Transport:
@@ -104,11 +103,7 @@ def transport_of(name: str) -> Transport:
 def find_host(name: str) -> tuple[str, HostKind] | None:
     """The kind of CPU of its name, of an alias or of an instance; None where there is none."""
     found = find_instance(name)
-    word = _plain(name if found is None else found[1].host)
-    for known, row in machines().hosts.items():
-        if word in (known, *row.aliases):
-            return known, row
-    return None
+    return _called(name if found is None else found[1].host, machines().hosts)
 
 
 def known_hosts() -> list[str]:
@@ -118,8 +113,10 @@ def known_hosts() -> list[str]:
     return [word for name, row in rows.items() for word in (name, *row.aliases)]
 
 
-def _plain(name: str) -> str:
-    return _WORDS.sub("-", name.strip().lower()).strip("-")
+def _called(name: str, rows: dict[str, R]) -> tuple[str, R] | None:
+    """The row of a name or an alias; None where there is none."""
+    word = _WORDS.sub("-", name.strip().lower()).strip("-")
+    return next(((known, row) for known, row in rows.items() if word in (known, *row.aliases)), None)
 
 
 def with_network(hardware: HardwareSpec, kind: str, where: str = "network", keeps: bool = False) -> HardwareSpec:

@@ -6,7 +6,7 @@ from typing import Any, ClassVar, Literal, NamedTuple, Self
 
 from pydantic import Field, model_validator
 
-from planner.specs.base import Name, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Spec
+from planner.specs.base import Name, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Spec, multiple
 from planner.specs.model_parts import (
     NEEDS,
     SPARSE,
@@ -268,13 +268,10 @@ class ModelSpec(Spec):
             data["position_embedding"] = "rope" if rotary else "learned" if learned else "none"
         return data
 
+    _whole_groups = multiple("num_attention_heads", "num_key_value_heads")
+
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        if self.num_attention_heads % self.num_key_value_heads:
-            raise ValueError(
-                f"num_attention_heads ({self.num_attention_heads}) is no multiple of "
-                f"num_key_value_heads ({self.num_key_value_heads})"
-            )
         if self.position_embedding == "learned" and self.max_position_embeddings is None:
             raise ValueError("position_embedding 'learned' needs max_position_embeddings")
         if self.sliding_window is not None and self.attention_chunk_size is not None:

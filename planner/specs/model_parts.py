@@ -9,7 +9,7 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from planner.specs.base import Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Spec
+from planner.specs.base import Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Spec, multiple
 
 
 class OptimizerDefaults(Spec):
@@ -122,15 +122,8 @@ class MambaSpec(Spec):
     inner_norms: bool = False
     """Norms of Mamba's time steps, B and C (Jamba)."""
 
-    @model_validator(mode="after")
-    def _heads_are_whole(self) -> Self:
-        if self.num_heads is not None and self.intermediate_size % self.num_heads:
-            raise ValueError(
-                f"intermediate_size ({self.intermediate_size}) is no multiple of num_heads ({self.num_heads})"
-            )
-        if self.num_heads is not None and self.num_heads % self.n_groups:
-            raise ValueError(f"num_heads ({self.num_heads}) is no multiple of n_groups ({self.n_groups})")
-        return self
+    _whole_heads = multiple("intermediate_size", "num_heads")
+    _whole_groups = multiple("num_heads", "n_groups")
 
 
 class LinearAttentionSpec(Spec):
@@ -153,13 +146,7 @@ class LinearAttentionSpec(Spec):
     chunk_size: PositiveInt = 64
     """Tokens of a chunk of the algorithm."""
 
-    @model_validator(mode="after")
-    def _heads_are_whole(self) -> Self:
-        if self.num_value_heads % self.num_key_heads:
-            raise ValueError(
-                f"num_value_heads ({self.num_value_heads}) is no multiple of num_key_heads ({self.num_key_heads})"
-            )
-        return self
+    _whole_heads = multiple("num_value_heads", "num_key_heads")
 
 
 class CompressedAttentionSpec(Spec):

@@ -328,15 +328,17 @@ class Parallelism(Spec):
 
     @model_validator(mode="after")
     def _one_split(self) -> Self:
-        if self.layers_per_stage is not None and self.layout is not None:
+        counts, chunks = self.layers_per_stage, self.pp * self.vpp
+        if counts is None:
+            return self
+        if self.layout is not None:
             raise ValueError("give layers_per_stage or layout, not both")
-        if self.layers_per_stage is not None and len(self.layers_per_stage) not in (self.pp, self.pp * self.vpp):
+        if len(counts) not in (self.pp, chunks):
             raise ValueError(
-                f"layers_per_stage has {len(self.layers_per_stage)} entries, expected pp ({self.pp}) "
-                f"or pp·vpp ({self.pp * self.vpp})"
+                f"layers_per_stage has {len(counts)} entries, expected pp ({self.pp}) or pp·vpp ({chunks})"
             )
-        if self.layers_per_stage is not None and min(self.layers_per_stage) < 0:
-            raise ValueError(f"layers_per_stage has a negative count ({min(self.layers_per_stage)})")
+        if min(counts) < 0:
+            raise ValueError(f"layers_per_stage has a negative count ({min(counts)})")
         return self
 
     @model_validator(mode="after")

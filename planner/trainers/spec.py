@@ -4,11 +4,9 @@ A runtime is data. The operator list asks it what is fused and saved, the cost m
 is legal; nothing else in the planner knows one trainer from another.
 """
 
-from typing import Any
+from pydantic import ConfigDict
 
-from pydantic import ConfigDict, model_validator
-
-from planner.specs.base import Fields, Fraction, Overhead, Said, Texts, without
+from planner.specs.base import Fields, Fraction, Overhead, Said, Texts, retired
 from planner.specs.hardware import HardwareSpec
 from planner.specs.model import ModelSpec
 from planner.specs.training import AdapterSpec, ObjectiveSpec
@@ -22,10 +20,6 @@ PACKED_BYTES = {4: 1 / 2 + 1 / 64 + 4 / (64 * 256), 8: 1.0, 16: 2.0}
 
 BEFORE_FLASH = ("volta", "turing")
 """NVIDIA's GPUs before Ampere, for which cuDNN and FlashAttention-2 have no fused attention with a backward."""
-
-_RETIRED = (
-    "interleaved_microbatch_multiple", "min_microbatches_is_pp", "tuned_products", "stands_for", "shards_experts_apart",
-)  # fmt: skip
 
 
 class Host(Group):
@@ -100,10 +94,13 @@ class RuntimeSpec(Host, Limits, Overlaps, FineTuning, Memory, Kernels, Generatio
 
     model_config = ConfigDict(defer_build=False)
 
-    @model_validator(mode="before")
-    @classmethod
-    def _without_retired_fields(cls, data: Any) -> Any:
-        return without(data, _RETIRED)
+    _retired = retired(
+        "interleaved_microbatch_multiple",
+        "min_microbatches_is_pp",
+        "tuned_products",
+        "stands_for",
+        "shards_experts_apart",
+    )
 
     def is_unmeasured_on(self, hardware: HardwareSpec) -> bool:
         """True of a trainer that a user describes, on a GPU that no run of theirs has timed."""

@@ -28,7 +28,7 @@ CASES = (
     Case("cli/inputs.py", "write 16777216, 16M or 15T", _1B + "--tokens 15X", option="--tokens"),
     Case("cli/plan_command.py", "add --from plan.json", "-g 8 --keep tp", moves_on=True),
     Case("cli/app.py", "among(words, topic)", "-h laout", option="laout"),
-    Case("cli/output.py", "among(SECTIONS, name)", "-m 1b -g 1 --show rejectd", option="--show"),
+    Case("cli/options.py", "among(SECTIONS, name)", "-m 1b -g 1 --show rejectd", option="--show"),
     Case("cli/schedule.py", "{option} {example}", "schedule 1f1b --pp 4 --micro-batches 8 --slow-stage x"),
     Case("cli/schedule.py", "{option} {example}", "schedule 1f1b --pp 4 --micro-batches 8 --slow-link x"),
     Case("layout/evaluate.py", "f\"one of {', '.join(known)}\"", _1B + "--hardware a100 --dtype fp8", option="--dtype"),

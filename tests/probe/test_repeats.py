@@ -17,11 +17,11 @@ from planner.probe.model.peers import GroupPeers, Surroundings  # noqa: E402
 from planner.probe.rank import exchanges  # noqa: E402
 from planner.probe.rank.exchanges import timed_together  # noqa: E402
 from planner.probe.rank.gradients import allocate_moments  # noqa: E402
-from planner.probe.rank.pipeline import ActionTimes, StepRecord  # noqa: E402
+from planner.probe.rank.pipeline import StepRecord  # noqa: E402
 from planner.probe.rank.worker import StepLoop  # noqa: E402
+from planner.probe.result import TimedAction  # noqa: E402
 from planner.probe.torch_build import GATHER  # noqa: E402
 from planner.profile.measure import Stopwatch  # noqa: E402
-from planner.schedule.actions import Action  # noqa: E402
 
 
 @pytest.mark.parametrize("num", [4, 20, 200])
@@ -45,7 +45,7 @@ def steps_of(run: Any, seconds: Any, slowest: Any = float) -> StepLoop:
     loop = StepLoop(run, slowest)
     for number, _ in loop:
         step_s = seconds(number)
-        timed = ActionTimes(Action("F", 0, 0), 0.0, 0.0, step_s)
+        timed = TimedAction(action="0F0", ready_s=0.0, start_s=0.0, end_s=step_s)
         loop.add(StepRecord(actions=[timed]), SimpleNamespace(step_s=step_s))  # type: ignore[arg-type]
     return loop
 
@@ -131,7 +131,7 @@ def test_bytes_are_those_that_move(sequence_parallel: bool, monkeypatch: pytest.
         clock=SimpleNamespace(is_cuda=False, start=lambda: None, mark=lambda: None, seconds=lambda mark: 0.5),
         empty=lambda: torch.empty(8 // (4 if sequence_parallel else 1), 1, 16),
     )  # fmt: skip
-    measured = exchanges.measure_exchanges(trainer)
+    measured = exchanges.measure_exchanges(trainer, str)
     assert [exchange.name for exchange in measured] == ["tp all-gather"] * sequence_parallel + ["tp all-reduce"]
     assert {exchange.num_bytes for exchange in measured} == set(moved) == {8 * 16 * 4}
 

@@ -35,7 +35,7 @@ def test_nothing_is_left_of_a_rehearsal(name: str, pp_rank: int, make_run: Any) 
         trainer = trainer_alone(run, run.rank(run.place(0)._replace(pp=pp_rank)), "cpu")
         torch.manual_seed(1)  # of what neighbours send
         if rehearsed:
-            trainer.rehearse()
+            trainer.rehearse(str)
         losses = []
         for step in range(2):
             _, seconds = trainer.step(step, lambda at: None)

@@ -173,7 +173,7 @@ def test_no_word_of_pipelines_ranks_or_months(num_gpus: int) -> None:
 def test_the_items_of_memory_add_up_to_the_gpu() -> None:
     for bits in (4, 16, None):
         made = tuned(bits=bits)
-        items = {item.name: item.num_bytes for item in small.memory_items(made)}
+        items = small.memory_items(made)
         assert sum(items.values()) == made.cluster.hardware.memory_bytes
         names = [name for name in items if name.startswith("base weights")]
         assert names == ([] if bits is None else [f"base weights, {bits} bits"])
@@ -214,7 +214,7 @@ def test_each_kind_of_change_is_shown_once_and_a_misfit_says_by_how_much() -> No
     row = next(row for row in rows if row.change == misfit.change)
     lacking = gibibytes(misfit.total_bytes - made.cluster.hardware.memory_bytes)
     assert row.remark in (f"lacks {lacking} GiB", "fits too narrowly")
-    assert view_of(made).changes == small.change_rows(made, made.changes)
+    assert view_of(made).changes == small.rows_of(made.changes, made.cluster.hardware.memory_bytes, made.step.step_s)
 
 
 def test_a_plan_that_was_saved_shows_the_same_screen() -> None:

@@ -36,7 +36,7 @@ from planner.layout.evaluate import evaluate
 from planner.report import small
 from planner.report.format import OWN_TRAINER, SURE, fits_with, gibibytes, says_bound, says_outcome, says_unsaid, unsure
 from planner.report.page import render_html, report_page
-from planner.report.rows import Entry, Robust, Table, entry_of, robust_of, runs_of_stages
+from planner.report.rows import Entry, Robust, Table, robust_of, runs_of_stages
 from planner.report.terminal import render, summary
 from planner.report.view import SECTIONS, View, view_of
 from planner.specs.cluster import ClusterSpec
@@ -156,13 +156,13 @@ def test_a_run_of_alike_stages_is_as_slow_and_as_full_as_its_worst(make_plan: Ma
 
 def test_a_layout_beside_another_says_only_what_differs(make_plan: MakePlan) -> None:
     plan = make_plan()
-    alone, other = entry_of("best", plan.best), entry_of("1.", plan.alternatives[0], plan.best)
+    alone, other = Entry("best", plan.best), Entry("1.", plan.alternatives[0], plan.best)
     assert (alone.more, alone.manner) == ("", "1f1b, ZeRO-1, no recompute, sequence parallel")
     assert (other.more, other.manner, other.peak) == ("+2.3%", "", "76.2")
     offloaded = plan.best.model_copy(update={"parallelism": plan.parallelism.model_copy(update={"host_bytes": 2**31})})
-    assert entry_of("2.", offloaded, plan.best).manner == "2.0 GiB of host memory a GPU"
+    assert Entry("2.", offloaded, plan.best).manner == "2.0 GiB of host memory a GPU"
     assert small.manner(offloaded.parallelism, plan.stages[0])[-1] == "2.0 GiB of host memory a GPU"
-    assert entry_of("given", make_plan(total_gib=92.0, fits=False).best).peak == "92.0!"
+    assert Entry("given", make_plan(total_gib=92.0, fits=False).best).peak == "92.0!"
 
 
 NAMES = (

@@ -14,7 +14,7 @@ from torch import Tensor
 from planner.probe.model.attention import CoreAttention
 from planner.probe.rank.gradients import RankExchange
 from planner.probe.rank.pipeline import RankClock
-from planner.probe.rank.training import RankTrainer, unheard
+from planner.probe.rank.training import RankTrainer
 from planner.probe.result import ProbedExchange
 from planner.probe.run import repeats, spread_fraction
 from planner.specs.units import GB
@@ -36,7 +36,7 @@ def barrier(device: str, group: Any = None) -> None:
         dist.barrier(group=group, device_ids=[torch.cuda.current_device()])
 
 
-def measure_exchanges(trainer: RankTrainer, on_exchange: Callable[[str], None] = unheard) -> tuple[ProbedExchange, ...]:
+def measure_exchanges(trainer: RankTrainer, on_exchange: Callable[[str], None]) -> tuple[ProbedExchange, ...]:
     """Median seconds and bus bandwidth of what this rank exchanges with tensor-, context- and data-parallel peers;
     `on_exchange` hears of each."""
     exchanges = []

@@ -20,6 +20,7 @@ from torch import Tensor
 from planner.probe.model.attention import AttentionTables
 from planner.probe.model.chunk import Chunk
 from planner.probe.model.peers import Surroundings
+from planner.probe.result import TimedAction
 from planner.probe.run import Message, Place, ProbeRun, Purpose, message_of, needed_by, traffic
 from planner.schedule.actions import Action, Schedule
 from planner.specs.base import Ints
@@ -54,23 +55,13 @@ class RankClock:
         return float(self.origin.elapsed_time(mark)) / 1e3
 
 
-class ActionTimes(NamedTuple):
-    """The times of one action, in seconds from the start of the step."""
-
-    action: Action
-    ready_s: float
-    """The rank was free and began to wait for the action's input."""
-    start_s: float
-    end_s: float
-
-
 @dataclass(slots=True)
 class StepRecord:
     """The record of one step of a rank."""
 
     marks: list[tuple[Action, Any, Any, Any]] = field(default_factory=list)
     """Each action with the clock's marks of when it was ready, started and ended."""
-    actions: list[ActionTimes] = field(default_factory=list)
+    actions: list[TimedAction] = field(default_factory=list)
     """The same actions in seconds, filled when the marks are read."""
     losses: list[Tensor] = field(default_factory=list)
     """The weighted loss of each micro-batch, on a rank that holds the head."""
@@ -89,7 +80,8 @@ class StepRecord:
             ready_s = clock.seconds(ready)
             start_s = clock.seconds(start)
             on_action(f"{action} (computing)")
-            self.actions.append(ActionTimes(action, ready_s, start_s, clock.seconds(end)))
+            end_s = clock.seconds(end)
+            self.actions.append(TimedAction(action=str(action), ready_s=ready_s, start_s=start_s, end_s=end_s))
 
 
 class Wires:
@@ -223,7 +215,7 @@ class RankPipeline:
     chunks: Mapping[int, Chunk]
     wires: Wires
     around: Surroundings
-    tables: AttentionTables | None
+    tables: AttentionTables
     clock: RankClock
     saved: dict[tuple[int, int], SavedForward] = field(init=False, default_factory=dict)
     postponed: dict[tuple[int, int], list[Callable[[], None]]] = field(init=False, default_factory=dict)
@@ -276,7 +268,6 @@ class RankPipeline:
         self, key: tuple[int, int], received: Tensor | None, tokens: Tensor, labels: Tensor, loss_weight: float
     ) -> Tensor:
         chunk = self.chunks[key[0]]
-        assert self.tables is not None
         source = None if received is None else received.requires_grad_()
         output: Tensor = chunk(source, tokens, labels, self.tables)
         if chunk.head is not None:

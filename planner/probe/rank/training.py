@@ -128,10 +128,6 @@ def main_gradient(parameter: nn.Parameter) -> Tensor:
     return local(parameter.grad) if main is None else main
 
 
-def unheard(action: str) -> None:
-    """Hear of an action and do nothing, where nobody watches the rank."""
-
-
 def empty_message(run: ProbeRun, tp: TensorPeers, device: str) -> Tensor:
     """A buffer for one message: [seq/tp, batch, hidden] under sequence parallelism, else [seq, batch, hidden]."""
     length = run.seq_length // (tp.size if tp.sequence_parallel else 1)
@@ -148,7 +144,6 @@ class RankTrainer:
         dtype, grad_dtype = dtypes(run)
         self.dtype = dtype
         stages, actions = run.stages_of(pp_rank), tuple(run.order.ranks[pp_rank])
-        self.chunks: dict[int, Chunk] = {}
         self.flat: list[FlatParameters | ShardedParameters] = []
         fully_sharded = run.fully_sharded and dense.group is not None
         is_meta = fully_sharded and not run.check  # the whole may be more than a device holds
@@ -183,7 +178,7 @@ class RankTrainer:
         """A buffer for one message."""
         return empty_message(self.run, self.around.tp, self.device)
 
-    def rehearse(self, on_action: Callable[[str], None] = unheard) -> None:
+    def rehearse(self, on_action: Callable[[str], None]) -> None:
         """Run one made-up micro-batch through every chunk, one after another, and drop its gradients; `on_action` hears
         of each action.
 

@@ -36,11 +36,12 @@ from planner.probe.rank.groups import (
     require_agreement,
     what_runs,
 )
-from planner.probe.rank.pipeline import ActionTimes, GroupWires, RankClock, StepRecord
+from planner.probe.rank.pipeline import GroupWires, RankClock, StepRecord
 from planner.probe.rank.training import RankTrainer, batch_seed, dtypes, empty_message, synthetic_batch
 from planner.probe.result import ChunkSeconds, ProbeCheck, ProbedMemory, RankResult, StepSeconds, TimedAction, shown
 from planner.probe.run import ChunkSpec, ProbeRun, repeats, spread_fraction
 from planner.probe.torch_build import Monitor, watched
+from planner.schedule.actions import Action
 from planner.specs.base import Texts, grouped
 
 REFERENCE = "reference is computed"
@@ -123,12 +124,13 @@ def check_steps(reference: OneProcess, steps: list[StepSeconds], dtype: torch.dt
     return checks
 
 
-def chunk_seconds(actions: Iterable[ActionTimes]) -> tuple[ChunkSeconds, ...]:
+def chunk_seconds(actions: Iterable[TimedAction]) -> tuple[ChunkSeconds, ...]:
     """Median seconds of each virtual stage's actions, which come in the order in which they ran."""
-    seconds = grouped((action.stage, (action.kind, end_s - start_s)) for action, _, start_s, end_s in actions)
+    pairs = ((Action.parse(timed.action), timed.end_s - timed.start_s) for timed in actions)
+    seconds = grouped((action.stage, (action.kind, took_s)) for action, took_s in pairs)
     report = []
-    for stage, pairs in sorted(seconds.items()):
-        of_kind = grouped(pairs)
+    for stage, own in sorted(seconds.items()):
+        of_kind = grouped(own)
         medians = {kind: median(values) for kind, values in of_kind.items()}
         spreads = [spread for spread in map(spread_fraction, of_kind.values()) if spread is not None]
         apart_s = medians.get("I", 0.0) + medians.get("W", 0.0)
@@ -152,7 +154,7 @@ class StepLoop:
     def __init__(self, run: ProbeRun, slowest: Callable[[float], float] = float) -> None:
         self.run, self.slowest = run, slowest
         self.warm_up, self.steps = list[StepSeconds](), list[StepSeconds]()
-        self.actions: list[ActionTimes] = []
+        self.actions: list[TimedAction] = []
         """The actions of all measured steps."""
         self.record = StepRecord()
         """The record of the last step."""
@@ -189,10 +191,6 @@ class StepLoop:
         return [*self.warm_up, *self.steps]
 
 
-def unwatched(addresses: list[str]) -> None:
-    """Hear at which addresses ranks answer and do nothing, where a launcher watches them."""
-
-
 class Worker:
     """One rank, which tells the store in which all meet of its progress and its results."""
 
@@ -203,7 +201,7 @@ class Worker:
         local_rank: int,
         connect: Callable[[], Any],
         address: str = "",
-        on_agreement: Callable[[list[str]], None] = unwatched,
+        on_agreement: Callable[[list[str]], None] | None = None,
     ) -> None:
         """`connect` makes a connection to the store, of which this needs two. `address`: where this rank answers;
         `on_agreement` hears those of all ranks."""
@@ -272,7 +270,9 @@ class Worker:
         self.use_device()
         self.status.at(WAITING)
         limit_s = max(self.run.timeout_s, MEET_S)
-        self.on_agreement(require_agreement(self.store, self.rank, self.run.world_size, self.identity(), limit_s))
+        addresses = require_agreement(self.store, self.rank, self.run.world_size, self.identity(), limit_s)
+        if self.on_agreement is not None:
+            self.on_agreement(addresses)
         self.store.set_timeout(self.timeout)
         dist.init_process_group(
             "nccl" if self.run.device == "cuda" else "gloo",
@@ -380,10 +380,7 @@ class Worker:
             device_name="cpu" if memory is None else torch.cuda.get_device_name(),
             num_parameters=trainer.num_parameters,
             steps=tuple(loop.steps),
-            actions=tuple(
-                TimedAction(action=str(timed.action), ready_s=timed.ready_s, start_s=timed.start_s, end_s=timed.end_s)
-                for timed in loop.record.actions
-            ),
+            actions=tuple(loop.record.actions),
             chunks=chunk_seconds(loop.actions),
             peak_in_flight_chunks=loop.record.peak_in_flight,
             memory=memory,

@@ -117,7 +117,7 @@ def _function(entry: Any) -> Any:
     ((name, arguments),) = entry.items()
     if arguments is None:
         return _FUNCTIONS[name]
-    given = [arguments] if isinstance(arguments, dict) else arguments
+    given = arguments if isinstance(arguments, list) else [arguments]
     return _FUNCTIONS[name](
         *(_function(each) if isinstance(each, dict) and each.keys() <= _FUNCTIONS.keys() else each for each in given)
     )

@@ -76,8 +76,8 @@ def sum_of(text: str | int, size: Callable[[str], int]) -> int:
         return 0
 
 
-_CALLED = {"max", "min"}
-"""Functions that sums of sizes call."""
+_CALLED = {"max", "min", "bool"}
+"""Functions that expressions call."""
 
 
 def size_of(config: Config, texts: str | list[str], needed: bool = False) -> int | None:
@@ -121,6 +121,11 @@ def switch(field: str, key: str, on: Any, off: Any = None, default: Any = None) 
     return lambda config: {field: on if config.get(key, default) else off}
 
 
+def chosen(field: str, text: str) -> Callable[[Config], Derived]:
+    """A function that works a field out by an expression over what the config states; what it does not is None."""
+    return lambda config: {field: value_of(text, {key: config.get(key) for key in names_in(text) - _CALLED})}
+
+
 attention_bias = switch("attention_bias", "attention_bias", "all", "none")
 """Biases on all four projections or on none, by one switch."""
 
@@ -138,12 +143,6 @@ def ratio(field: str, above: str, below: str) -> Callable[[Config], Derived]:
 def activation(config: Config) -> Derived:
     given = first_of(config, ("mlp_hidden_act", "hidden_activation", "hidden_act", "activation_function"))
     return {"activation": ACTIVATIONS.get(given, given) if isinstance(given, str) else given}
-
-
-def no_output_bias(config: Config) -> Derived:
-    """Biases on queries, keys and values only, unless the output's own switch is on (GLM-4, Seed-OSS)."""
-    inner, output = config.get("attention_bias"), config.get("attention_out_bias")
-    return {"attention_bias": "all" if inner and output else "qkv" if inner else "none"}
 
 
 def opt_sizes(config: Config) -> Derived:
@@ -190,17 +189,6 @@ def mpt(config: Config) -> Derived:
         "norm_bias": has_bias,
         "position_embedding": "alibi" if alibi else "learned",
         **({} if alibi else {"max_position_embeddings": config.get("max_seq_len")}),
-    }
-
-
-def chatglm(config: Config) -> Derived:
-    """ChatGLM 2 to 4: grouped queries by a switch, biases on queries, keys and values."""
-    grouped = config.get("multi_query_attention")
-    bias = bool(config.get("add_bias_linear"))
-    return {
-        "num_key_value_heads": config.get("multi_query_group_num") if grouped else None,
-        "attention_bias": "all" if bias else "qkv" if config.get("add_qkv_bias") else "none",
-        "mlp_bias": bias,
     }
 
 
@@ -256,11 +244,6 @@ def hunyuan_experts(config: Config) -> Derived:
         "shared_expert_intermediate_size": whole(stated, "shared", 1) * whole(config, "intermediate_size"),
         "qk_norm": bool(config.get("use_qk_norm", True)),
     }
-
-
-def all_or_qkv_bias(config: Config) -> Derived:
-    """Biases on all four projections by one switch, or on queries, keys and values by another (Ling)."""
-    return {"attention_bias": "all" if config.get("use_bias") else "qkv" if config.get("use_qkv_bias") else "none"}
 
 
 def longcat(config: Config) -> Derived:

@@ -19,6 +19,7 @@ from planner.specs.architectures.derivations import (
     sum_of,
     whole,
 )
+from planner.specs.expressions import names_in, value_of
 from planner.specs.model_parts import NEEDS
 from planner.specs.reading import kind_of
 
@@ -104,14 +105,18 @@ def without_unused_sections(fields: Derived) -> Derived:
     return {name: value for name, value in fields.items() if name not in unused}
 
 
-def never(config: Config, layer: int) -> bool:
-    """No layer is one."""
-    return False
+def where(rule: str) -> IsOne:
+    """Layers for whose number, `layer`, and whole numbers of the config a rule holds."""
+
+    def holds(config: Config, layer: int) -> bool:
+        names = {name: whole(config, name) for name in names_in(rule) - {"layer"}}
+        return bool(value_of(rule, names | {"layer": layer}))
+
+    return holds
 
 
-def always(config: Config, layer: int) -> bool:
-    """Every layer is one."""
-    return True
+never = where("False")
+"""No layer is one."""
 
 
 def every(key: str, default: int) -> IsOne:
@@ -127,16 +132,6 @@ def every(key: str, default: int) -> IsOne:
     return is_nth
 
 
-def periodic(name: str) -> IsOne:
-    """Jamba's way: every n-th layer from an offset on, under `{name}_layer_period` and `{name}_layer_offset`."""
-
-    def is_nth(config: Config, layer: int) -> bool:
-        period = whole(config, f"{name}_layer_period")
-        return period > 0 and layer % period == whole(config, f"{name}_layer_offset")
-
-    return is_nth
-
-
 def among(key: str, other: IsOne = never, first: int = 0) -> IsOne:
     """Layers whose numbers, from `first` on, are listed under a key; `other` where none are listed."""
 
@@ -145,16 +140,6 @@ def among(key: str, other: IsOne = never, first: int = 0) -> IsOne:
         return layer + first in stated if isinstance(stated, list) else other(config, layer)
 
     return is_listed
-
-
-def phased(period: int | str, first: int = 0) -> IsOne:
-    """Every n-th layer, from the first or a later one on; n itself, or the key under which it stands."""
-
-    def is_nth(config: Config, layer: int) -> bool:
-        every = whole(config, period) if isinstance(period, str) else period
-        return layer >= first and every > 0 and layer % every == 0
-
-    return is_nth
 
 
 def unrotated(config: Config, layer: int) -> bool:
@@ -185,11 +170,6 @@ def marked(key: str, mark: int, other: IsOne) -> Callable[[Config, int], bool]:
         return stated[layer] == mark if is_listed else other(config, layer)  # type: ignore[index]
 
     return is_marked
-
-
-def mimo_full(config: Config, layer: int) -> bool:
-    """The first and every sixth (MiMo-V2)."""
-    return layer == 0 or (layer + 1) % 6 == 0
 
 
 def local_or_global(config: Config) -> Derived:
@@ -272,20 +252,6 @@ def deepseek_moe(config: Config, layer: int) -> bool:
         step = whole(config, "moe_layer_freq", 1)
         chosen = step > 0 and layer % step == 0
     return chosen and layer >= whole(config, "first_k_dense_replace", 0)
-
-
-def after_dense(key: str) -> IsOne:
-    """All layers after the first few, whose number stands under `key`, have experts."""
-
-    def is_moe(config: Config, layer: int) -> bool:
-        return layer >= whole(config, key)
-
-    return is_moe
-
-
-def ernie_moe(config: Config, layer: int) -> bool:
-    first, last, step = (whole(config, f"moe_layer_{key}") for key in ("start_index", "end_index", "interval"))
-    return first <= layer and (last < 0 or layer <= last) and step > 0 and (layer + 1) % step == 0
 
 
 def index_layers(config: Config) -> Derived:
@@ -410,12 +376,6 @@ def shared_blocks(scan: str, shared: str, is_shared: IsOne) -> Callable[[Config]
     return derive
 
 
-def zamba(config: Config, layer: int) -> bool:
-    """The third layer, and every n-th from the fourth and an offset on."""
-    period = whole(config, "attn_layer_period")
-    return layer == 2 or (period > 0 and layer > 2 and (layer - 3) % period == whole(config, "attn_layer_offset"))
-
-
 def turns(kinds: list[str], first: list[str] | None = None) -> Callable[[Config], Derived]:
     """A function that lists kinds which take turns, behind a few first ones, where a config lists none."""
 
@@ -431,4 +391,4 @@ def jamba_moe(config: Config) -> Derived:
     """Jamba's experts, of which a model with one has none."""
     if config.get("num_experts") == 1:
         return {"moe": None}
-    return moe_layers(periodic("expert"))(config)
+    return moe_layers(where("expert_layer_period > 0 and layer % expert_layer_period == expert_layer_offset"))(config)

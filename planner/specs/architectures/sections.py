@@ -390,11 +390,6 @@ def granite_mlp(config: Config) -> Derived:
     }  # fmt: skip
 
 
-def granite_positions(config: Config) -> Derived:
-    """Granite 4 has rotary positions where it says so, else none."""
-    return {"position_embedding": "rope" if config.get("position_embedding_type") == "rope" else "none"}
-
-
 def nemotron_experts(config: Config) -> Derived:
     """Nemotron 3's experts; none in Nemotron-H, whose layers have no E."""
     if "E" not in str(config.get("hybrid_override_pattern") or "E"):
