@@ -277,9 +277,9 @@ def made_to_measure(candidate: Candidate) -> Candidate:
         return candidate
     from planner.schedule.synthesis import synthesize
 
-    room, ranks = candidate.activation_room_bytes, candidate.placement
+    room = candidate.activation_room_bytes
     try:
-        better = synthesize(candidate.durations, pp, num_microbatches, max_activation_bytes=room, stage_to_rank=ranks)
+        better = synthesize(candidate.durations, candidate.placement, num_microbatches, room)
     except Infeasible:
         return candidate
     made = replace(candidate, made_order=replace(better.schedule, name=AUTO))
