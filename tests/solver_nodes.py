@@ -127,7 +127,7 @@ def _shapes_of(job: int) -> tuple[Pricing, SearchLimits, PricedShapes]:
     rows = np.flatnonzero(np.asarray(shapes.pp) > 1)
     rows = np.sort(np.random.default_rng(job).choice(rows, min(len(rows), 200), replace=False))
     pricing = pricing_of(model, cluster, training, runtime, limits)
-    return pricing, limits, priced_shapes(pricing, shapes.take(rows))
+    return pricing, limits, priced_shapes(pricing, shapes.take(rows), limits)
 
 
 def node_of_a_job(seed: int) -> Node:
@@ -138,7 +138,7 @@ def node_of_a_job(seed: int) -> Node:
     rng = random.Random(seed)
     pricing, limits, priced = _shapes_of(rng.randrange(len(JOBS)))
     rows = np.array(sorted(rng.sample(range(len(priced.kernel)), min(12, len(priced.kernel)))))
-    blocks = [nodes for _, nodes in nodes_of(priced.take(rows), limits) if len(nodes.schedules)]
+    blocks = [nodes for _, nodes in nodes_of(priced.take(rows)) if len(nodes.schedules)]
     nodes = rng.choice(blocks)
     row = rng.randrange(len(nodes.schedules))
     choice = rng.choice(recompute_choices(pricing.model, pricing.runtime, limits))

@@ -127,24 +127,23 @@ class Branch:
         ranked = sorted(candidate.step_s for candidate in self.candidates.values())
         return ranked[self.limits.top] if len(ranked) > self.limits.top else best.step_s * self.slack
 
-    def run(self, priced: Sequence[tuple[PricedShapes, SearchLimits]]) -> Frontier:
+    def run(self, priced: Sequence[PricedShapes]) -> Frontier:
         """Search the shapes that can fit; the nodes that were cut stay in the frontier.
 
-        `priced` has the same shapes several times: each time they are priced for one runtime, with limits that name the
-        schedules which this runtime runs.
+        `priced` has the same shapes several times, each time priced for one runtime.
         """
         if not priced:
             return Frontier(self.choices)
-        coarse = np.min([bound_of_shapes_s(shapes, limits) for shapes, limits in priced], axis=0)
+        coarse = np.min([bound_of_shapes_s(shapes) for shapes in priced], axis=0)
         order = np.argsort(coarse, kind="stable")
-        blocks = blocks_of(order, np.asarray(priced[0][0].shape.pp))
+        blocks = blocks_of(order, np.asarray(priced[0].shape.pp))
         block, frontier = next(blocks, None), Frontier(self.choices)
         while True:
             cutoff = self.cutoff_s
             while block is not None and float(coarse[block[0]]) < min(cutoff, frontier.least_guess_s):
                 if self._late():
                     break
-                self._open([(shapes.take(block), limits) for shapes, limits in priced], coarse[block], frontier)
+                self._open([shapes.take(block) for shapes in priced], coarse[block], frontier)
                 block = next(blocks, None)
             self._leave(frontier.cut(cutoff))
             sharpened = SHARPENED if self.candidates else FIRST_SHARPENED
@@ -165,18 +164,16 @@ class Branch:
         self._leave(float(coarse[block[0]]) if block is not None else np.inf)
         return frontier
 
-    def _open(
-        self, priced: Sequence[tuple[PricedShapes, SearchLimits]], coarse_s: FloatArray, frontier: Frontier
-    ) -> None:
+    def _open(self, priced: Sequence[PricedShapes], coarse_s: FloatArray, frontier: Frontier) -> None:
         """Put all nodes of a block of shapes into the frontier."""
         opened = np.zeros(len(coarse_s), dtype=bool)
-        for shapes, limits in priced:
+        for shapes in priced:
             share_ends(shapes)
-            for rows, nodes in nodes_of(shapes, limits):
+            for rows, nodes in nodes_of(shapes):
                 opened[rows] = True
                 frontier.add(nodes, coarse_s[rows])
         if not opened.all():
-            first = priced[0][0]
+            first = priced[0]
             shape, pricing = scalar(first.shape, int(np.argmin(opened))), first.pricing
             shape = replace(shape, vpp=min(self.limits.vpp or (1,)))
             chunks = "" if self.limits.vpp is None else f", vpp {', '.join(map(str, self.limits.vpp))}"

@@ -21,11 +21,11 @@ from planner.search.bounds import (
     rows_with_room,
     with_ends_s,
 )
-from planner.search.enumerate import scalar, schedules_of, schedules_tried
+from planner.search.enumerate import scalar, schedules_of
 from planner.search.ilp.node import RecomputeChoice, Whole
 from planner.search.priced_shapes import Modules, PricedShapes
 from planner.shape import BoolArray, FloatArray, IntArray, Shape, distinct
-from planner.specs.training import Recompute, SearchLimits
+from planner.specs.training import Recompute
 from planner.trainers.rules.recipe import Setting, takes_shapes
 from planner.trainers.spec import RuntimeSpec
 
@@ -176,16 +176,11 @@ class Nodes:
         return shapes.shape.num_microbatches * mean_s * busiest + fill_s
 
 
-def bound_of_shapes_s(shapes: PricedShapes, limits: SearchLimits) -> FloatArray:
+def bound_of_shapes_s(shapes: PricedShapes) -> FloatArray:
     """A lower bound of each shape's step under any of the schedules tried; infinite where another recipe is better."""
-    if shapes.beaten is not None:
-        left = np.flatnonzero(~shapes.beaten)
-        bound_s = np.full(len(shapes.kernel), np.inf)
-        bound_s[left] = bound_of_shapes_s(replace(shapes.take(left), beaten=None), limits)
-        return bound_s
-    tried = schedules_tried(limits, shapes.pricing.runtime)
-    pipeline_s = coarse_bound_s(shapes, any(SCHEDULES[name].splits_backward for name in tried))
-    return pipeline_s + all_optimizers_s(shapes) / shapes.shape.pp + shapes.tail_s
+    left = shapes.unbeaten
+    pipeline_s = coarse_bound_s(left, any(SCHEDULES[name].splits_backward for name in shapes.schedules))
+    return np.asarray(shapes.scattered(pipeline_s + all_optimizers_s(left) / left.shape.pp + left.tail_s, np.inf))
 
 
 def blocks_of(order: IntArray, pps: IntArray) -> Iterator[IntArray]:
@@ -200,9 +195,9 @@ def blocks_of(order: IntArray, pps: IntArray) -> Iterator[IntArray]:
         start = end
 
 
-def nodes_of(shapes: PricedShapes, limits: SearchLimits) -> Iterator[tuple[IntArray, Nodes]]:
+def nodes_of(shapes: PricedShapes) -> Iterator[tuple[IntArray, Nodes]]:
     """Every schedule that the shapes may run, as blocks: the index of each row's shape, and the rows."""
-    pricing, shape = shapes.pricing, shapes.shape
+    pricing, shape, limits = shapes.pricing, shapes.shape, shapes.limits
     pps, steps = np.asarray(shape.pp), np.asarray(shape.num_microbatches)
     left = np.ones(len(pps), dtype=bool) if shapes.beaten is None else ~shapes.beaten
     for rows in _of_like_width(np.flatnonzero(left), pps):

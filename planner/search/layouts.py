@@ -21,7 +21,7 @@ from planner.physics.stage_memory import fits_host
 from planner.record import record
 from planner.search.branch import Branch
 from planner.search.case import PATIENCE_S, Case, Deadline
-from planner.search.enumerate import Bar, Rejections, by_runtime, enumerate_shapes, schedules_tried
+from planner.search.enumerate import Bar, Rejections, by_runtime, enumerate_shapes
 from planner.search.frontier import ANY_SET, ONE_SET, Frontier, bound_of_shapes_s
 from planner.search.ilp.node import RecomputeChoice
 from planner.search.priced_shapes import (
@@ -44,9 +44,6 @@ from planner.trainers.switches import SWITCHES, read_recipe
 
 MOST_FIRST_ILPS = 4
 """Integer programs of a first search, which those of very deep models would fill with minutes."""
-
-Priced = Sequence[tuple[PricedShapes, SearchLimits]]
-"""The same shapes, priced for one runtime each, with limits that name the schedules that it runs."""
 
 
 @record
@@ -87,7 +84,8 @@ class FoundLayouts:
 
     branch: Branch
     frontier: Frontier
-    priced: Priced
+    priced: Sequence[PricedShapes]
+    """The same shapes, priced for one runtime each."""
     pricings: tuple[tuple[Pricing, SearchLimits], ...]
     """The prices that shapes were searched under, with the schedules of each."""
     rejections: Rejections
@@ -132,14 +130,12 @@ def find_layouts(
     if not num_shapes and known is None:
         raise NothingLegal(rejections, case)
     all_priced = _promising(tried, legal_shapes, bar) if num_shapes else []
-    may_fit = [fits(shapes, schedules_tried(tried, shapes.pricing.runtime)) for shapes, tried in all_priced]
-    fitting = np.flatnonzero(np.any(may_fit, axis=0)) if all_priced else np.zeros(0, dtype=np.int64)
+    fitting = np.flatnonzero(np.any(list(map(fits, all_priced)), axis=0)) if all_priced else np.zeros(0, dtype=np.int64)
     if all_priced:
-        count_misfits(case, all_priced[0][0], fitting, rejections)
-    taken = [(_on_their_hosts(shapes.take(fitting)), tried) for shapes, tried in all_priced if len(fitting)]
-    kept = [(_with_sets(case, with_used_kernels(shapes)), tried) for shapes, tried in taken if not shapes.is_beaten]
-    priced = [(shapes, tried) for (shapes, _), tried in kept]
-    choices = {shapes.pricing.runtime: ways for (shapes, ways), _ in kept}
+        count_misfits(case, all_priced[0], fitting, rejections)
+    taken = [_on_their_hosts(shapes.take(fitting)) for shapes in all_priced if len(fitting)]
+    kept = [_with_sets(case, with_used_kernels(shapes)) for shapes in taken if not shapes.is_beaten]
+    priced, choices = [shapes for shapes, _ in kept], {shapes.pricing.runtime: ways for shapes, ways in kept}
     branch = Branch(limits, choices, deadline, rejections, most_ilps=MOST_FIRST_ILPS if is_first else np.inf)
     if known is not None:
         branch.keep(known)
@@ -182,19 +178,15 @@ def _least_work_s(tried: Sequence[tuple[Pricing, SearchLimits]], kernels: Shape)
     return np.asarray(reduce(np.minimum, [pricing.least_work_s(kernels) for pricing, _ in tried]))
 
 
-def _promising(
-    pricings: Sequence[tuple[Pricing, SearchLimits]], shapes: Shape, bar: Bar | None
-) -> list[tuple[PricedShapes, SearchLimits]]:
+def _promising(pricings: Sequence[tuple[Pricing, SearchLimits]], shapes: Shape, bar: Bar | None) -> list[PricedShapes]:
     """The shapes under each runtime, without those that another runtime beats, or that the bar beats under all."""
-    all_priced = [priced_shapes(pricing, shapes) for pricing, _ in pricings]
+    all_priced = [priced_shapes(pricing, shapes, limits) for pricing, limits in pricings]
     kept = without_beaten(all_priced, [_stricter(pricing.runtime) for pricing, _ in pricings])
     if bar is not None:
-        coarse = [bound_of_shapes_s(each, tried) for each, (_, tried) in zip(kept, pricings, strict=True)]
-        promising = [bar.passes(bound_s) for bound_s in coarse]
+        promising = [bar.passes(bound_of_shapes_s(each)) for each in kept]
         left = np.flatnonzero(np.any(promising, axis=0))
         kept = [without(each, ~mask).take(left) for each, mask in zip(kept, promising, strict=True)]
-    pairs = zip(kept, (tried for _, tried in pricings), strict=True)
-    return [(each, tried) for each, tried in pairs if not each.is_beaten]
+    return [each for each in kept if not each.is_beaten]
 
 
 def _on_their_hosts(shapes: PricedShapes) -> PricedShapes:

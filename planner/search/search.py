@@ -234,7 +234,7 @@ def _module_sets(rounds: Sequence[FoundLayouts]) -> tuple[Modules, ...]:
     sets = [
         modules
         for found in rounds
-        for shapes, _ in found.priced
+        for shapes in found.priced
         for modules in (shapes.module_sets.tables if shapes.module_sets else (shapes.pricing.selective_modules,))
     ]
     return tuple(dict.fromkeys(sets))
@@ -249,7 +249,7 @@ def _unsearched(rounds: Sequence[FoundLayouts], schedules: Sequence[str], recipe
     """The choices that the trainer could be told and the search left out, in words, but for tries around the best."""
     if rounds[0].pricings[0][0].runtime.uneven_chunks and _interleaves(schedules):
         yield "uneven inner chunks"
-    all_sets = [shapes.module_sets for found in rounds for shapes, _ in found.priced]
+    all_sets = [shapes.module_sets for found in rounds for shapes in found.priced]
     if any(sets is not None and len(sets.tables) >= MAX_SETS for sets in all_sets):
         yield "other sets of modules"
     if recipes.offers_offloading:
