@@ -17,8 +17,7 @@ from planner.physics.pricing import Pricing
 from planner.search.bounds import coarse_bound_s
 from planner.search.case import Case
 from planner.search.enumerate import enumerate_shapes
-from planner.search.frontier import ANY_SET, nodes_of
-from planner.search.layouts import recompute_choices
+from planner.search.frontier import ANY_SET, nodes_of, recompute_choices
 from planner.search.priced_shapes import fits, priced_shapes, with_module_sets
 from planner.search.rebalance import level_guess_s
 from planner.shape import Shape

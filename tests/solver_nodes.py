@@ -16,10 +16,9 @@ from planner.physics.pricing import Pricing
 from planner.schedule.orders import chunks_in_flight, in_flight_microbatches
 from planner.search.case import Case
 from planner.search.enumerate import enumerate_shapes, scalar
-from planner.search.frontier import nodes_of
+from planner.search.frontier import nodes_of, recompute_choices
 from planner.search.ilp.node import Node, node_of
 from planner.search.ilp.program import solve
-from planner.search.layouts import recompute_choices
 from planner.search.priced_shapes import PricedShapes, priced_shapes
 from planner.specs.cluster import ClusterSpec
 from planner.specs.model import LayerKind

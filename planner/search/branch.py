@@ -10,7 +10,7 @@ lowest bound is from the best step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import TYPE_CHECKING
@@ -40,6 +40,7 @@ from planner.search.frontier import (
     Prices,
     blocks_of,
     bound_of_shapes_s,
+    choices_of,
     few_of_a_key,
     key_of,
     nodes_of,
@@ -58,7 +59,6 @@ from planner.search.rebalance import SHAPES, improved, level_guess_s, level_spli
 from planner.shape import FloatArray, IntArray, Shape
 from planner.specs.training import SearchLimits
 from planner.trainers.rules.recipe import Setting, broken_recipe_rules
-from planner.trainers.spec import RuntimeSpec
 
 if TYPE_CHECKING:
     from planner.search.ilp.program import SolverFailed
@@ -87,8 +87,6 @@ class Branch:
     """The state of one search."""
 
     limits: SearchLimits
-    choices: Mapping[RuntimeSpec, tuple[RecomputeChoice, ...]]
-    """The ways to recompute that each runtime knows."""
     deadline: Deadline
     rejections: Rejections
     candidates: dict[Key, Candidate] = field(default_factory=dict)
@@ -133,11 +131,11 @@ class Branch:
         `priced` has the same shapes several times, each time priced for one runtime.
         """
         if not priced:
-            return Frontier(self.choices)
+            return Frontier()
         coarse = np.min([bound_of_shapes_s(shapes) for shapes in priced], axis=0)
         order = np.argsort(coarse, kind="stable")
         blocks = blocks_of(order, np.asarray(priced[0].shape.pp))
-        block, frontier = next(blocks, None), Frontier(self.choices)
+        block, frontier = next(blocks, None), Frontier()
         while True:
             cutoff = self.cutoff_s
             while block is not None and float(coarse[block[0]]) < min(cutoff, frontier.least_guess_s):
@@ -219,8 +217,7 @@ class Branch:
 
     def _level_starts(self, frontier: Frontier) -> Iterator[Candidate]:
         """Candidates without a split yet: the shapes that level best with nothing recomputed, if that is allowed."""
-        plain = {runtime for runtime, choices in self.choices.items() if any(c.mode == "none" for c in choices)}
-        blocks = [nodes for nodes in frontier.all_nodes() if nodes.shapes.pricing.runtime in plain]
+        blocks = [n for n in frontier.all_nodes() if any(one.mode == "none" for one in choices_of(n.shapes))]
         ranked = [level_guess_s(nodes) for nodes in blocks]
         promising = [
             (float(step_s[row]), number, row)

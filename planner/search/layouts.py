@@ -22,8 +22,7 @@ from planner.record import record
 from planner.search.branch import Branch
 from planner.search.case import PATIENCE_S, Case, Deadline
 from planner.search.enumerate import Bar, Rejections, by_runtime, enumerate_shapes
-from planner.search.frontier import ANY_SET, ONE_SET, Frontier, bound_of_shapes_s
-from planner.search.ilp.node import RecomputeChoice
+from planner.search.frontier import ONE_SET, Frontier, bound_of_shapes_s, choices_of, recompute_choices
 from planner.search.priced_shapes import (
     PricedShapes,
     fits,
@@ -36,7 +35,6 @@ from planner.search.priced_shapes import (
 from planner.search.recipes import Recipes
 from planner.search.why.misses import NothingFits, NothingLegal, count_misfits
 from planner.shape import FloatArray, Shape, divisors
-from planner.specs.model import ModelSpec
 from planner.specs.training import SearchLimits
 from planner.trainers.load import switches_of
 from planner.trainers.spec import RuntimeSpec
@@ -134,9 +132,8 @@ def find_layouts(
     if all_priced:
         count_misfits(case, all_priced[0], fitting, rejections)
     taken = [_on_their_hosts(shapes.take(fitting)) for shapes in all_priced if len(fitting)]
-    kept = [_with_sets(case, with_used_kernels(shapes)) for shapes in taken if not shapes.is_beaten]
-    priced, choices = [shapes for shapes, _ in kept], {shapes.pricing.runtime: ways for shapes, ways in kept}
-    branch = Branch(limits, choices, deadline, rejections, most_ilps=MOST_FIRST_ILPS if is_first else np.inf)
+    priced = [_with_sets(with_used_kernels(shapes)) for shapes in taken if not shapes.is_beaten]
+    branch = Branch(limits, deadline, rejections, most_ilps=MOST_FIRST_ILPS if is_first else np.inf)
     if known is not None:
         branch.keep(known)
     if bar is not None:
@@ -195,15 +192,9 @@ def _on_their_hosts(shapes: PricedShapes) -> PricedShapes:
     return without(shapes, np.logical_not(fit))
 
 
-def _with_sets(case: Case, shapes: PricedShapes) -> tuple[PricedShapes, tuple[RecomputeChoice, ...]]:
-    """The shapes with every useful set of modules to recompute, where that is tried, and the ways to recompute.
-
-    One way stands for all sets of modules where there are several.
-    """
-    ways = recompute_choices(case.model, shapes.pricing.runtime, case.limits)
-    if ONE_SET in ways and (shapes := with_module_sets(shapes)).module_sets is not None:
-        ways = tuple(ANY_SET if way == ONE_SET else way for way in ways)
-    return shapes, ways
+def _with_sets(shapes: PricedShapes) -> PricedShapes:
+    """The shapes with every useful set of modules to recompute, where that is tried."""
+    return with_module_sets(shapes) if ONE_SET in choices_of(shapes) else shapes
 
 
 def _teller(news: News, branch: Branch, num_shapes: int, num_fitting: int) -> Callable[[float], None]:
@@ -226,28 +217,6 @@ def _stricter(runtime: RuntimeSpec) -> frozenset[str]:
     moved = {name for name, value in recipe.items() if value != next(iter(SWITCHES[name].values))}
     dividing = {f"{name} {value}" for name, value in recipe.items() if SWITCHES[name].divides_layouts}
     return frozenset(moved | dividing)
-
-
-def recompute_choices(model: ModelSpec, runtime: RuntimeSpec, limits: SearchLimits) -> tuple[RecomputeChoice, ...]:
-    """The ways to recompute that the trainer can be told with its recipe and the user allows."""
-    allowed = limits.recompute or ("none", *(("selective",) if runtime.has_sequence_parallel else ()), "full")
-    if runtime.recomputes_unasked:
-        allowed = tuple(mode for mode in allowed if mode != "none")
-    if not runtime.recomputes_layers:
-        allowed = tuple(mode for mode in allowed if mode != "full")
-    choices = []
-    if "none" in allowed and "full" in allowed and runtime.recompute_per_stage:
-        choices.append(RecomputeChoice("none", "per_stage"))
-    elif "none" in allowed and "full" in allowed and len(model.kinds) == 1 and runtime.recomputes_some_layers:
-        # one number of layers for all stages counts layers, not kinds
-        choices.append(RecomputeChoice("none", "one_count"))
-    elif "none" in allowed:
-        choices.append(RecomputeChoice("none", "none"))
-    if "selective" in allowed:
-        choices.append(RecomputeChoice("selective", "none"))
-    if "full" in allowed and not (runtime.recompute_per_stage and "none" in allowed):
-        choices.append(RecomputeChoice("none", "all"))
-    return tuple(choices)
 
 
 BATCHES = (1, 2, 4)

@@ -24,7 +24,7 @@ from planner.schedule.orders import SCHEDULES
 from planner.schedule.replay import makespan_s
 from planner.search.case import Case, Deadline
 from planner.search.enumerate import check_expressible, num_rows, schedules_tried
-from planner.search.frontier import key_of
+from planner.search.frontier import choices_of, key_of
 from planner.search.layouts import FoundLayouts, News, find_layouts, first_layouts
 from planner.search.priced_shapes import MAX_SETS, Modules
 from planner.search.recipes import LEAST_GAIN, REPLAN_GAIN, Recipes, narrower, pinned, with_recipe
@@ -229,7 +229,7 @@ def _switches(recipes: Recipes, runtimes: Sequence[RuntimeSpec]) -> dict[str, tu
 
 def _module_sets(rounds: Sequence[FoundLayouts]) -> tuple[Modules, ...]:
     """The sets of modules that selective recomputing was tried with."""
-    if not any(way.base == "selective" for found in rounds for ways in found.branch.choices.values() for way in ways):
+    if not any(way.base == "selective" for found in rounds for shapes in found.priced for way in choices_of(shapes)):
         return ()
     sets = [
         modules

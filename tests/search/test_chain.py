@@ -20,10 +20,9 @@ from planner.schedule.orders import placement
 from planner.search.chain import _Line, best_split
 from planner.search.chunks import fewest_of_kinds, promising, splits_of
 from planner.search.enumerate import enumerate_shapes, scalar
-from planner.search.frontier import nodes_of
+from planner.search.frontier import nodes_of, recompute_choices
 from planner.search.ilp.node import Node, RecomputeChoice
 from planner.search.ilp.program import solve
-from planner.search.layouts import recompute_choices
 from planner.search.priced_shapes import priced_shapes
 from planner.shape import Shape
 from planner.specs.model import LayerKind
