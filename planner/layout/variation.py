@@ -59,8 +59,7 @@ def recipe_of(candidate: Candidate) -> dict[str, Value]:
 def under(candidate: Candidate, runtime: RuntimeSpec) -> Candidate:
     """The same layout under another runtime, in its named order if it has one that was made to measure."""
     runtime = runtime.for_schedules(SCHEDULES[candidate.schedule].splits_backward)
-    named = candidate if candidate.made_order is None else replace(candidate, made_order=None)
-    return named.priced_as(replace(candidate.pricing, runtime=runtime))
+    return candidate.named.priced_as(replace(candidate.pricing, runtime=runtime))
 
 
 def setting_of(candidate: Candidate) -> Setting:
@@ -250,7 +249,7 @@ def told_assumptions(candidate: Candidate, with_switches: bool = False) -> tuple
     With `with_switches`, the switches of a run that someone described are among them, each changed by itself. An order
     that was made to measure is judged as the named schedule that it started from.
     """
-    plain = candidate if candidate.made_order is None else replace(candidate, made_order=None)
+    plain = candidate.named
     effects: list[tuple[float, str, str]] = []
     assumptions = [*other_assumptions(candidate.pricing, beside_switches=True)]
     if with_switches and candidate.pricing.model.moe is None and not candidate.pricing.runtime.cuda_graphs:
@@ -278,7 +277,7 @@ def _switches(candidate: Candidate) -> Iterator[tuple[float, str, str]]:
     for name, legal in others.items():
         step_s, value = min(legal, key=lambda pair: pair[0])
         effect, said = step_s / candidate.step_s - 1, f"{name}={written(value)}"
-        if effect < 0 or now[name] != next(iter(SWITCHES[name].values)):
+        if effect < 0 or now[name] != SWITCHES[name].plainest:
             yield effect, f"the recipe has {said}", f"--switch {said}"
 
 

@@ -21,7 +21,7 @@ from planner.physics.stage_memory import fits_host
 from planner.record import record
 from planner.search.branch import Branch
 from planner.search.case import PATIENCE_S, Case, Deadline
-from planner.search.enumerate import Bar, Rejections, by_runtime, enumerate_shapes
+from planner.search.enumerate import Bar, by_runtime, enumerate_shapes
 from planner.search.frontier import ONE_SET, Frontier, bound_of_shapes_s, choices_of, recompute_choices
 from planner.search.priced_shapes import (
     PricedShapes,
@@ -86,14 +86,8 @@ class FoundLayouts:
     """The same shapes, priced for one runtime each."""
     pricings: tuple[tuple[Pricing, SearchLimits], ...]
     """The prices that shapes were searched under, with the schedules of each."""
-    rejections: Rejections
     num_shapes: int
     num_fitting: int
-
-    def standing(self, best: Candidate) -> Standing:
-        """The certificate of this search alone, for its best candidate or one that was made of it."""
-        bound_s = min(self.branch.lower_bound_s, best.step_s)
-        return Standing(best, bound_s, self.num_shapes, self.num_fitting, self.branch.num_ilps)
 
     @property
     def best(self) -> Candidate:
@@ -146,7 +140,7 @@ def find_layouts(
         branch.try_uneven_chunks(frontier)
     if branch.best is None:
         raise _no_layout(case, branch, num_shapes)
-    return FoundLayouts(branch, frontier, priced, tuple(tried), rejections, num_shapes, len(fitting))
+    return FoundLayouts(branch, frontier, priced, tuple(tried), num_shapes, len(fitting))
 
 
 def _no_layout(case: Case, branch: Branch, num_shapes: int) -> Exception:
@@ -214,7 +208,7 @@ def _stricter(runtime: RuntimeSpec) -> frozenset[str]:
     So does each value of a switch that divides them, and in another way than its others do.
     """
     recipe = read_recipe(runtime, switches_of(runtime))
-    moved = {name for name, value in recipe.items() if value != next(iter(SWITCHES[name].values))}
+    moved = {name for name, value in recipe.items() if value != SWITCHES[name].plainest}
     dividing = {f"{name} {value}" for name, value in recipe.items() if SWITCHES[name].divides_layouts}
     return frozenset(moved | dividing)
 
@@ -277,7 +271,8 @@ def some_layout(
     """
     recipes = Recipes.of(case)
     found = first_layouts(case, recipes, deadline, known, starts) or find_layouts(case, recipes.starts(), deadline)
-    return found.standing(found.best).plan()
+    branch = found.branch
+    return Standing(found.best, branch.lower_bound_s, found.num_shapes, found.num_fitting, branch.num_ilps).plan()
 
 
 def _quickest(case: Case, runtimes: Sequence[RuntimeSpec]) -> list[RuntimeSpec]:

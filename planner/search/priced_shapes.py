@@ -241,6 +241,11 @@ class PricedShapes:
         return replace(self, table=self.module_sets.together)
 
     @property
+    def counts(self) -> IntArray:
+        """Number of the model's layers of each kind."""
+        return np.array(list(self.pricing.kind_counts.values()))
+
+    @property
     def schedules(self) -> tuple[str, ...]:
         """Names of the schedules that may run."""
         return schedules_tried(self.limits, self.pricing.runtime)

@@ -141,7 +141,7 @@ def search_within_risk(case: Case, deadline: Deadline | None = None, news: News 
     layouts[0] = with_recipe(layouts[0], best, recipes)
     fastest_s = layouts[0].step.step_s if best is fastest else fastest.step_s
     report = certificate(rounds, recipes, fastest_s, time.monotonic() - started)
-    rejections = rounds[0].rejections
+    rejections = rounds[0].branch.rejections
     if stands is not None:
         robust = robust_steps(layouts[:NUM_LAYOUTS], stands.assumed_s)
         layouts[0] = layouts[0].model_copy(update={"robust": robust, "recommendation": stands.reason})

@@ -360,7 +360,7 @@ def _estimate_bytes(shapes: PricedShapes, modes: Sequence[Recompute]) -> FloatAr
     pp = shapes.shape.pp
     in_flight = np.minimum(shapes.shape.num_microbatches, pp)[:, None].astype(float)
     layers_bytes = np.min([layer_bytes(shapes, mode, in_flight) for mode in modes], axis=0)[:, :, 0]
-    counts = np.array(list(shapes.pricing.kind_counts.values()))
+    counts = shapes.counts
     # the fullest rank has a whole number of layers
     share = np.ceil(counts.sum() / pp) / counts.sum()
     return np.asarray(counts @ layers_bytes * share - shapes.pricing.usable_bytes(shapes.shape))
