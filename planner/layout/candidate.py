@@ -10,7 +10,7 @@ that micro-batches in flight hold on each rank are counted along the order of it
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import fields, replace
 from functools import cached_property, lru_cache
 from itertools import pairwise
@@ -103,7 +103,10 @@ class Split:
     def recomputing(self, model: ModelSpec, first: int | None = None) -> Split:
         """The split with the first layers of each stage recomputed whole; with all of them where no number is given."""
         most = model.num_hidden_layers if first is None else first
-        layers = [model.layers[a : min(a + most, b)] for a, b in self.chunks]
+        return self.recomputing_layers(model, [model.layers[a : min(a + most, b)] for a, b in self.chunks])
+
+    def recomputing_layers(self, model: ModelSpec, layers: Iterable[Sequence[LayerKind]]) -> Split:
+        """The split with so many layers of each stage recomputed whole as there are of each kind in `layers`."""
         return replace(self, recomputed=tuple(tuple(each.count(kind) for kind in model.kinds) for each in layers))
 
     def layer_modes(self, model: ModelSpec, stage: int) -> Iterator[tuple[int, LayerKind, Recompute]]:
@@ -370,7 +373,7 @@ class Candidate:
 
         Where no stage takes another time, its pipeline is not replayed.
         """
-        for known in self._priced_as:
+        for known in (self, *self._priced_as):
             if known.pricing == pricing:
                 return known
         own, other = self.pricing.runtime, pricing.runtime
