@@ -35,7 +35,6 @@ from planner.months.losses import SECONDS_PER_DAY, losses_of
 from planner.months.whole_run import Standstill
 from planner.trainers.documents import attended_fraction, masked_documents
 from planner.trainers.load import AXES, Checkpoint, checkpoint_of
-from planner.trainers.spec import RuntimeSpec
 
 Key = tuple[object, ...]
 SECONDS_PER_HOUR = 3600
@@ -115,18 +114,15 @@ class Course:
             return min(alike.items(), key=lambda pair: pair[1].wall_s)
         return before, self.run(number, before)
 
-    def in_phase(self, number: int, key: Key) -> tuple[PricedLayout, RuntimeSpec]:
-        """A layout and its runtime in a phase: its own, or that of the phase's plan where its own may not run."""
-        layout, origin = self.layouts[key]
-        own = self.found[number].plan.runtime_spec
-        may_run = self.phases[number].has_runtime_of(self.phases[origin])
-        return layout, (layout.runtime_spec or own) if may_run else own
-
     def run(self, number: int, key: Key) -> PhaseRun | str:
-        """The run of a phase in a layout, or the reason why it cannot run there."""
+        """The run of a phase in a layout, or the reason why it cannot run there.
+
+        A layout has its own runtime, or that of the phase's plan where its own may not run.
+        """
         if (number, key) not in self.known:
-            layout, runtime = self.in_phase(number, key)
-            self.known[number, key] = run_in(self.phases[number], self.found[number].plan, layout, runtime)
+            (layout, origin), phase, own = self.layouts[key], self.phases[number], self.found[number].plan
+            runtime = layout.runtime_spec if phase.has_runtime_of(self.phases[origin]) else None
+            self.known[number, key] = run_in(phase, own, layout, runtime or own.runtime_spec)
         return self.known[number, key]
 
     @cached_property
@@ -258,7 +254,7 @@ def _phase(course: Course, number: int, chosen: Sequence[Key]) -> PhaseAnswer:
     phase, own, key = course.phases[number], course.found[number].plan, chosen[number]
     run, training, before = _run(course, number, key), phase.case.training, chosen[number - 1]
     kept = course.kept(number, before)[1] if number else ""
-    plan = plan_in(phase, own, run, course.in_phase(number, key))
+    plan = plan_in(phase, own, run)
     steps = [batch.tokens / batch.global_batch_size / training.seq_length for batch in phase.batches]
     tokens_per_s = run.cost.tokens / sum(count * step_s for count, step_s in zip(steps, run.steps_s, strict=True))
     grown = [

@@ -140,9 +140,12 @@ def _frozen_bytes(candidate: Candidate, cost: PartCost) -> Number:
     return frozen_weights_bytes(cost, candidate.shape, pricing.runtime, pricing.training.dtype)
 
 
+ITEMS = tuple(name for name in StageMemory.model_fields if name not in ("total_bytes_interval", "frozen_weights_bytes"))
+"""Bytes of a stage's memory that are counted."""
+
+
 def _memory(stage: StageBytes, frozen_bytes: Number) -> StageMemory:
-    names = set(StageMemory.model_fields) - {"total_bytes_interval", "frozen_weights_bytes"}
-    counted = {name: getattr(stage, name) for name in names}
+    counted = {name: getattr(stage, name) for name in ITEMS}
     return StageMemory(**counted, frozen_weights_bytes=round(float(frozen_bytes)))
 
 
