@@ -91,6 +91,9 @@ class Branch:
     rejections: Rejections
     candidates: dict[Key, Candidate] = field(default_factory=dict)
     """The fastest candidate of each key."""
+    num_shapes: int = 0
+    """Legal shapes of the search, and those of them that can fit."""
+    num_fitting: int = 0
     most_ilps: float = np.inf
     """Integer programs after which a search that has a layout ends."""
     num_ilps: int = 0

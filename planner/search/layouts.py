@@ -44,27 +44,31 @@ MOST_FIRST_ILPS = 4
 """Integer programs of a first search, which those of very deep models would fill with minutes."""
 
 
-@record
+@record(slots=False)
 class Standing:
-    """A search over layouts in the middle: what its certificate would say if it ended now."""
+    """A search over layouts in the middle or at its end: what its certificate would say."""
 
-    best: Candidate
+    branch: Branch
     bound_s: float
     """No layout that fits has a shorter step, among those that this search is about."""
-    num_shapes: int
-    num_fitting: int
-    num_ilps: int
+
+    @property
+    def best(self) -> Candidate:
+        """The fastest candidate."""
+        best = self.branch.best
+        assert best is not None, "a search without a candidate raises, or has no news"
+        return best
 
     def plan(self) -> Plan:
         """The plan of the best layout so far, without alternatives, worth of switches and the like."""
-        pricing = self.best.pricing
+        pricing, branch = self.best.pricing, self.branch
         totals = pricing.totals
         layout = price_layout(self.best, totals, exact=False)
         bound_s = min(self.bound_s, layout.step.step_s)
         report = SearchReport(
-            num_shapes=self.num_shapes,
-            num_fitting=self.num_fitting,
-            num_ilps=self.num_ilps,
+            num_shapes=branch.num_shapes,
+            num_fitting=branch.num_fitting,
+            num_ilps=branch.num_ilps,
             outcome="feasible",
             lower_bound_s=bound_s,
             gap=layout.step.step_s / bound_s - 1,
@@ -77,24 +81,14 @@ News = Callable[[Standing], None]
 
 
 @record(slots=False)
-class FoundLayouts:
+class FoundLayouts(Standing):
     """The end of one search over layouts."""
 
-    branch: Branch
     frontier: Frontier
     priced: Sequence[PricedShapes]
     """The same shapes, priced for one runtime each."""
     pricings: tuple[tuple[Pricing, SearchLimits], ...]
     """The prices that shapes were searched under, with the schedules of each."""
-    num_shapes: int
-    num_fitting: int
-
-    @property
-    def best(self) -> Candidate:
-        """The fastest candidate."""
-        best = self.branch.best
-        assert best is not None, "a search without a candidate raises"
-        return best
 
 
 def find_layouts(
@@ -127,30 +121,32 @@ def find_layouts(
         count_misfits(case, all_priced[0], fitting, rejections)
     taken = [_on_their_hosts(shapes.take(fitting)) for shapes in all_priced if len(fitting)]
     priced = [_with_sets(with_used_kernels(shapes)) for shapes in taken if not shapes.is_beaten]
-    branch = Branch(limits, deadline, rejections, most_ilps=MOST_FIRST_ILPS if is_first else np.inf)
+    branch = Branch(limits, deadline, rejections, num_shapes=num_shapes, num_fitting=len(fitting))
+    if is_first:
+        branch.most_ilps = MOST_FIRST_ILPS
     if known is not None:
         branch.keep(known)
     if bar is not None:
         branch.lower_bound_s = bar.passed_over_s
     if news is not None:
-        branch.news = _teller(news, branch, num_shapes, len(fitting))
+        branch.news = _teller(news, branch)
     frontier = branch.run(priced)
     if not is_first:
         branch.try_same_grid(frontier)
         branch.try_uneven_chunks(frontier)
     if branch.best is None:
-        raise _no_layout(case, branch, num_shapes)
-    return FoundLayouts(branch, frontier, priced, tuple(tried), num_shapes, len(fitting))
+        raise _no_layout(case, branch)
+    return FoundLayouts(branch, branch.lower_bound_s, frontier, priced, tuple(tried))
 
 
-def _no_layout(case: Case, branch: Branch, num_shapes: int) -> Exception:
+def _no_layout(case: Case, branch: Branch) -> Exception:
     """The reason why a search found no layout: none is legal, the solver failed, or none fits."""
     counts = branch.rejections.counts
     if not branch.num_ilps and counts.keys() & {"no_schedule", "recipe"}:
         return NothingLegal(branch.rejections, case)
     if branch.failures:  # nobody knows whether those nodes have a layout that fits
         return branch.failures[-1]
-    counts.setdefault("does_not_fit", num_shapes)
+    counts.setdefault("does_not_fit", branch.num_shapes)
     return NothingFits(case, counts)
 
 
@@ -191,15 +187,9 @@ def _with_sets(shapes: PricedShapes) -> PricedShapes:
     return with_module_sets(shapes) if ONE_SET in choices_of(shapes) else shapes
 
 
-def _teller(news: News, branch: Branch, num_shapes: int, num_fitting: int) -> Callable[[float], None]:
+def _teller(news: News, branch: Branch) -> Callable[[float], None]:
     """A function of the bound that tells how the search stands."""
-
-    def tell(bound_s: float) -> None:
-        best = branch.best
-        if best is not None:
-            news(Standing(best, bound_s, num_shapes, num_fitting, branch.num_ilps))
-
-    return tell
+    return lambda bound_s: news(Standing(branch, bound_s))
 
 
 def _stricter(runtime: RuntimeSpec) -> frozenset[str]:
@@ -271,8 +261,7 @@ def some_layout(
     """
     recipes = Recipes.of(case)
     found = first_layouts(case, recipes, deadline, known, starts) or find_layouts(case, recipes.starts(), deadline)
-    branch = found.branch
-    return Standing(found.best, branch.lower_bound_s, found.num_shapes, found.num_fitting, branch.num_ilps).plan()
+    return found.plan()
 
 
 def _quickest(case: Case, runtimes: Sequence[RuntimeSpec]) -> list[RuntimeSpec]:

@@ -202,8 +202,8 @@ def certificate(rounds: Sequence[FoundLayouts], recipes: Recipes, step_s: float,
     is_closed = gap <= limits.gap_fraction * (1 + 1e-9)
     is_complete = all(branch.complete for branch in branches)
     return SearchReport(
-        num_shapes=rounds[0].num_shapes,
-        num_fitting=rounds[0].num_fitting,
+        num_shapes=branches[0].num_shapes,
+        num_fitting=branches[0].num_fitting,
         num_ilps=sum(branch.num_ilps for branch in branches),
         seconds=seconds,
         outcome="feasible" if not is_complete else "proven" if is_closed else "bounded",
