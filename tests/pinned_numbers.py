@@ -4,6 +4,7 @@ They are not right by themselves: other tests hold the physics against torch, cl
 that a change which means to change no number does not. `scripts/pin` writes them anew; the commit says why.
 """
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,7 @@ from planner.physics.pricing import Pricing
 from planner.search.bounds import coarse_bound_s
 from planner.search.case import Case
 from planner.search.enumerate import enumerate_shapes
-from planner.search.frontier import ANY_SET, nodes_of
-from planner.search.layouts import recompute_choices
+from planner.search.frontier import ANY_SET, nodes_of, recompute_choices
 from planner.search.priced_shapes import fits, priced_shapes, with_module_sets
 from planner.search.rebalance import level_guess_s
 from planner.shape import Shape
@@ -101,13 +101,13 @@ def bounds() -> dict[str, list[float]]:
         priced = pricing(model, trainer, dtype, "h100" if dtype == "fp8" else "a100", num_gpus, batch)
         limits, runtime = SearchLimits(**pins), load_runtime(trainer)
         shapes, _ = enumerate_shapes(Case(priced.model, priced.cluster, priced.training, runtime, limits))
-        table = with_module_sets(priced_shapes(priced, shapes))
+        table = with_module_sets(priced_shapes(priced, shapes, limits))
         name = f"{model} {trainer} {dtype}"
-        can_fit = fits(table, ("1f1b", "interleaved-1f1b"))
+        can_fit = fits(replace(table, limits=SearchLimits()))
         numbers[name] = [float(len(can_fit)), float(can_fit.sum()), *_summed(coarse_bound_s(table)),
                          *_summed(coarse_bound_s(table, splits_backward=True))]  # fmt: skip
         choices = [*recompute_choices(priced.model, runtime, limits), *([ANY_SET] if table.module_sets else [])]
-        blocks = [nodes for _, nodes in nodes_of(table, limits)]
+        blocks = [nodes for _, nodes in nodes_of(table)]
         for choice in choices if blocks else ():
             bound_s, guess_s = (
                 np.concatenate([getattr(nodes, each)(choice) for nodes in blocks]) for each in ("bound_s", "guess_s")

@@ -16,10 +16,9 @@ from planner.physics.pricing import Pricing
 from planner.schedule.orders import chunks_in_flight, in_flight_microbatches
 from planner.search.case import Case
 from planner.search.enumerate import enumerate_shapes, scalar
-from planner.search.frontier import nodes_of
+from planner.search.frontier import nodes_of, recompute_choices
 from planner.search.ilp.node import Node, node_of
 from planner.search.ilp.program import solve
-from planner.search.layouts import recompute_choices
 from planner.search.priced_shapes import PricedShapes, priced_shapes
 from planner.specs.cluster import ClusterSpec
 from planner.specs.model import LayerKind
@@ -127,7 +126,7 @@ def _shapes_of(job: int) -> tuple[Pricing, SearchLimits, PricedShapes]:
     rows = np.flatnonzero(np.asarray(shapes.pp) > 1)
     rows = np.sort(np.random.default_rng(job).choice(rows, min(len(rows), 200), replace=False))
     pricing = pricing_of(model, cluster, training, runtime, limits)
-    return pricing, limits, priced_shapes(pricing, shapes.take(rows))
+    return pricing, limits, priced_shapes(pricing, shapes.take(rows), limits)
 
 
 def node_of_a_job(seed: int) -> Node:
@@ -138,7 +137,7 @@ def node_of_a_job(seed: int) -> Node:
     rng = random.Random(seed)
     pricing, limits, priced = _shapes_of(rng.randrange(len(JOBS)))
     rows = np.array(sorted(rng.sample(range(len(priced.kernel)), min(12, len(priced.kernel)))))
-    blocks = [nodes for _, nodes in nodes_of(priced.take(rows), limits) if len(nodes.schedules)]
+    blocks = [nodes for _, nodes in nodes_of(priced.take(rows)) if len(nodes.schedules)]
     nodes = rng.choice(blocks)
     row = rng.randrange(len(nodes.schedules))
     choice = rng.choice(recompute_choices(pricing.model, pricing.runtime, limits))

@@ -17,8 +17,8 @@ from planner.physics.cost import CostTable
 from planner.physics.pricing import Pricing
 from planner.search.case import Case
 from planner.search.enumerate import enumerate_shapes, scalar, schedule_options
+from planner.search.frontier import recompute_choices
 from planner.search.ilp.node import RecomputeChoice
-from planner.search.layouts import recompute_choices
 from planner.search.search import plan
 from planner.shape import Shape
 from planner.specs.cluster import ClusterSpec

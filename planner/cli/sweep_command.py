@@ -318,7 +318,7 @@ def _observed(plan: Plan, paths: str | None) -> Iterator[MeasuredChoice]:
             raise SpecError(f"{where}: is a run of another job: {differs}", "observe it with a layout of this plan")
         for sentence in evidence.left_out:
             _log.warning("%s: %s", where, sentence)
-        yield MeasuredChoice(choice_of(plan, observed.plan), evidence.step_s, evidence.width, where)
+        yield MeasuredChoice(choice_of(plan, observed.plan), evidence.step_s, evidence.width)
 
 
 def _kept(plan: Plan, given: str | None) -> Iterator[MeasuredChoice]:
@@ -339,7 +339,7 @@ def _kept(plan: Plan, given: str | None) -> Iterator[MeasuredChoice]:
             _log.warning("%s: is left out: %s", name, error.message)
             continue
         if not other_job(plan, kept.plan):
-            yield MeasuredChoice(choice_of(plan, kept.plan), kept.step_s, kept.own_width, name)
+            yield MeasuredChoice(choice_of(plan, kept.plan), kept.step_s, kept.own_width)
 
 
 def _once(runs: list[MeasuredChoice]) -> list[MeasuredChoice]:

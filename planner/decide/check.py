@@ -196,7 +196,7 @@ def judged(run: Run) -> tuple[Plan, list[str]]:
     refused = [f"{reason.name} {reason.message}: priced without it" for reason in broken]
     refused += [text for warning in plan.best.warnings if (text := warning.partition("refuses this layout: ")[2])]
     if broken:
-        plainest = {reason.name: next(iter(SWITCHES[reason.name].values)) for reason in broken}
+        plainest = {reason.name: SWITCHES[reason.name].plainest for reason in broken}
         runtime = switched(run.runtime, plainest)
         plan = evaluate(run.model, run.cluster, run.training, run.parallelism, runtime=runtime)
     return plan, refused

@@ -9,9 +9,9 @@ from typing import Literal
 
 from pydantic import Field
 
-from planner.answer import Interval, Plan, StageMemory
+from planner.answer import Interval, Plan
 from planner.errors import SpecError
-from planner.layout.price import reprice
+from planner.layout.price import ITEMS, reprice
 from planner.layout.step import compute_terms
 from planner.observe.observation import Observation
 from planner.probe.result import ProbeResult
@@ -96,16 +96,12 @@ def of_plan(plan: Plan, name: str, kind: Literal["plan", "run"] = "plan") -> Com
         name=name,
         kind=kind,
         facts=_job(plan) | _layout(plan),
-        memory={item: getattr(plan.best.worst_stage.memory, item) for item in _MEMORY},
+        memory={item: getattr(plan.best.worst_stage.memory, item) for item in ITEMS},
         step_s=plan.step.step_s,
         step_s_interval=plan.step.step_s_interval,
         tokens_per_step=plan.training.tokens_per_step,
         terms=_terms(plan),
     )
-
-
-_NO_ITEMS = ("total_bytes_interval", "frozen_weights_bytes")
-_MEMORY = tuple(name for name in StageMemory.model_fields if name not in _NO_ITEMS)
 
 
 def _job(plan: Plan) -> dict[str, Value]:

@@ -35,7 +35,6 @@ from planner.months.losses import SECONDS_PER_DAY, losses_of
 from planner.months.whole_run import Standstill
 from planner.trainers.documents import attended_fraction, masked_documents
 from planner.trainers.load import AXES, Checkpoint, checkpoint_of
-from planner.trainers.spec import RuntimeSpec
 
 Key = tuple[object, ...]
 SECONDS_PER_HOUR = 3600
@@ -115,29 +114,34 @@ class Course:
             return min(alike.items(), key=lambda pair: pair[1].wall_s)
         return before, self.run(number, before)
 
-    def in_phase(self, number: int, key: Key) -> tuple[PricedLayout, RuntimeSpec]:
-        """A layout and its runtime in a phase: its own, or that of the phase's plan where its own may not run."""
-        layout, origin = self.layouts[key]
-        own = self.found[number].plan.runtime_spec
-        may_run = self.phases[number].has_runtime_of(self.phases[origin])
-        return layout, (layout.runtime_spec or own) if may_run else own
-
     def run(self, number: int, key: Key) -> PhaseRun | str:
-        """The run of a phase in a layout, or the reason why it cannot run there."""
+        """The run of a phase in a layout, or the reason why it cannot run there.
+
+        A layout has its own runtime, or that of the phase's plan where its own may not run.
+        """
         if (number, key) not in self.known:
-            layout, runtime = self.in_phase(number, key)
-            self.known[number, key] = run_in(self.phases[number], self.found[number].plan, layout, runtime)
+            (layout, origin), phase, own = self.layouts[key], self.phases[number], self.found[number].plan
+            runtime = layout.runtime_spec if phase.has_runtime_of(self.phases[origin]) else None
+            self.known[number, key] = run_in(phase, own, layout, runtime or own.runtime_spec)
         return self.known[number, key]
 
-    def stop(self, number: int, loads: Loads = "as_is") -> Standstill:
-        """The seconds of a stop before a phase: the checkpoint is written, a new job starts and reads it."""
-        own = self.found[number].plan
-        operations, num_gpus = own.training.operations, own.cluster.num_gpus
-        asynchronous = own.runtime_spec.asynchronous_checkpoints
-        losses = losses_of(own.cluster, operations, num_gpus, own.checkpoint_bytes, asynchronous)
-        moved = transfer(losses)
-        converted = {"convert": moved.times(CONVERSIONS)} if loads == "convert" else {}
-        return Standstill({"save": moved, **converted, "start": losses.restart_s, "read": moved})
+    @cached_property
+    def _stops(self) -> list[tuple[Standstill, Standstill]]:
+        """A stop before each phase: a checkpoint is written and a new job reads it. With it, one that is converted."""
+        stops = []
+        for own in (layouts.plan for layouts in self.found):
+            operations, asynchronous = own.training.operations, own.runtime_spec.asynchronous_checkpoints
+            losses = losses_of(own.cluster, operations, own.cluster.num_gpus, own.checkpoint_bytes, asynchronous)
+            moved = transfer(losses)
+            again = {"start": losses.restart_s, "read": moved}
+            converted = {"save": moved, "convert": moved.times(CONVERSIONS), **again}
+            stops.append((Standstill({"save": moved, **again}), Standstill(converted)))
+        return stops
+
+    def stop(self, number: int, before: Key, after: Key) -> Standstill | None:
+        """The seconds of a stop between two layouts; None where the second cannot load the checkpoint of the first."""
+        loads = self.loads(number, before, after)
+        return None if loads is None else self._stops[number][loads == "convert"]
 
     def stops(self, number: int, before: Key, after: Key) -> bool:
         """True where a new job has to start between two layouts."""
@@ -148,6 +152,8 @@ class Course:
 
         What has to be written again is saved in the other format from the start, since the change is planned.
         """
+        if before[0] == after[0]:
+            return "as_is"
         old, new = (self.layouts[key][0] for key in (before, after))
         row = self._checkpoint(self.found[number - 1].plan, old)
         other = {axis for axis in AXES if _axis(old, axis) != _axis(new, axis)}
@@ -157,19 +163,8 @@ class Course:
         """Seconds between the phase before and a phase; infinite where its layout cannot load the checkpoint."""
         if not self.stops(number, before, after):
             return 0.0
-        if before[0] == after[0]:
-            return self._stop_s(number, "as_is")
-        loads = self.loads(number, before, after)
-        return math.inf if loads is None else self._stop_s(number, loads) + self.reshard_s
-
-    def _stop_s(self, number: int, loads: Loads) -> float:
-        if (number, loads) not in self._stops_s:
-            self._stops_s[number, loads] = self.stop(number, loads).value_s
-        return self._stops_s[number, loads]
-
-    @cached_property
-    def _stops_s(self) -> dict[tuple[int, Loads], float]:
-        return {}
+        stop = self.stop(number, before, after)
+        return math.inf if stop is None else stop.value_s + (before[0] != after[0]) * self.reshard_s
 
     def chosen(self) -> list[Key]:
         """The layout of each phase with which the whole run takes least."""
@@ -259,7 +254,7 @@ def _phase(course: Course, number: int, chosen: Sequence[Key]) -> PhaseAnswer:
     phase, own, key = course.phases[number], course.found[number].plan, chosen[number]
     run, training, before = _run(course, number, key), phase.case.training, chosen[number - 1]
     kept = course.kept(number, before)[1] if number else ""
-    plan = plan_in(phase, own, run, course.in_phase(number, key))
+    plan = plan_in(phase, own, run)
     steps = [batch.tokens / batch.global_batch_size / training.seq_length for batch in phase.batches]
     tokens_per_s = run.cost.tokens / sum(count * step_s for count, step_s in zip(steps, run.steps_s, strict=True))
     grown = [
@@ -329,7 +324,7 @@ def _saved_days(course: Course, numbers: range, before: Key, chosen: Sequence[Ke
 
 def _saved_as(course: Course, number: int, before: Key, after: Key) -> str:
     """The option or the tool without which the other layout cannot load the checkpoint; empty if it needs none."""
-    if before[0] == after[0] or course.loads(number, before, after) == "as_is":
+    if course.loads(number, before, after) == "as_is":
         return ""
     row = checkpoint_of(course.found[number - 1].plan.runtime_spec, course.layouts[before][0].parallelism.zero_stage)
     return "" if row.rewritten is None else row.rewritten.ready or row.rewritten.says
@@ -381,7 +376,7 @@ def _ends(course: Course, number: int, phase: PhaseAnswer, chosen: Sequence[Key]
     low, high = phase.days_interval or (phase.days, phase.days)
     if not course.stops(number, chosen[number - 1], chosen[number]):
         return low, high
-    before, after = chosen[number - 1], chosen[number]
-    stop = course.stop(number, (course.loads(number, before, after) or "as_is") if before[0] != after[0] else "as_is")
+    stop = course.stop(number, chosen[number - 1], chosen[number])
+    assert stop is not None, "a course was chosen that can be loaded"
     (low_s, high_s), beside_s = stop.interval_s, phase.stop_s - stop.value_s
     return low + (low_s + beside_s) / SECONDS_PER_DAY, high + (high_s + beside_s) / SECONDS_PER_DAY

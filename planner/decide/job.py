@@ -309,9 +309,8 @@ class Clock:
     """The seconds of one job that resumes."""
 
     job: ResumedJob
-    interim_gpus: int | None = None
-    """GPUs of the split that writes a checkpoint again, and the seconds of its step."""
-    interim_step_s: float = 0.0
+    interim: Candidate | None = None
+    """The split of the old layout that loads its checkpoint, to write it again for a new one."""
 
     @property
     def old(self) -> Losses:
@@ -328,14 +327,14 @@ class Clock:
         """The parts that come before the start of a job whose checkpoint has to be written again or converted."""
         if loads == "convert":
             return {"convert": transfer(self.old).times(CONVERSIONS)}
-        if loads != "resave" or self.interim_gpus is None:
+        if loads != "resave" or self.interim is None:
             return {}
-        interim = losses_on(self.job, self.interim_gpus)
+        interim = losses_on(self.job, int(self.interim.shape.num_ranks))
         moved = transfer(interim)
         return {
             "start of the split": interim.restart_s,
             "read by the split": moved,
-            "step of the split": stated(self.interim_step_s),
+            "step of the split": stated(self.interim.step_s),
             "save by the split": moved,
         }
 
@@ -392,7 +391,3 @@ class Clock:
         names = ("detection_s", "restart_s", "standby_restart_s", "repair_s", "node_loss_fraction", "storage_gb_per_s")
         rate = {"failures_per_1000_gpu_days": old.failures_per_1000_gpu_days.source}
         return {name: getattr(old, name).source for name in names} | rate
-
-    def with_interim(self, num_gpus: int, step_s: float) -> Clock:
-        """The clock of a job whose old layout, split to `num_gpus`, loads the checkpoint to write it for a new one."""
-        return replace(self, interim_gpus=num_gpus, interim_step_s=step_s)

@@ -92,7 +92,6 @@ class MeasuredChoice:
     step_s: float
     width: float
     """Half-width that its own steps give it, in natural logarithms."""
-    source: str
 
 
 def covariance(layouts: Sequence[PricedLayout]) -> FloatArray:

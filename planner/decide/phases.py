@@ -279,6 +279,8 @@ class PhaseRun:
     """Seconds of a step with each of the phase's batches."""
     cost: RunCost
     goodput: Goodput
+    candidate: Candidate | None = None
+    """The layout with its prices, where it is not that of the phase's own plan."""
 
     @property
     def wall_s(self) -> float:
@@ -300,7 +302,7 @@ def run_in(phase: Phase, own: Plan, layout: PricedLayout, runtime: RuntimeSpec) 
     cost, goodput = whole_run_of(pricing, priced, pricing.totals.num_parameters, factor)
     assert cost is not None, "a phase has tokens"
     assert goodput is not None, "a phase has tokens"
-    return PhaseRun(priced, steps_s, cost, goodput)
+    return PhaseRun(priced, steps_s, cost, goodput, None if priced == own.best else candidates[-1])
 
 
 def _with_each_batch(phase: Phase, own: Plan, layout: PricedLayout, runtime: RuntimeSpec) -> list[Candidate] | str:
@@ -330,12 +332,7 @@ def _longer_factor(phase: Phase, steps_s: Sequence[float]) -> float:
     return sum(per_sequence) / last
 
 
-def plan_in(phase: Phase, own: Plan, run: PhaseRun, asked: tuple[PricedLayout, RuntimeSpec]) -> Plan:
+def plan_in(phase: Phase, own: Plan, run: PhaseRun) -> Plan:
     """The plan of a phase in the layout of a run: the phase's own plan where that has this layout."""
-    if run.layout == own.best:
-        chosen = own
-    else:
-        candidates = _with_each_batch(phase, own, *asked)
-        assert not isinstance(candidates, str), "it has run"
-        chosen = plan_of(candidates[-1])
+    chosen = own if run.candidate is None else plan_of(run.candidate)
     return chosen.model_copy(update={"run_cost": run.cost, "goodput": run.goodput, "command": phase.command})

@@ -119,11 +119,6 @@ class Exposed:
     """The job whose plan goes on."""
     _known: dict[tuple[int, bool], _Fallback | None] = field(default_factory=dict, compare=False)
 
-    @classmethod
-    def of(cls, plan: Plan, job: ResumedJob) -> Exposed:
-        """The plan that goes on, on the GPUs that there are now."""
-        return cls(replace(job, old=plan))
-
     @property
     def losses(self) -> Losses:
         return losses_on(self.job, self.job.layout.num_gpus_used)
@@ -188,11 +183,11 @@ class Exposed:
         left = self.job.num_gpus - num_nodes * size
         if left < size:
             return None
-        job = replace(self.job.on(left), deadline=self.job.deadline)
+        job = self.job.on(left)
         split, rate, found = split_for(job), self.job.old.step.tokens_per_s, list[_Fallback]()
         if not isinstance(split, str) and (loads := loading(job, split, False)) is not None:
             num_gpus = int(split.shape.num_ranks)
-            clock = clock.with_interim(num_gpus, split.step_s)
+            clock = Clock(clock.job, split)
             found.append(_Fallback("splits", tokens_per_s(split) / rate, clock.standstill(num_gpus, loads).value_s))
         other = fastest_for(job, job.case.training.global_batch_size) if searches else None
         if other is not None and (loads := loading(job, other, bool(found))) is not None:
@@ -261,7 +256,7 @@ def replan(
     ways = Ways(job)
     if not ways.open:
         raise ways.infeasible()
-    clock = _clock(ways)
+    clock = Clock(job, ways.interim)
     timed = [(way, _timed(way, ways, clock)) for way in ways.open]
     least = min(_loss(choice, job) for _, choice in timed)
     best, chosen = next(pair for pair in timed if _loss(pair[1], job) <= least + ALIKE * abs(least))
@@ -270,12 +265,7 @@ def replan(
     choices = sorted([*(choice for _, choice in timed), *near, *waits], key=lambda c: _ORDER.index(c.kind))
     answer = best.plan.model_copy(update={"batch_offer": _offer(near)})
     resume = _resume(job, tuple(choices), choices.index(chosen), tuple(ways.closed))
-    return Replanned(answer, _with_failures(resume, Exposed.of(answer, job)))
-
-
-def _clock(ways: Ways) -> Clock:
-    clock, interim = Clock(ways.job), ways.interim
-    return clock if interim is None else clock.with_interim(int(interim.shape.num_ranks), interim.step_s)
+    return Replanned(answer, _with_failures(resume, Exposed(replace(job, old=answer))))
 
 
 def _timed(way: Way, ways: Ways, clock: Clock) -> Choice:

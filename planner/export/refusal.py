@@ -131,7 +131,7 @@ def notes_on_price(plan: Plan) -> list[str]:
     lost = ", ".join(
         f"{name}={written(value)}"
         for name, value in made.best.recipe.items()
-        if plan.best.recipe.get(name) != value and value != next(iter(SWITCHES[name].values))
+        if plan.best.recipe.get(name) != value and value != SWITCHES[name].plainest
     )
     risk, planned = plan.best.oom_probability or 0.0, made.best.oom_probability or 0.0
     is_risky = risk > max(LARGEST_RISK, planned)

@@ -31,6 +31,7 @@ from planner.layout.memory_curve import (
     parameters,
     parts_of,
 )
+from planner.layout.price import ITEMS
 from planner.layout.seconds import STEADY_ROUNDS
 from planner.layout.variation import Variation, varied
 from planner.physics.cost import PartCost
@@ -410,8 +411,7 @@ def _stage(
 def _memory(layout: PricedLayout, candidate: Candidate, stage: int) -> StageMemory:
     """The stage's items as they are priced now; an older version may have written others into the plan."""
     planned, now = layout.stages[stage].memory, candidate.memory[stage]
-    names = StageMemory.model_fields.keys() - {"total_bytes_interval", "frozen_weights_bytes"}
-    return planned.model_copy(update={name: getattr(now, name) for name in names})
+    return planned.model_copy(update={name: getattr(now, name) for name in ITEMS})
 
 
 class Event(NamedTuple):

@@ -10,7 +10,7 @@ that micro-batches in flight hold on each rank are counted along the order of it
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import fields, replace
 from functools import cached_property, lru_cache
 from itertools import pairwise
@@ -103,7 +103,10 @@ class Split:
     def recomputing(self, model: ModelSpec, first: int | None = None) -> Split:
         """The split with the first layers of each stage recomputed whole; with all of them where no number is given."""
         most = model.num_hidden_layers if first is None else first
-        layers = [model.layers[a : min(a + most, b)] for a, b in self.chunks]
+        return self.recomputing_layers(model, [model.layers[a : min(a + most, b)] for a, b in self.chunks])
+
+    def recomputing_layers(self, model: ModelSpec, layers: Iterable[Sequence[LayerKind]]) -> Split:
+        """The split with so many layers of each stage recomputed whole as there are of each kind in `layers`."""
         return replace(self, recomputed=tuple(tuple(each.count(kind) for kind in model.kinds) for each in layers))
 
     def layer_modes(self, model: ModelSpec, stage: int) -> Iterator[tuple[int, LayerKind, Recompute]]:
@@ -131,27 +134,6 @@ def even_counts(num_layers: int, num_stages: int) -> tuple[int, ...]:
     least, more = divmod(num_layers, num_stages)
     start = (num_stages - more) // 2
     return tuple(least + (1 if start <= stage < start + more else 0) for stage in range(num_stages))
-
-
-def stage_costs(
-    table: CostTable, model: ModelSpec, split: Split, placement: Sequence[int], rank_factors: Sequence[float] = ()
-) -> list[PartCost]:
-    """Cost of each virtual stage: its layers, and the embedding, head and MTP blocks that it holds.
-
-    `rank_factors` multiply the seconds of each rank; if they are empty, all ranks take as long as the table says.
-    """
-    folded = placement[0] == placement[-1]
-    known: dict[tuple[tuple[tuple[LayerKind, Recompute], int], ...], PartCost] = {}
-    costs = []
-    for stage, modes in enumerate(split.modes(model)):
-        key = tuple(modes.items())
-        if key not in known:
-            known[key] = sum_parts(table.layers[mode].times(count) for mode, count in key)
-        others = [part for _, part in held_parts(table, split, stage, folded)]
-        costs.append(sum(others, known[key]))
-    if not rank_factors:
-        return costs
-    return [slowed(cost, rank_factors[rank]) for cost, rank in zip(costs, placement, strict=True)]
 
 
 def slowed(cost: PartCost, factor: float) -> PartCost:
@@ -281,6 +263,15 @@ class Candidate:
         return self.table.shape
 
     @property
+    def is_folded(self) -> bool:
+        """True where one rank has both the first stage and the last."""
+        return self.placement[0] == self.placement[-1]
+
+    def parts_beside_layers(self, stage: int) -> list[tuple[str, PartCost]]:
+        """`held_parts` of a virtual stage."""
+        return held_parts(self.table, self.split, stage, self.is_folded)
+
+    @property
     def num_microbatches(self) -> int:
         """Number of micro-batches in a step."""
         return int(self.shape.num_microbatches)
@@ -297,6 +288,11 @@ class Candidate:
         """Name of the schedule that runs: that of the made order where there is one."""
         return self.made_order.name if self.made_order is not None else self.schedule
 
+    @property
+    def named(self) -> Candidate:
+        """The candidate in the order of its named schedule, where another one was made to measure."""
+        return self if self.made_order is None else replace(self, made_order=None)
+
     @cached_property
     def order(self) -> Schedule:
         """Action lists of the whole step."""
@@ -306,8 +302,20 @@ class Candidate:
 
     @cached_property
     def costs(self) -> tuple[PartCost, ...]:
-        """Cost of each virtual stage."""
-        return tuple(stage_costs(self.table, self.pricing.model, self.split, self.placement, self.rank_factors))
+        """Cost of each virtual stage: its layers, and the embedding, head and MTP blocks that it holds."""
+        known: dict[tuple[tuple[tuple[LayerKind, Recompute], int], ...], PartCost] = {}
+        costs = []
+        for stage, modes in enumerate(self.split.modes(self.pricing.model)):
+            key = tuple(modes.items())
+            if key not in known:
+                known[key] = sum_parts(self.table.layers[mode].times(count) for mode, count in key)
+            cost = sum((part for _, part in self.parts_beside_layers(stage)), known[key])
+            costs.append(slowed(cost, self.slowness(self.placement[stage])) if self.rank_factors else cost)
+        return tuple(costs)
+
+    def slowness(self, rank: int) -> float:
+        """The factor on a rank's seconds."""
+        return self.rank_factors[rank] if self.rank_factors else 1.0
 
     @cached_property
     def rank_costs(self) -> tuple[PartCost, ...]:
@@ -365,7 +373,7 @@ class Candidate:
 
         Where no stage takes another time, its pipeline is not replayed.
         """
-        for known in self._priced_as:
+        for known in (self, *self._priced_as):
             if known.pricing == pricing:
                 return known
         own, other = self.pricing.runtime, pricing.runtime

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from math import inf
+from operator import itemgetter
 from types import MappingProxyType
 from typing import get_args
 
@@ -144,13 +145,11 @@ def trade(best: PricedLayout, other: PricedLayout) -> str:
     slower = other.step.step_s / best.step.step_s - 1
     memory_gib = gib(other.worst_stage.memory.total_bytes - best.worst_stage.memory.total_bytes)
     parts = [f"{slower:+.1%} time", f"{memory_gib:+.1f} GiB"]
-    pairs = {name: (getattr(best.step.breakdown, name), getattr(other.step.breakdown, name)) for name in _TRADED}
-    worst = max(pairs, key=lambda name: pairs[name][1] - pairs[name][0])
-    saved = min(pairs, key=lambda name: pairs[name][1] - pairs[name][0])
-    for name in (worst, saved):
-        change = pairs[name][1] - pairs[name][0]
+    before, after = best.step.breakdown, other.step.breakdown
+    changes = [(getattr(after, name) - getattr(before, name), says) for name, says in _TRADED.items()]
+    for change, says in (pick(changes, key=itemgetter(0)) for pick in (max, min)):
         if abs(change) > 0.005 * best.step.step_s:
-            parts.append(f"{change:+.2f} s {_TRADED[name]}")
+            parts.append(f"{change:+.2f} s {says}")
     return ", ".join(parts)
 
 

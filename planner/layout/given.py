@@ -244,8 +244,8 @@ def _split(model: ModelSpec, wanted: Parallelism, shape: Shape, ranks: Sequence[
         )
     if wanted.recompute_layers is None:
         return split.recomputing(model, wanted.recompute_num_layers or None)
-    layers = [[model.layers[i] for i in range(*chunk) if i in chosen] for chunk in split.chunks]
-    return replace(split, recomputed=tuple(tuple(each.count(kind) for kind in model.kinds) for each in layers))
+    layers = ([model.layers[i] for i in range(*chunk) if i in chosen] for chunk in split.chunks)
+    return split.recomputing_layers(model, layers)
 
 
 def default_counts(model: ModelSpec, num_stages: int) -> tuple[int, ...]:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from planner.layout.candidate import FULL, Candidate, held_parts
+from planner.layout.candidate import FULL, Candidate
 from planner.physics import memory
 from planner.physics.adapters import OF_ADAPTERS
 from planner.physics.cost import PartCost
@@ -304,8 +304,7 @@ def parts_of(candidate: Candidate, rank: int) -> list[Part]:
 def _parts(candidate: Candidate, stage: int, layers: dict[LayerKind, tuple[Item, ...]]) -> Iterator[Part]:
     table, split, pricing, shape = candidate.table, candidate.split, candidate.pricing, candidate.shape
     model = pricing.model
-    is_folded = candidate.placement[0] == candidate.placement[-1]
-    others = dict(held_parts(table, split, stage, is_folded))
+    others = dict(candidate.parts_beside_layers(stage))
     if "embedding" in others:
         yield Part("embedding", stage, others["embedding"], pricing.embedding_items(shape))
     for layer, kind, mode in split.layer_modes(model, stage):
@@ -320,7 +319,8 @@ def _parts(candidate: Candidate, stage: int, layers: dict[LayerKind, tuple[Item,
         if int(candidate.shape.pp) > 1:
             yield Part("mtp embedding", stage, PartCost(), pricing.lookup_items(shape))
     if "head" in others:
-        yield Part("head", stage, others["head"], pricing.head_items(shape, is_folded and model.tie_word_embeddings))
+        shares_embedding = candidate.is_folded and model.tie_word_embeddings
+        yield Part("head", stage, others["head"], pricing.head_items(shape, shares_embedding))
 
 
 STATES = {12: "master, exp_avg, exp_avg_sq", 8: "exp_avg, exp_avg_sq"}

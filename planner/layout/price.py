@@ -21,7 +21,7 @@ from planner.answer import (
     StepTime,
 )
 from planner.errors import SpecError
-from planner.layout.candidate import Candidate, Modes, Split, held_parts
+from planner.layout.candidate import Candidate, Modes, Split
 from planner.layout.confidence import with_intervals
 from planner.layout.seconds import Pipeline
 from planner.layout.variation import recipe_of, under
@@ -112,7 +112,6 @@ def parallelism_of(candidate: Candidate) -> Layout:
 def _stage(candidate: Candidate, rank: int, pipeline: Pipeline, layer_modes: Sequence[Modes]) -> StagePlan:
     split, ranks, cost = candidate.split, candidate.placement, candidate.rank_costs[rank]
     chunks = [stage for stage, holder in enumerate(ranks) if holder == rank]
-    is_folded = ranks[0] == ranks[-1]
     bounds, modes = split.chunks, dict[str, int]()
     for stage in chunks:
         for (_, mode), count in layer_modes[stage].items():
@@ -121,7 +120,7 @@ def _stage(candidate: Candidate, rank: int, pipeline: Pipeline, layer_modes: Seq
         stage=rank,
         chunks=tuple(bounds[stage] for stage in chunks),
         num_layers=sum(modes.values()),
-        holds=tuple(name for stage in chunks for name, _ in held_parts(candidate.table, split, stage, is_folded)),
+        holds=tuple(name for stage in chunks for name, _ in candidate.parts_beside_layers(stage)),
         recompute=modes,
         num_recomputed=tuple(split.recomputed[stage] for stage in chunks) if split.recomputed else (),
         in_flight_microbatches=float(pipeline.in_flight_microbatches[rank]),
@@ -141,9 +140,12 @@ def _frozen_bytes(candidate: Candidate, cost: PartCost) -> Number:
     return frozen_weights_bytes(cost, candidate.shape, pricing.runtime, pricing.training.dtype)
 
 
+ITEMS = tuple(name for name in StageMemory.model_fields if name not in ("total_bytes_interval", "frozen_weights_bytes"))
+"""Bytes of a stage's memory that are counted."""
+
+
 def _memory(stage: StageBytes, frozen_bytes: Number) -> StageMemory:
-    names = set(StageMemory.model_fields) - {"total_bytes_interval", "frozen_weights_bytes"}
-    counted = {name: getattr(stage, name) for name in names}
+    counted = {name: getattr(stage, name) for name in ITEMS}
     return StageMemory(**counted, frozen_weights_bytes=round(float(frozen_bytes)))
 
 

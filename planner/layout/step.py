@@ -19,7 +19,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from planner.answer import Plan
-from planner.layout.candidate import Candidate, held_parts
+from planner.layout.candidate import Candidate
 from planner.layout.price import reprice
 from planner.layout.seconds import reduce_overlap_fraction, sharded_each_time
 from planner.physics.compute import operator_seconds
@@ -78,8 +78,7 @@ class _Beat:
 
 def exchanges_of_passes(candidate: Candidate, together: Together = "") -> Passes:
     """The exchanges of each virtual stage's passes; `together` makes one of all those of a group in a part or pass."""
-    beats_of, factors = Beats(candidate), candidate.rank_factors
-    passes = {}
+    beats_of, passes = Beats(candidate), {}
     for stage, rank in enumerate(candidate.placement):
         parts = list(beats_of.parts(stage))
         for kind in KINDS:
@@ -88,7 +87,7 @@ def exchanges_of_passes(candidate: Candidate, together: Together = "") -> Passes
                 beats = [_merged(part) for part in beats]
             flat = [beat for part in beats for beat in part]
             flat = _merged(flat, "") if together == "pass" else flat
-            passes[stage, kind] = tuple(_timed(flat, factors[rank] if factors else 1.0))
+            passes[stage, kind] = tuple(_timed(flat, candidate.slowness(rank)))
     return passes
 
 
@@ -137,7 +136,7 @@ class Beats:
         """The parts of a virtual stage, front to back."""
         candidate, model = self._candidate, self._pricing.model
         table, split = candidate.table, candidate.split
-        held = dict(held_parts(table, split, stage, candidate.placement[0] == candidate.placement[-1]))
+        held = dict(candidate.parts_beside_layers(stage))
         if "embedding" in held:
             yield PassPart("embedding", None, "none", held["embedding"])
         for number, layer, mode in split.layer_modes(model, stage):
@@ -353,13 +352,12 @@ def compute_terms(candidate: Candidate, rank: int) -> dict[str, float]:
     waits for its host, casts, accumulation.
     """
     pricing, table, split = candidate.pricing, candidate.table, candidate.split
-    factor = candidate.num_microbatches * (candidate.rank_factors[rank] if candidate.rank_factors else 1.0)
+    factor = candidate.num_microbatches * candidate.slowness(rank)
     terms = dict.fromkeys((*TERMS.values(), "recompute_s", "ends_s"), 0.0)
-    folded = candidate.placement[0] == candidate.placement[-1]
     for stage, modes in enumerate(split.modes(pricing.model)):
         if candidate.placement[stage] != rank:
             continue
-        for _, part in held_parts(table, split, stage, folded):
+        for _, part in candidate.parts_beside_layers(stage):
             terms["ends_s"] += factor * _computed_s(part)
         for (kind, mode), count in modes.items():
             repeated_s = float(table.layers[kind, mode].input_grad_s - table.layers[kind, "none"].input_grad_s)
@@ -377,7 +375,7 @@ def compute_by_kernels(candidate: Candidate, rank: int) -> dict[str, float]:
     and accumulation are `memory_bound_s`; `host_s` is what the GPU waits for its host.
     """
     beats, known = Beats(candidate), dict[object, dict[str, float]]()
-    factor = candidate.num_microbatches * (candidate.rank_factors[rank] if candidate.rank_factors else 1.0)
+    factor = candidate.num_microbatches * candidate.slowness(rank)
     terms = dict.fromkeys((*TERMS.values(), "host_s"), 0.0)
     for stage, holder in enumerate(candidate.placement):
         for part in beats.parts(stage) if holder == rank else ():

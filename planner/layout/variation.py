@@ -41,7 +41,7 @@ from planner.specs.cluster import ClusterSpec, tiers_text
 from planner.specs.model import ModelSpec
 from planner.specs.training import AdapterSpec, DocumentLength, Recompute
 from planner.trainers.generations import imbalance_of, with_likely
-from planner.trainers.load import Likely, likely_of, switches_of
+from planner.trainers.load import likely_of, switches_of
 from planner.trainers.rules.facts import is_tuning
 from planner.trainers.rules.recipe import Setting, broken_recipe_rules, has_effect, rules_for
 from planner.trainers.spec import RuntimeSpec
@@ -59,8 +59,7 @@ def recipe_of(candidate: Candidate) -> dict[str, Value]:
 def under(candidate: Candidate, runtime: RuntimeSpec) -> Candidate:
     """The same layout under another runtime, in its named order if it has one that was made to measure."""
     runtime = runtime.for_schedules(SCHEDULES[candidate.schedule].splits_backward)
-    named = candidate if candidate.made_order is None else replace(candidate, made_order=None)
-    return named.priced_as(replace(candidate.pricing, runtime=runtime))
+    return candidate.named.priced_as(replace(candidate.pricing, runtime=runtime))
 
 
 def setting_of(candidate: Candidate) -> Setting:
@@ -250,7 +249,7 @@ def told_assumptions(candidate: Candidate, with_switches: bool = False) -> tuple
     With `with_switches`, the switches of a run that someone described are among them, each changed by itself. An order
     that was made to measure is judged as the named schedule that it started from.
     """
-    plain = candidate if candidate.made_order is None else replace(candidate, made_order=None)
+    plain = candidate.named
     effects: list[tuple[float, str, str]] = []
     assumptions = [*other_assumptions(candidate.pricing, beside_switches=True)]
     if with_switches and candidate.pricing.model.moe is None and not candidate.pricing.runtime.cuda_graphs:
@@ -278,7 +277,7 @@ def _switches(candidate: Candidate) -> Iterator[tuple[float, str, str]]:
     for name, legal in others.items():
         step_s, value = min(legal, key=lambda pair: pair[0])
         effect, said = step_s / candidate.step_s - 1, f"{name}={written(value)}"
-        if effect < 0 or now[name] != next(iter(SWITCHES[name].values)):
+        if effect < 0 or now[name] != SWITCHES[name].plainest:
             yield effect, f"the recipe has {said}", f"--switch {said}"
 
 
@@ -321,13 +320,10 @@ def assumed_steps(candidates: Sequence[Candidate], trainer: RuntimeSpec) -> dict
     shared = [name for name in assumed[0] if all(name in others for others in assumed)]
     steps_s = {AS_PLANNED: [candidate.step_s for candidate in candidates]} | {name: list[float]() for name in shared}
     for name in shared:
-        changed = [
-            (c, others[name]) for c, others in zip(candidates, assumed, strict=True) if others[name] != c.pricing
-        ]
-        price_together([c for c, _ in changed], [pricing for _, pricing in changed])
+        price_together(candidates, [others[name] for others in assumed])
     for candidate, others in zip(candidates, assumed, strict=True):  # one after the other: orders are kept for a while
         for name in shared:
-            steps_s[name].append(_step_s(candidate, others[name]))
+            steps_s[name].append(candidate.priced_as(others[name]).step_s)
     return steps_s
 
 
@@ -345,10 +341,6 @@ def robust_steps(layouts: Sequence[PricedLayout], assumed_s: Mapping[str, Sequen
         for place, layout in enumerate(layouts)
         for name, seconds in steps_s.items()
     )
-
-
-def _step_s(candidate: Candidate, pricing: Pricing) -> float:
-    return candidate.step_s if pricing == candidate.pricing else candidate.priced_as(pricing).step_s
 
 
 def _matters(planned_s: Sequence[float], changed_s: Sequence[float]) -> bool:
@@ -420,43 +412,30 @@ def unsaid_switches(candidate: Candidate, says_switches: bool | Collection[str])
     about = SWITCHES.keys() - (said if says_switches else ())
     unsaid = []
     tunes = not says_switches and is_tuning(candidate.pricing.training)
-    for entry, pricing in _likely(candidate, about, tunes):
-        other = candidate.priced_as(pricing)
-        if abs(other.step_s / candidate.step_s - 1) > TOLD_FRACTION:
-            one = UnsaidSwitch(
-                switch=entry.switch,
-                value=SWITCHES[entry.switch].value_of(candidate.pricing.runtime),
-                other=entry.switches[entry.switch],
-                other_fraction=entry.share(tunes),
-                other_step_s=other.step_s,
-            )
+    for switch, value, other, fraction, pricing in (*_likely(candidate, about, tunes), *_shorter_texts(candidate)):
+        other_s = candidate.priced_as(pricing).step_s
+        if abs(other_s / candidate.step_s - 1) > TOLD_FRACTION:
+            one = UnsaidSwitch(switch=switch, value=value, other=other, other_fraction=fraction, other_step_s=other_s)
             unsaid.append((one, pricing))
-    unsaid += _shorter_texts(candidate)
     return sorted(unsaid, key=lambda found: -abs(math.log(found[0].other_step_s / candidate.step_s)))
 
 
-def _shorter_texts(candidate: Candidate) -> Iterator[tuple[UnsaidSwitch, Pricing]]:
+Other = tuple[str, Value, Value, float, Pricing]
+"""A switch that is not said, its value, another one, the share of runs that have that, and the pricing with it."""
+
+
+def _shorter_texts(candidate: Candidate) -> Iterator[Other]:
     """The pricing of texts as short as those that are counted, where attention stays within texts of unsaid lengths."""
     pricing = candidate.pricing
     if not (pricing.runtime.packs_documents and pricing.runtime.masks_documents) or pricing.training.document_lengths:
         return
     lengths = (DocumentLength(length=TEXT_TOKENS, share=1),)
     shorter = replace(pricing, training=pricing.training.model_copy(update={"document_lengths": lengths}))
-    other_s = candidate.priced_as(shorter).step_s
-    if abs(other_s / candidate.step_s - 1) > TOLD_FRACTION:
-        one = UnsaidSwitch(
-            switch=SELDOM_SAID[-1],
-            value=pricing.training.seq_length,
-            other=TEXT_TOKENS,
-            other_fraction=SHORT_TEXTS,
-            other_step_s=other_s,
-        )
-        yield one, shorter
+    yield SELDOM_SAID[-1], pricing.training.seq_length, TEXT_TOKENS, SHORT_TEXTS, shorter
 
 
-def _likely(candidate: Candidate, about: Set[str], tunes: bool) -> Iterator[tuple[Likely, Pricing]]:
-    """The entries of the trainer `about` some switches that act on a layout and break no rule of recipes, each with its
-    pricing."""
+def _likely(candidate: Candidate, about: Set[str], tunes: bool) -> Iterator[Other]:
+    """The likely values of the trainer `about` some switches that act on a layout and break no rule of recipes."""
     pricing, now = candidate.pricing, setting_of(candidate)
     model, training, broken = pricing.model, pricing.training, list(broken_recipe_rules(now))
     for entry in likely_of(pricing.runtime, pricing.cluster.hardware.architecture):
@@ -473,4 +452,5 @@ def _likely(candidate: Candidate, about: Set[str], tunes: bool) -> Iterator[tupl
         fuller = fuller if fuller.imbalance(ep) > pricing.imbalance(ep) else pricing
         other = replace(fuller, runtime=runtime.for_schedules(SCHEDULES[candidate.schedule].splits_backward))
         if other != pricing:
-            yield entry, other
+            value = SWITCHES[entry.switch].value_of(pricing.runtime)
+            yield entry.switch, value, entry.switches[entry.switch], entry.share(tunes), other

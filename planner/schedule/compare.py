@@ -10,9 +10,10 @@ import numpy as np
 from planner.errors import SpecError
 from planner.record import record
 from planner.schedule.actions import Schedule
+from planner.schedule.builders import v_placement
 from planner.schedule.orders import SCHEDULES, build_schedule, violation
 from planner.schedule.replay import Durations, Timeline, makespan_s, replay
-from planner.schedule.synthesis import Synthesis, placements, synthesize
+from planner.schedule.synthesis import Synthesis, synthesize
 
 
 @record
@@ -114,14 +115,6 @@ def find_order(
     """
     pp = len(seconds.forward_s)
     limits = None if in_flight_microbatches is None else [in_flight_microbatches * vpp] * pp
-    orders = [
-        synthesize(
-            seconds.durations(placement),
-            pp,
-            num_microbatches,
-            max_activation_bytes=limits,
-            stage_to_rank=placement,
-        )
-        for placement in placements(pp, pp * vpp)
-    ]
+    placements = [tuple(range(pp)) * vpp, *([v_placement(pp)] if vpp == 2 and pp > 1 else [])]
+    orders = [synthesize(seconds.durations(ranks), ranks, num_microbatches, limits) for ranks in placements]
     return min(orders, key=lambda synthesis: synthesis.makespan_s)

@@ -298,31 +298,26 @@ def build_schedule(
     return kind.build(pp, *chunks, num_microbatches, *group)
 
 
-def in_flight_chunks(
-    name: str, pp: int, vpp: int, num_microbatches: int, microbatch_group_size: int | None = None
-) -> list[int]:
+def in_flight_chunks(name: str, pp: int, vpp: int, num_microbatches: int) -> list[int]:
     """Peak number of (virtual stage, micro-batch) activations held by each rank, from forward to weight gradient.
 
-    1F1B: min(M, pp − r). Interleaved: min(M·vpp, (pp − r − 1)·2 + (vpp − 1)·group + 1). GPipe and breadth-first: M·vpp.
+    1F1B: min(M, pp − r). Interleaved: min(M·vpp, (pp − r − 1)·2 + (vpp − 1)·pp + 1). GPipe and breadth-first: M·vpp.
     All others are counted along the action lists, which no duration changes.
     """
     total = num_microbatches * vpp
     if SCHEDULES[name].warms_up:
-        group = microbatch_group_size or pp
-        return [min(total, warm_up_chunks(pp, vpp, rank, group) + 1) for rank in range(pp)]
+        return [min(total, warm_up_chunks(pp, vpp, rank, pp) + 1) for rank in range(pp)]
     if SCHEDULES[name].holds_all:
         return [total] * pp
-    if microbatch_group_size is None:
-        num_microbatches = _enough_to_fill(name, pp, num_microbatches)
-    return _counted_chunks(build_schedule(name, pp, vpp, num_microbatches, microbatch_group_size))
+    schedule = build_schedule(name, pp, vpp, _enough_to_fill(name, pp, num_microbatches))
+    if schedule.forward_only:
+        return [1] * pp
+    return [int(np.cumsum(HELD_BY_PLACE[ActionList.of(actions).kind]).max()) for actions in schedule.ranks]
 
 
-def in_flight_microbatches(
-    name: str, pp: int, vpp: int, num_microbatches: int, microbatch_group_size: int | None = None
-) -> list[float]:
+def in_flight_microbatches(name: str, pp: int, vpp: int, num_microbatches: int) -> list[float]:
     """Peak activations held by each rank, in micro-batches: all that a pp-th of the model saves of one counts as 1."""
-    chunks = in_flight_chunks(name, pp, vpp, num_microbatches, microbatch_group_size)
-    return [count / vpp for count in chunks]
+    return [count / vpp for count in in_flight_chunks(name, pp, vpp, num_microbatches)]
 
 
 @lru_cache(maxsize=256)
@@ -357,9 +352,3 @@ def _enough_to_fill(name: str, pp: int, num_microbatches: int) -> int:
     if not SCHEDULES[name].trains_one_copy:
         return num_microbatches
     return min(num_microbatches, FULL_ROUNDS * pp + num_microbatches % pp)
-
-
-def _counted_chunks(schedule: Schedule) -> list[int]:
-    if schedule.forward_only:
-        return [1] * schedule.pp
-    return [int(np.cumsum(HELD_BY_PLACE[ActionList.of(actions).kind]).max()) for actions in schedule.ranks]

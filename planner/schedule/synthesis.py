@@ -16,9 +16,8 @@ import numpy as np
 
 from planner.errors import Infeasible
 from planner.record import record
-from planner.schedule.actions import KINDS, Action, B, F, I, Schedule, W
+from planner.schedule.actions import KINDS, Action, F, I, Schedule, W
 from planner.schedule.bounds import in_flight_bounds_s
-from planner.schedule.builders import v_placement
 from planner.schedule.orders import SCHEDULES, build_schedule, violation
 from planner.schedule.replay import Durations, makespan_s, replay, stage_tables
 
@@ -80,14 +79,10 @@ class Problem:
         """Virtual stages of the rank, from front to back."""
         return [stage for stage, holder in enumerate(self.stage_to_rank) if holder == rank]
 
-    def schedule(self, name: str, order: Sequence[Sequence[Task]], *, splits_backward: bool) -> Schedule:
-        """The order as action lists; without a split backward, I is written as B and W is left out."""
-        spelled = KINDS if splits_backward else KINDS.replace("I", "B")
-        ranks = tuple(
-            tuple(Action(spelled[kind], stage, mb) for kind, stage, mb in tasks if splits_backward or kind != W)
-            for tasks in order
-        )
-        return Schedule(name, ranks, self.stage_to_rank, len(self.sizes))
+    def schedule(self, order: Sequence[Sequence[Task]]) -> Schedule:
+        """The order as action lists."""
+        ranks = tuple(tuple(Action(KINDS[kind], stage, mb) for kind, stage, mb in tasks) for tasks in order)
+        return Schedule("auto", ranks, self.stage_to_rank, len(self.sizes))
 
 
 class Shop:
@@ -289,64 +284,36 @@ class Synthesis:
 
 def synthesize(
     durations: Durations,
-    pp: int,
+    stage_to_rank: Sequence[int],
     num_microbatches: int,
-    *,
     max_activation_bytes: Sequence[float] | None = None,
-    stage_to_rank: Sequence[int] | None = None,
-    splits_backward: bool = True,
-    num_moves: int | None = None,
-    seed: int = 0,
 ) -> Synthesis:
-    """Best order found for these stages, never worse than the best named schedule that fits.
+    """Best order found for these stages, never worse than the best named schedule that fits; the backward is split.
 
     max_activation_bytes limits the sum of durations.activation_bytes on each rank (the number of activations when those
-    are not given). Without stage_to_rank, two stages per rank are tried in both placements, looped and V.
+    are not given).
     The first orders come from list scheduling under a few rules and along the named orders, with memory look-ahead.
-    Then local search shifts one kind of task of one rank and schedules along the result. The same seed gives the same
-    order; the search stops at the lower bound.
+    Then local search shifts one kind of task of one rank and schedules along the result. The same arguments give the
+    same order; the search stops at the lower bound.
     Raises Infeasible when not even one micro-batch fits on a rank.
     """
-    tried = [tuple(stage_to_rank)] if stage_to_rank is not None else placements(pp, len(durations.forward_s))
-    searches = [
-        _Search(durations, placement, num_microbatches, max_activation_bytes, splits_backward) for placement in tried
-    ]
-    bound_s = min(search.bound_s for search in searches)
-    for search in searches:
-        search.try_named()
-    for search in searches:
-        search.try_rules(bound_s)
-    best = min(searches, key=lambda search: search.best_s)
-    best.move(2 * len(durations.forward_s) if num_moves is None else num_moves, bound_s, random.Random(seed))
-    named = min(searches, key=lambda search: search.named_s)
-    if best.schedule is None:
+    search = _Search(durations, Problem.of(durations, stage_to_rank, num_microbatches, max_activation_bytes))
+    search.try_named()
+    for pick in search.picks(random.Random(0)):
+        if search.best_s <= search.bound_s * (1 + 1e-12):
+            break
+        search.attempt(pick)
+    if search.schedule is None:
         raise Infeasible("no order was found within the activations that the ranks may hold", hint="allow them more")
-    return Synthesis(best.schedule, best.best_s, min(bound_s, best.best_s), named.named, named.named_s)
-
-
-def placements(pp: int, num_stages: int) -> list[tuple[int, ...]]:
-    """Placements of the stages on pp ranks: looped, and with two stages per rank also as a V."""
-    looped = tuple(range(pp)) * (num_stages // pp)
-    return [looped, v_placement(pp)] if num_stages == 2 * pp and pp > 1 else [looped]
+    return Synthesis(search.schedule, search.best_s, min(search.bound_s, search.best_s), search.named, search.named_s)
 
 
 class _Search:
-    """Searches an order for one placement, and keeps the best so far."""
+    """Searches an order, and keeps the best so far."""
 
-    def __init__(
-        self,
-        durations: Durations,
-        stage_to_rank: tuple[int, ...],
-        num_microbatches: int,
-        limit_bytes: Sequence[float] | None,
-        splits_backward: bool,
-    ) -> None:
+    def __init__(self, durations: Durations, problem: Problem) -> None:
         self._durations = durations
-        self._splits_backward = splits_backward
-        self._problem = Problem.of(durations, stage_to_rank, num_microbatches, limit_bytes)
-        if not splits_backward:
-            seconds = self._problem.seconds
-            seconds[I], seconds[W] = seconds[B], [0.0] * len(stage_to_rank)
+        self._problem = problem
         self._references: list[list[list[Task]]] = []
         self._order: list[list[Task]] = []
         self._order_s = NEVER
@@ -364,11 +331,7 @@ class _Search:
             unlimited = len(problem.sizes) * len(problem.stages(rank))
             chunks.append(unlimited if saved * unlimited <= limit else int(limit / saved * (1 + 1e-9)))
         bounds_s = in_flight_bounds_s(
-            self._durations,
-            problem.stage_to_rank,
-            len(problem.sizes),
-            chunks,
-            splits_backward=self._splits_backward,
+            self._durations, problem.stage_to_rank, len(problem.sizes), chunks, splits_backward=True
         )
         return float(bounds_s.max())
 
@@ -383,8 +346,6 @@ class _Search:
             schedule = build_schedule(name, pp, vpp, num_microbatches)
             if schedule.stage_to_rank != problem.stage_to_rank or schedule.asynchronous:
                 continue
-            if schedule.splits_backward and not self._splits_backward:
-                continue
             self._references.append(_split_tasks(schedule))
             replayed_s = makespan_s(schedule, self._durations)
             if replayed_s < self.named_s and self._fits(schedule):
@@ -396,33 +357,23 @@ class _Search:
         peak_bytes = replay(schedule, self._durations).peak_activation_bytes
         return bool((peak_bytes <= np.array(self._problem.limit_bytes) * (1 + 1e-12)).all())
 
-    def try_rules(self, bound_s: float) -> None:
-        """Schedule by every rule and along every reference, until the bound is met."""
-        for pick in self._picks():
-            if self.best_s <= bound_s * (1 + 1e-12):
-                return
-            self._attempt(pick)
-
-    def _picks(self) -> Iterator[Pick]:
+    def picks(self, rng: random.Random) -> Iterator[Pick]:
+        """Every rule, every reference, and the best order so far with tasks shifted, twice a stage."""
         for rule in itertools.product((0.5, 0.0, 1.0), (False, True), (False, True)):
             yield ByRule(*rule)
         for reference, overrun_fraction in itertools.product(self._references, (0.0, 0.5, 1.0)):
             yield ByReference(reference, overrun_fraction)
+        for _ in range(2 * len(self._problem.stage_to_rank)):
+            yield ByReference(_shifted(self._order, rng), rng.choice((0.0, 0.0, 0.5, 1.0)))
 
-    def move(self, num_moves: int, bound_s: float, rng: random.Random) -> None:
-        """Shift tasks of the best order and schedule along the result, as often as num_moves or until the bound."""
-        for _ in range(num_moves):
-            if self.best_s <= bound_s * (1 + 1e-12):
-                return
-            self._attempt(ByReference(_shifted(self._order, rng), rng.choice((0.0, 0.0, 0.5, 1.0))))
-
-    def _attempt(self, pick: Pick) -> None:
+    def attempt(self, pick: Pick) -> None:
+        """Schedule along the picks, and keep the order if it is the best."""
         makespan_and_order = run(self._problem, pick, give_up_s=self._order_s * (1 + 1e-12))
         if makespan_and_order is None:
             return
         self._order_s, self._order = makespan_and_order
         if self._order_s < self.best_s or self._durations.blocking_p2p:
-            schedule = self._problem.schedule("auto", self._order, splits_backward=self._splits_backward)
+            schedule = self._problem.schedule(self._order)
             replayed_s = makespan_s(schedule, self._durations)
             if replayed_s < self.best_s:
                 self.schedule, self.best_s = schedule, replayed_s

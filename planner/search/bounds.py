@@ -117,7 +117,7 @@ def exceeds_all_ranks(shapes: PricedShapes, modes: Sequence[Recompute], orders: 
     Divide each rank's memory row by mean[r] and add the rows up:
     Σ_κ count_κ · min_r needed[κ,r] / mean[r] ≤ Σ_r free[r] / mean[r] holds for every split that fits.
     """
-    in_flight, counts = orders.in_flight, np.array(list(shapes.pricing.kind_counts.values()))[:, None, None]
+    in_flight, counts = orders.in_flight, shapes.counts[:, None, None]
     needed = np.min([layer_bytes(shapes, mode, in_flight) for mode in modes], axis=0)
     mean = (counts * needed).sum(axis=0) / counts.sum()
     exists = shapes.ranks_exist(in_flight.shape[1])
@@ -186,7 +186,7 @@ def _with_exchange_s(
     a pipeline n = L.
     """
     pricing, shape, table = shapes.pricing, shapes.shape, shapes.table
-    layers, counts = pricing.model.num_hidden_layers, np.array(list(pricing.kind_counts.values()))
+    layers, counts = pricing.model.num_hidden_layers, shapes.counts
     pps, vpps, steps = np.asarray(shape.pp, dtype=float), shape.vpp, shape.num_microbatches
     layer_exchange_s = np.array(
         [exchange_s_of(shapes, kind, table.layers[kind, exchanging]) for kind in pricing.kind_counts]
@@ -285,7 +285,7 @@ def chunked_bound_s(
     """
     in_flight, full = orders.in_flight, orders.full
     steps = np.asarray(shapes.shape.num_microbatches)[:, None]
-    counts = np.array(list(shapes.pricing.kind_counts.values()))
+    counts = shapes.counts
     num_layers, layer_s = orders.held, shapes.layer_s(base)[:, :, None]
     rank_s = steps * (_of_full_chunks(shapes, orders, layer_s) + shapes.rank_ends_s(in_flight.shape[1])) + trips_s
     if whole != "none":
@@ -321,7 +321,7 @@ def rows_with_room(shapes: PricedShapes, base: Recompute, whole: Whole, orders: 
 
 def _of_full_chunks(shapes: PricedShapes, orders: Orders, of_layer: FloatArray) -> FloatArray:
     """The least that the full chunks of each rank (columns) take, given what a layer of each kind (rows) takes."""
-    counts = np.array(list(shapes.pricing.kind_counts.values()))
+    counts = shapes.counts
     together: FloatArray = (np.moveaxis(orders.fewest, 1, 0) * of_layer).sum(axis=0)
     return np.maximum(least_sum(of_layer, counts, orders.held), together)
 

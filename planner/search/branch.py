@@ -10,7 +10,7 @@ lowest bound is from the best step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import TYPE_CHECKING
@@ -40,6 +40,7 @@ from planner.search.frontier import (
     Prices,
     blocks_of,
     bound_of_shapes_s,
+    choices_of,
     few_of_a_key,
     key_of,
     nodes_of,
@@ -58,7 +59,6 @@ from planner.search.rebalance import SHAPES, improved, level_guess_s, level_spli
 from planner.shape import FloatArray, IntArray, Shape
 from planner.specs.training import SearchLimits
 from planner.trainers.rules.recipe import Setting, broken_recipe_rules
-from planner.trainers.spec import RuntimeSpec
 
 if TYPE_CHECKING:
     from planner.search.ilp.program import SolverFailed
@@ -87,12 +87,13 @@ class Branch:
     """The state of one search."""
 
     limits: SearchLimits
-    choices: Mapping[RuntimeSpec, tuple[RecomputeChoice, ...]]
-    """The ways to recompute that each runtime knows."""
     deadline: Deadline
     rejections: Rejections
     candidates: dict[Key, Candidate] = field(default_factory=dict)
     """The fastest candidate of each key."""
+    num_shapes: int = 0
+    """Legal shapes of the search, and those of them that can fit."""
+    num_fitting: int = 0
     most_ilps: float = np.inf
     """Integer programs after which a search that has a layout ends."""
     num_ilps: int = 0
@@ -127,24 +128,23 @@ class Branch:
         ranked = sorted(candidate.step_s for candidate in self.candidates.values())
         return ranked[self.limits.top] if len(ranked) > self.limits.top else best.step_s * self.slack
 
-    def run(self, priced: Sequence[tuple[PricedShapes, SearchLimits]]) -> Frontier:
+    def run(self, priced: Sequence[PricedShapes]) -> Frontier:
         """Search the shapes that can fit; the nodes that were cut stay in the frontier.
 
-        `priced` has the same shapes several times: each time they are priced for one runtime, with limits that name the
-        schedules which this runtime runs.
+        `priced` has the same shapes several times, each time priced for one runtime.
         """
         if not priced:
-            return Frontier(self.choices)
-        coarse = np.min([bound_of_shapes_s(shapes, limits) for shapes, limits in priced], axis=0)
+            return Frontier()
+        coarse = np.min([bound_of_shapes_s(shapes) for shapes in priced], axis=0)
         order = np.argsort(coarse, kind="stable")
-        blocks = blocks_of(order, np.asarray(priced[0][0].shape.pp))
-        block, frontier = next(blocks, None), Frontier(self.choices)
+        blocks = blocks_of(order, np.asarray(priced[0].shape.pp))
+        block, frontier = next(blocks, None), Frontier()
         while True:
             cutoff = self.cutoff_s
             while block is not None and float(coarse[block[0]]) < min(cutoff, frontier.least_guess_s):
                 if self._late():
                     break
-                self._open([(shapes.take(block), limits) for shapes, limits in priced], coarse[block], frontier)
+                self._open([shapes.take(block) for shapes in priced], coarse[block], frontier)
                 block = next(blocks, None)
             self._leave(frontier.cut(cutoff))
             sharpened = SHARPENED if self.candidates else FIRST_SHARPENED
@@ -165,18 +165,16 @@ class Branch:
         self._leave(float(coarse[block[0]]) if block is not None else np.inf)
         return frontier
 
-    def _open(
-        self, priced: Sequence[tuple[PricedShapes, SearchLimits]], coarse_s: FloatArray, frontier: Frontier
-    ) -> None:
+    def _open(self, priced: Sequence[PricedShapes], coarse_s: FloatArray, frontier: Frontier) -> None:
         """Put all nodes of a block of shapes into the frontier."""
         opened = np.zeros(len(coarse_s), dtype=bool)
-        for shapes, limits in priced:
+        for shapes in priced:
             share_ends(shapes)
-            for rows, nodes in nodes_of(shapes, limits):
+            for rows, nodes in nodes_of(shapes):
                 opened[rows] = True
                 frontier.add(nodes, coarse_s[rows])
         if not opened.all():
-            first = priced[0][0]
+            first = priced[0]
             shape, pricing = scalar(first.shape, int(np.argmin(opened))), first.pricing
             shape = replace(shape, vpp=min(self.limits.vpp or (1,)))
             chunks = "" if self.limits.vpp is None else f", vpp {', '.join(map(str, self.limits.vpp))}"
@@ -222,8 +220,7 @@ class Branch:
 
     def _level_starts(self, frontier: Frontier) -> Iterator[Candidate]:
         """Candidates without a split yet: the shapes that level best with nothing recomputed, if that is allowed."""
-        plain = {runtime for runtime, choices in self.choices.items() if any(c.mode == "none" for c in choices)}
-        blocks = [nodes for nodes in frontier.all_nodes() if nodes.shapes.pricing.runtime in plain]
+        blocks = [n for n in frontier.all_nodes() if any(one.mode == "none" for one in choices_of(n.shapes))]
         ranked = [level_guess_s(nodes) for nodes in blocks]
         promising = [
             (float(step_s[row]), number, row)

@@ -146,7 +146,6 @@ class _Rows:
     ends_s: list[list[FloatArray]]
     """Seconds of the gradients, the parameters and the optimizer."""
     free_bytes: FloatArray
-    recomputed: IntArray
 
     @classmethod
     def of(cls, node: Node, rank: IntArray, first: IntArray, last: IntArray, number: int) -> _Rows:
@@ -165,7 +164,7 @@ class _Rows:
             _before(node, name, node.modes[-1])[first] + (rank > 0) * e for name, e in zip(PASSES, ends[0], strict=True)
         ]
         rows_s = _rows_s(node, rank, forward_s, backward_s, before_s, below_s)
-        return cls(rows_s, _ends_s(chain, rank, (forward_s, backward_s), slowest), free, recomputed)
+        return cls(rows_s, _ends_s(chain, rank, (forward_s, backward_s), slowest), free)
 
 
 def _largest(parts: Sequence[FloatArray]) -> FloatArray:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
@@ -21,10 +21,11 @@ from planner.search.bounds import (
     rows_with_room,
     with_ends_s,
 )
-from planner.search.enumerate import scalar, schedules_of, schedules_tried
+from planner.search.enumerate import scalar, schedules_of
 from planner.search.ilp.node import RecomputeChoice, Whole
 from planner.search.priced_shapes import Modules, PricedShapes
 from planner.shape import BoolArray, FloatArray, IntArray, Shape, distinct
+from planner.specs.model import ModelSpec
 from planner.specs.training import Recompute, SearchLimits
 from planner.trainers.rules.recipe import Setting, takes_shapes
 from planner.trainers.spec import RuntimeSpec
@@ -51,6 +52,35 @@ KEPT, KEPT_OF_A_KEY = 32, 3
 """Numbers of grids whose cut nodes are remembered, and of nodes of each; the alternatives are chosen among them."""
 LOOKED_AT = 1024
 """Most of the cut nodes that are looked at for that."""
+
+
+def recompute_choices(model: ModelSpec, runtime: RuntimeSpec, limits: SearchLimits) -> tuple[RecomputeChoice, ...]:
+    """The ways to recompute that the trainer can be told with its recipe and the user allows."""
+    allowed = limits.recompute or ("none", *(("selective",) if runtime.has_sequence_parallel else ()), "full")
+    if runtime.recomputes_unasked:
+        allowed = tuple(mode for mode in allowed if mode != "none")
+    if not runtime.recomputes_layers:
+        allowed = tuple(mode for mode in allowed if mode != "full")
+    choices = []
+    if "none" in allowed and "full" in allowed and runtime.recompute_per_stage:
+        choices.append(RecomputeChoice("none", "per_stage"))
+    elif "none" in allowed and "full" in allowed and len(model.kinds) == 1 and runtime.recomputes_some_layers:
+        # one number of layers for all stages counts layers, not kinds
+        choices.append(RecomputeChoice("none", "one_count"))
+    elif "none" in allowed:
+        choices.append(RecomputeChoice("none", "none"))
+    if "selective" in allowed:
+        choices.append(RecomputeChoice("selective", "none"))
+    if "full" in allowed and not (runtime.recompute_per_stage and "none" in allowed):
+        choices.append(RecomputeChoice("none", "all"))
+    return tuple(choices)
+
+
+def choices_of(shapes: PricedShapes) -> tuple[RecomputeChoice, ...]:
+    """The ways to recompute shapes; one way stands for all sets of modules where there are several."""
+    choices = recompute_choices(shapes.pricing.model, shapes.pricing.runtime, shapes.limits)
+    return tuple(ANY_SET if one == ONE_SET and shapes.module_sets is not None else one for one in choices)
+
 
 Key = tuple[int, ...]
 """The grid and the micro-batch size; a reader takes two layouts with the same key for the same layout."""
@@ -176,16 +206,11 @@ class Nodes:
         return shapes.shape.num_microbatches * mean_s * busiest + fill_s
 
 
-def bound_of_shapes_s(shapes: PricedShapes, limits: SearchLimits) -> FloatArray:
+def bound_of_shapes_s(shapes: PricedShapes) -> FloatArray:
     """A lower bound of each shape's step under any of the schedules tried; infinite where another recipe is better."""
-    if shapes.beaten is not None:
-        left = np.flatnonzero(~shapes.beaten)
-        bound_s = np.full(len(shapes.kernel), np.inf)
-        bound_s[left] = bound_of_shapes_s(replace(shapes.take(left), beaten=None), limits)
-        return bound_s
-    tried = schedules_tried(limits, shapes.pricing.runtime)
-    pipeline_s = coarse_bound_s(shapes, any(SCHEDULES[name].splits_backward for name in tried))
-    return pipeline_s + all_optimizers_s(shapes) / shapes.shape.pp + shapes.tail_s
+    left = shapes.unbeaten
+    pipeline_s = coarse_bound_s(left, any(SCHEDULES[name].splits_backward for name in shapes.schedules))
+    return np.asarray(shapes.scattered(pipeline_s + all_optimizers_s(left) / left.shape.pp + left.tail_s, np.inf))
 
 
 def blocks_of(order: IntArray, pps: IntArray) -> Iterator[IntArray]:
@@ -200,9 +225,9 @@ def blocks_of(order: IntArray, pps: IntArray) -> Iterator[IntArray]:
         start = end
 
 
-def nodes_of(shapes: PricedShapes, limits: SearchLimits) -> Iterator[tuple[IntArray, Nodes]]:
+def nodes_of(shapes: PricedShapes) -> Iterator[tuple[IntArray, Nodes]]:
     """Every schedule that the shapes may run, as blocks: the index of each row's shape, and the rows."""
-    pricing, shape = shapes.pricing, shapes.shape
+    pricing, shape, limits = shapes.pricing, shapes.shape, shapes.limits
     pps, steps = np.asarray(shape.pp), np.asarray(shape.num_microbatches)
     left = np.ones(len(pps), dtype=bool) if shapes.beaten is None else ~shapes.beaten
     for rows in _of_like_width(np.flatnonzero(left), pps):
@@ -251,8 +276,6 @@ def _of_like_width(rows: IntArray, pps: IntArray) -> Iterator[IntArray]:
 class Frontier:
     """Open nodes: the most promising is taken, those that cannot win are cut."""
 
-    choices: Mapping[RuntimeSpec, Sequence[RecomputeChoice]]
-    """The ways to recompute that each runtime knows."""
     _aside: list[Open] = field(default_factory=list)
     _nodes: list[Nodes] = field(default_factory=list)
     _first_opened: list[int] = field(default_factory=list)
@@ -276,7 +299,7 @@ class Frontier:
 
     def add(self, nodes: Nodes, least_s: FloatArray, choices: Sequence[RecomputeChoice] = ()) -> None:
         """Open nodes under every choice, or under those given; `least_s` is a lower bound of their step in seconds."""
-        for choice in choices or self.choices[nodes.shapes.pricing.runtime]:
+        for choice in choices or choices_of(nodes.shapes):
             if choice not in self._known:
                 self._known.append(choice)
             number = self._known.index(choice)

@@ -21,9 +21,8 @@ from planner.physics.stage_memory import fits_host
 from planner.record import record
 from planner.search.branch import Branch
 from planner.search.case import PATIENCE_S, Case, Deadline
-from planner.search.enumerate import Bar, Rejections, by_runtime, enumerate_shapes, schedules_tried
-from planner.search.frontier import ANY_SET, ONE_SET, Frontier, bound_of_shapes_s
-from planner.search.ilp.node import RecomputeChoice
+from planner.search.enumerate import Bar, by_runtime, enumerate_shapes
+from planner.search.frontier import ONE_SET, Frontier, bound_of_shapes_s, choices_of, recompute_choices
 from planner.search.priced_shapes import (
     PricedShapes,
     fits,
@@ -36,7 +35,6 @@ from planner.search.priced_shapes import (
 from planner.search.recipes import Recipes
 from planner.search.why.misses import NothingFits, NothingLegal, count_misfits
 from planner.shape import FloatArray, Shape, divisors
-from planner.specs.model import ModelSpec
 from planner.specs.training import SearchLimits
 from planner.trainers.load import switches_of
 from planner.trainers.spec import RuntimeSpec
@@ -45,31 +43,32 @@ from planner.trainers.switches import SWITCHES, read_recipe
 MOST_FIRST_ILPS = 4
 """Integer programs of a first search, which those of very deep models would fill with minutes."""
 
-Priced = Sequence[tuple[PricedShapes, SearchLimits]]
-"""The same shapes, priced for one runtime each, with limits that name the schedules that it runs."""
 
-
-@record
+@record(slots=False)
 class Standing:
-    """A search over layouts in the middle: what its certificate would say if it ended now."""
+    """A search over layouts in the middle or at its end: what its certificate would say."""
 
-    best: Candidate
+    branch: Branch
     bound_s: float
     """No layout that fits has a shorter step, among those that this search is about."""
-    num_shapes: int
-    num_fitting: int
-    num_ilps: int
+
+    @property
+    def best(self) -> Candidate:
+        """The fastest candidate."""
+        best = self.branch.best
+        assert best is not None, "a search without a candidate raises, or has no news"
+        return best
 
     def plan(self) -> Plan:
         """The plan of the best layout so far, without alternatives, worth of switches and the like."""
-        pricing = self.best.pricing
+        pricing, branch = self.best.pricing, self.branch
         totals = pricing.totals
         layout = price_layout(self.best, totals, exact=False)
         bound_s = min(self.bound_s, layout.step.step_s)
         report = SearchReport(
-            num_shapes=self.num_shapes,
-            num_fitting=self.num_fitting,
-            num_ilps=self.num_ilps,
+            num_shapes=branch.num_shapes,
+            num_fitting=branch.num_fitting,
+            num_ilps=branch.num_ilps,
             outcome="feasible",
             lower_bound_s=bound_s,
             gap=layout.step.step_s / bound_s - 1,
@@ -82,29 +81,14 @@ News = Callable[[Standing], None]
 
 
 @record(slots=False)
-class FoundLayouts:
+class FoundLayouts(Standing):
     """The end of one search over layouts."""
 
-    branch: Branch
     frontier: Frontier
-    priced: Priced
+    priced: Sequence[PricedShapes]
+    """The same shapes, priced for one runtime each."""
     pricings: tuple[tuple[Pricing, SearchLimits], ...]
     """The prices that shapes were searched under, with the schedules of each."""
-    rejections: Rejections
-    num_shapes: int
-    num_fitting: int
-
-    def standing(self, best: Candidate) -> Standing:
-        """The certificate of this search alone, for its best candidate or one that was made of it."""
-        bound_s = min(self.branch.lower_bound_s, best.step_s)
-        return Standing(best, bound_s, self.num_shapes, self.num_fitting, self.branch.num_ilps)
-
-    @property
-    def best(self) -> Candidate:
-        """The fastest candidate."""
-        best = self.branch.best
-        assert best is not None, "a search without a candidate raises"
-        return best
 
 
 def find_layouts(
@@ -132,38 +116,37 @@ def find_layouts(
     if not num_shapes and known is None:
         raise NothingLegal(rejections, case)
     all_priced = _promising(tried, legal_shapes, bar) if num_shapes else []
-    may_fit = [fits(shapes, schedules_tried(tried, shapes.pricing.runtime)) for shapes, tried in all_priced]
-    fitting = np.flatnonzero(np.any(may_fit, axis=0)) if all_priced else np.zeros(0, dtype=np.int64)
+    fitting = np.flatnonzero(np.any(list(map(fits, all_priced)), axis=0)) if all_priced else np.zeros(0, dtype=np.int64)
     if all_priced:
-        count_misfits(case, all_priced[0][0], fitting, rejections)
-    taken = [(_on_their_hosts(shapes.take(fitting)), tried) for shapes, tried in all_priced if len(fitting)]
-    kept = [(_with_sets(case, with_used_kernels(shapes)), tried) for shapes, tried in taken if not shapes.is_beaten]
-    priced = [(shapes, tried) for (shapes, _), tried in kept]
-    choices = {shapes.pricing.runtime: ways for (shapes, ways), _ in kept}
-    branch = Branch(limits, choices, deadline, rejections, most_ilps=MOST_FIRST_ILPS if is_first else np.inf)
+        count_misfits(case, all_priced[0], fitting, rejections)
+    taken = [_on_their_hosts(shapes.take(fitting)) for shapes in all_priced if len(fitting)]
+    priced = [_with_sets(with_used_kernels(shapes)) for shapes in taken if not shapes.is_beaten]
+    branch = Branch(limits, deadline, rejections, num_shapes=num_shapes, num_fitting=len(fitting))
+    if is_first:
+        branch.most_ilps = MOST_FIRST_ILPS
     if known is not None:
         branch.keep(known)
     if bar is not None:
         branch.lower_bound_s = bar.passed_over_s
     if news is not None:
-        branch.news = _teller(news, branch, num_shapes, len(fitting))
+        branch.news = _teller(news, branch)
     frontier = branch.run(priced)
     if not is_first:
         branch.try_same_grid(frontier)
         branch.try_uneven_chunks(frontier)
     if branch.best is None:
-        raise _no_layout(case, branch, num_shapes)
-    return FoundLayouts(branch, frontier, priced, tuple(tried), rejections, num_shapes, len(fitting))
+        raise _no_layout(case, branch)
+    return FoundLayouts(branch, branch.lower_bound_s, frontier, priced, tuple(tried))
 
 
-def _no_layout(case: Case, branch: Branch, num_shapes: int) -> Exception:
+def _no_layout(case: Case, branch: Branch) -> Exception:
     """The reason why a search found no layout: none is legal, the solver failed, or none fits."""
     counts = branch.rejections.counts
     if not branch.num_ilps and counts.keys() & {"no_schedule", "recipe"}:
         return NothingLegal(branch.rejections, case)
     if branch.failures:  # nobody knows whether those nodes have a layout that fits
         return branch.failures[-1]
-    counts.setdefault("does_not_fit", num_shapes)
+    counts.setdefault("does_not_fit", branch.num_shapes)
     return NothingFits(case, counts)
 
 
@@ -182,19 +165,15 @@ def _least_work_s(tried: Sequence[tuple[Pricing, SearchLimits]], kernels: Shape)
     return np.asarray(reduce(np.minimum, [pricing.least_work_s(kernels) for pricing, _ in tried]))
 
 
-def _promising(
-    pricings: Sequence[tuple[Pricing, SearchLimits]], shapes: Shape, bar: Bar | None
-) -> list[tuple[PricedShapes, SearchLimits]]:
+def _promising(pricings: Sequence[tuple[Pricing, SearchLimits]], shapes: Shape, bar: Bar | None) -> list[PricedShapes]:
     """The shapes under each runtime, without those that another runtime beats, or that the bar beats under all."""
-    all_priced = [priced_shapes(pricing, shapes) for pricing, _ in pricings]
+    all_priced = [priced_shapes(pricing, shapes, limits) for pricing, limits in pricings]
     kept = without_beaten(all_priced, [_stricter(pricing.runtime) for pricing, _ in pricings])
     if bar is not None:
-        coarse = [bound_of_shapes_s(each, tried) for each, (_, tried) in zip(kept, pricings, strict=True)]
-        promising = [bar.passes(bound_s) for bound_s in coarse]
+        promising = [bar.passes(bound_of_shapes_s(each)) for each in kept]
         left = np.flatnonzero(np.any(promising, axis=0))
         kept = [without(each, ~mask).take(left) for each, mask in zip(kept, promising, strict=True)]
-    pairs = zip(kept, (tried for _, tried in pricings), strict=True)
-    return [(each, tried) for each, tried in pairs if not each.is_beaten]
+    return [each for each in kept if not each.is_beaten]
 
 
 def _on_their_hosts(shapes: PricedShapes) -> PricedShapes:
@@ -203,26 +182,14 @@ def _on_their_hosts(shapes: PricedShapes) -> PricedShapes:
     return without(shapes, np.logical_not(fit))
 
 
-def _with_sets(case: Case, shapes: PricedShapes) -> tuple[PricedShapes, tuple[RecomputeChoice, ...]]:
-    """The shapes with every useful set of modules to recompute, where that is tried, and the ways to recompute.
-
-    One way stands for all sets of modules where there are several.
-    """
-    ways = recompute_choices(case.model, shapes.pricing.runtime, case.limits)
-    if ONE_SET in ways and (shapes := with_module_sets(shapes)).module_sets is not None:
-        ways = tuple(ANY_SET if way == ONE_SET else way for way in ways)
-    return shapes, ways
+def _with_sets(shapes: PricedShapes) -> PricedShapes:
+    """The shapes with every useful set of modules to recompute, where that is tried."""
+    return with_module_sets(shapes) if ONE_SET in choices_of(shapes) else shapes
 
 
-def _teller(news: News, branch: Branch, num_shapes: int, num_fitting: int) -> Callable[[float], None]:
+def _teller(news: News, branch: Branch) -> Callable[[float], None]:
     """A function of the bound that tells how the search stands."""
-
-    def tell(bound_s: float) -> None:
-        best = branch.best
-        if best is not None:
-            news(Standing(best, bound_s, num_shapes, num_fitting, branch.num_ilps))
-
-    return tell
+    return lambda bound_s: news(Standing(branch, bound_s))
 
 
 def _stricter(runtime: RuntimeSpec) -> frozenset[str]:
@@ -231,31 +198,9 @@ def _stricter(runtime: RuntimeSpec) -> frozenset[str]:
     So does each value of a switch that divides them, and in another way than its others do.
     """
     recipe = read_recipe(runtime, switches_of(runtime))
-    moved = {name for name, value in recipe.items() if value != next(iter(SWITCHES[name].values))}
+    moved = {name for name, value in recipe.items() if value != SWITCHES[name].plainest}
     dividing = {f"{name} {value}" for name, value in recipe.items() if SWITCHES[name].divides_layouts}
     return frozenset(moved | dividing)
-
-
-def recompute_choices(model: ModelSpec, runtime: RuntimeSpec, limits: SearchLimits) -> tuple[RecomputeChoice, ...]:
-    """The ways to recompute that the trainer can be told with its recipe and the user allows."""
-    allowed = limits.recompute or ("none", *(("selective",) if runtime.has_sequence_parallel else ()), "full")
-    if runtime.recomputes_unasked:
-        allowed = tuple(mode for mode in allowed if mode != "none")
-    if not runtime.recomputes_layers:
-        allowed = tuple(mode for mode in allowed if mode != "full")
-    choices = []
-    if "none" in allowed and "full" in allowed and runtime.recompute_per_stage:
-        choices.append(RecomputeChoice("none", "per_stage"))
-    elif "none" in allowed and "full" in allowed and len(model.kinds) == 1 and runtime.recomputes_some_layers:
-        # one number of layers for all stages counts layers, not kinds
-        choices.append(RecomputeChoice("none", "one_count"))
-    elif "none" in allowed:
-        choices.append(RecomputeChoice("none", "none"))
-    if "selective" in allowed:
-        choices.append(RecomputeChoice("selective", "none"))
-    if "full" in allowed and not (runtime.recompute_per_stage and "none" in allowed):
-        choices.append(RecomputeChoice("none", "all"))
-    return tuple(choices)
 
 
 BATCHES = (1, 2, 4)
@@ -316,7 +261,7 @@ def some_layout(
     """
     recipes = Recipes.of(case)
     found = first_layouts(case, recipes, deadline, known, starts) or find_layouts(case, recipes.starts(), deadline)
-    return found.standing(found.best).plan()
+    return found.plan()
 
 
 def _quickest(case: Case, runtimes: Sequence[RuntimeSpec]) -> list[RuntimeSpec]:

@@ -15,19 +15,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import field, replace
 from functools import cached_property
 from itertools import combinations
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
 from planner.physics.cost import CostTable, PartCost
 from planner.physics.pricing import Pricing
 from planner.physics.stage_memory import relaxed_peak_bytes, static_bytes
 from planner.record import record
 from planner.schedule.orders import SCHEDULES, placement
-from planner.search.enumerate import scalar
+from planner.search.enumerate import scalar, schedules_tried
 from planner.shape import BoolArray, FloatArray, IntArray, Number, Shape, distinct
 from planner.specs.model import LayerKind
-from planner.specs.training import Recompute
+from planner.specs.training import Recompute, SearchLimits
 
 Modules = tuple[str, ...]
 
@@ -197,6 +198,8 @@ class PricedShapes:
     """Row of the table for each shape."""
     folded: BoolArray
     """True for a shape whose last virtual stage is on the first rank, with the head beside the embedding."""
+    limits: SearchLimits
+    """The limits of the search, of whose schedules only those are named that run at these prices."""
     module_sets: ModuleSets | None = None
     """The sets of modules that selective recompute may mean; None if it means the pricing's own set."""
     beaten: BoolArray | None = None
@@ -238,9 +241,32 @@ class PricedShapes:
         return replace(self, table=self.module_sets.together)
 
     @property
+    def counts(self) -> IntArray:
+        """Number of the model's layers of each kind."""
+        return np.array(list(self.pricing.kind_counts.values()))
+
+    @property
+    def schedules(self) -> tuple[str, ...]:
+        """Names of the schedules that may run."""
+        return schedules_tried(self.limits, self.pricing.runtime)
+
+    @property
     def is_beaten(self) -> bool:
         """True if another recipe beats every shape."""
         return self.beaten is not None and bool(self.beaten.all())
+
+    @property
+    def unbeaten(self) -> PricedShapes:
+        """The shapes that no other recipe beats."""
+        return self if self.beaten is None else replace(self.take(np.flatnonzero(~self.beaten)), beaten=None)
+
+    def scattered(self, values: NDArray[Any], beaten: float) -> NDArray[Any]:
+        """One of the values for each of `unbeaten` shapes, and `beaten` for all others."""
+        if self.beaten is None:
+            return values
+        every = np.full(len(self.kernel), beaten, dtype=values.dtype)
+        every[~self.beaten] = values
+        return every
 
     def ranks_exist(self, num_ranks: int) -> BoolArray:
         """True for the columns that are ranks of each shape."""
@@ -364,7 +390,7 @@ class PricedShapes:
         return np.asarray(np.maximum(free - (rank == 0) * embedding, 0.0))
 
 
-def priced_shapes(pricing: Pricing, shape: Shape) -> PricedShapes:
+def priced_shapes(pricing: Pricing, shape: Shape, limits: SearchLimits) -> PricedShapes:
     """Price every distinct kernel of `shape` once.
 
     Without a pipeline, a micro-batch's seconds also depend on how ZeRO-2 and ZeRO-3 shard (`Pricing._plain`).
@@ -387,7 +413,7 @@ def priced_shapes(pricing: Pricing, shape: Shape) -> PricedShapes:
         zero_stage=sharding[0][first], shard_size=sharding[1][first],
     )  # fmt: skip
     table = pricing.table(kernels)
-    return PricedShapes(pricing, shape, table, kernel.astype(np.int64), np.asarray(shape.pp) == 1)
+    return PricedShapes(pricing, shape, table, kernel.astype(np.int64), np.asarray(shape.pp) == 1, limits)
 
 
 def with_module_sets(shapes: PricedShapes) -> PricedShapes:
@@ -450,12 +476,13 @@ def _is_no_dearer(shapes: PricedShapes, others: PricedShapes) -> BoolArray:
     return no_dearer & has_room & has_less
 
 
-def room_layers(shapes: PricedShapes, kind: LayerKind, schedules: Sequence[str] = ()) -> FloatArray:
+def room_layers(shapes: PricedShapes, kind: LayerKind) -> FloatArray:
     """Most layers of `kind` that all ranks of each shape can hold together, recomputed as cheaply in bytes as can be.
 
-    Rank r holds at least min(M, pp − r) micro-batches in flight, or one if any of `schedules` is frugal. If one of them
-    may fold the pipeline, the rank of the head is not known, and no rank is charged for it.
+    Rank r holds at least min(M, pp − r) micro-batches in flight, or one if any schedule is frugal. If one of them may
+    fold the pipeline, the rank of the head is not known, and no rank is charged for it.
     """
+    schedules = shapes.schedules
     frugal = any(SCHEDULES[name].frugal for name in schedules)
     folds = any(placement(name, 2, 2)[-1] == 0 for name in schedules if SCHEDULES[name].min_vpp == 2)
     shape, table = shapes.shape, shapes.table
@@ -479,15 +506,14 @@ def room_layers(shapes: PricedShapes, kind: LayerKind, schedules: Sequence[str] 
     return room
 
 
-def fits(shapes: PricedShapes, schedules: Sequence[str] = ()) -> BoolArray:
-    """True for a shape whose ranks together have memory for the layers of each kind, which every split needs."""
-    counts = shapes.pricing.kind_counts
-    if shapes.beaten is not None:
-        left = np.flatnonzero(~shapes.beaten)
-        holds = np.zeros(len(shapes.kernel), dtype=bool)
-        holds[left] = fits(replace(shapes.take(left), beaten=None), schedules)
-        return holds
-    return np.asarray(np.all([room_layers(shapes, kind, schedules) >= n for kind, n in counts.items()], axis=0))
+def fits(shapes: PricedShapes) -> BoolArray:
+    """True for a shape whose ranks together have memory for the layers of each kind, which every split needs.
+
+    False where another recipe is better.
+    """
+    counts, left = shapes.pricing.kind_counts, shapes.unbeaten
+    room = [room_layers(left, kind) >= number for kind, number in counts.items()]
+    return np.asarray(shapes.scattered(np.all(room, axis=0), False))
 
 
 def least_sum(values: FloatArray, counts: IntArray, number: FloatArray) -> FloatArray:

@@ -280,14 +280,13 @@ LEAST_OFFER = 1e-3
 
 def with_recipe(layout: PricedLayout, best: Candidate, recipes: Recipes) -> PricedLayout:
     """The layout with all that is said of its recipe; every price is of this layout, with nothing planned again."""
-    plain = best if best.made_order is None else replace(best, made_order=None)
+    plain = best.named
     offers = sorted(_offers(plain, recipes), key=lambda offer: offer.step_s)
-    refused = {(r.switch, r.value): r for r in _refusals(plain, recipes)}
     return layout.model_copy(
         update={
             "recipe_gains": tuple(_gains(plain, recipes)),
             "offers": tuple(offers),
-            "recipe_refused": tuple(refused.values()),
+            "recipe_refused": tuple(_refusals(plain, recipes)),
         }
     )
 
@@ -295,7 +294,7 @@ def with_recipe(layout: PricedLayout, best: Candidate, recipes: Recipes) -> Pric
 def _gains(best: Candidate, recipes: Recipes) -> Iterator[RecipeGain]:
     """The worth of each switch that is not at its plainest value; none where another switch needs it."""
     for name, value in recipe_of(best).items():
-        plainest = next(iter(SWITCHES[name].values))
+        plainest = SWITCHES[name].plainest
         if value == plainest:
             continue
         without = recipes.moved(best, _with_dependents(best, name, plainest))
@@ -310,7 +309,7 @@ def _with_dependents(best: Candidate, name: str, value: Value) -> Recipe:
     """A switch at another value, and those that this value rules out at their plainest."""
     setting = replace(setting_of(best), runtime=switched(best.pricing.runtime, {name: value}))
     others = [rule.switch for rule in broken_recipe_rules(setting) if rule.switch != name]
-    return {name: value} | {other: next(iter(SWITCHES[other].values)) for other in others}
+    return {name: value} | {other: SWITCHES[other].plainest for other in others}
 
 
 def _offers(best: Candidate, recipes: Recipes) -> Iterator[Offer]:
@@ -373,7 +372,7 @@ def _offer(
 def _refusals(best: Candidate, recipes: Recipes) -> Iterator[RecipeRefusal]:
     """The values that the search may choose and a rule refuses beside the rest of the recipe."""
     for name, value in other_values(best, recipes.free):
-        if value == next(iter(SWITCHES[name].values)):
+        if value == SWITCHES[name].plainest:
             continue
         changed = switched(best.pricing.runtime, {name: value})
         rules = list(broken_recipe_rules(replace(setting_of(best), runtime=changed)))

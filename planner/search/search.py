@@ -24,7 +24,7 @@ from planner.schedule.orders import SCHEDULES
 from planner.schedule.replay import makespan_s
 from planner.search.case import Case, Deadline
 from planner.search.enumerate import check_expressible, num_rows, schedules_tried
-from planner.search.frontier import key_of
+from planner.search.frontier import choices_of, key_of
 from planner.search.layouts import FoundLayouts, News, find_layouts, first_layouts
 from planner.search.priced_shapes import MAX_SETS, Modules
 from planner.search.recipes import LEAST_GAIN, REPLAN_GAIN, Recipes, narrower, pinned, with_recipe
@@ -141,7 +141,7 @@ def search_within_risk(case: Case, deadline: Deadline | None = None, news: News 
     layouts[0] = with_recipe(layouts[0], best, recipes)
     fastest_s = layouts[0].step.step_s if best is fastest else fastest.step_s
     report = certificate(rounds, recipes, fastest_s, time.monotonic() - started)
-    rejections = rounds[0].rejections
+    rejections = rounds[0].branch.rejections
     if stands is not None:
         robust = robust_steps(layouts[:NUM_LAYOUTS], stands.assumed_s)
         layouts[0] = layouts[0].model_copy(update={"robust": robust, "recommendation": stands.reason})
@@ -202,8 +202,8 @@ def certificate(rounds: Sequence[FoundLayouts], recipes: Recipes, step_s: float,
     is_closed = gap <= limits.gap_fraction * (1 + 1e-9)
     is_complete = all(branch.complete for branch in branches)
     return SearchReport(
-        num_shapes=rounds[0].num_shapes,
-        num_fitting=rounds[0].num_fitting,
+        num_shapes=branches[0].num_shapes,
+        num_fitting=branches[0].num_fitting,
         num_ilps=sum(branch.num_ilps for branch in branches),
         seconds=seconds,
         outcome="feasible" if not is_complete else "proven" if is_closed else "bounded",
@@ -229,12 +229,12 @@ def _switches(recipes: Recipes, runtimes: Sequence[RuntimeSpec]) -> dict[str, tu
 
 def _module_sets(rounds: Sequence[FoundLayouts]) -> tuple[Modules, ...]:
     """The sets of modules that selective recomputing was tried with."""
-    if not any(way.base == "selective" for found in rounds for ways in found.branch.choices.values() for way in ways):
+    if not any(way.base == "selective" for found in rounds for shapes in found.priced for way in choices_of(shapes)):
         return ()
     sets = [
         modules
         for found in rounds
-        for shapes, _ in found.priced
+        for shapes in found.priced
         for modules in (shapes.module_sets.tables if shapes.module_sets else (shapes.pricing.selective_modules,))
     ]
     return tuple(dict.fromkeys(sets))
@@ -249,7 +249,7 @@ def _unsearched(rounds: Sequence[FoundLayouts], schedules: Sequence[str], recipe
     """The choices that the trainer could be told and the search left out, in words, but for tries around the best."""
     if rounds[0].pricings[0][0].runtime.uneven_chunks and _interleaves(schedules):
         yield "uneven inner chunks"
-    all_sets = [shapes.module_sets for found in rounds for shapes, _ in found.priced]
+    all_sets = [shapes.module_sets for found in rounds for shapes in found.priced]
     if any(sets is not None and len(sets.tables) >= MAX_SETS for sets in all_sets):
         yield "other sets of modules"
     if recipes.offers_offloading:
@@ -277,9 +277,9 @@ def made_to_measure(candidate: Candidate) -> Candidate:
         return candidate
     from planner.schedule.synthesis import synthesize
 
-    room, ranks = candidate.activation_room_bytes, candidate.placement
+    room = candidate.activation_room_bytes
     try:
-        better = synthesize(candidate.durations, pp, num_microbatches, max_activation_bytes=room, stage_to_rank=ranks)
+        better = synthesize(candidate.durations, candidate.placement, num_microbatches, room)
     except Infeasible:
         return candidate
     made = replace(candidate, made_order=replace(better.schedule, name=AUTO))

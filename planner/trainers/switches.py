@@ -78,6 +78,11 @@ class Switch:
     source: str = ""
     """The evidence for what the switch gains."""
 
+    @property
+    def plainest(self) -> Value:
+        """The plainest value."""
+        return next(iter(self.values))
+
     def fields_of(self, value: Any) -> Said | None:
         """The fields that `value` sets; None if the switch has no such value."""
         known = next((known for known in self.values if known == value and type(known) is type(value)), None)
@@ -97,7 +102,7 @@ class Switch:
         alike = (value for value, fields in self.values.items() if matches(fields))
         if (value := next(exact, None)) is None and self.is_share:
             return float(runtime.optimizer_offload_fraction)
-        return next(alike, next(iter(self.values))) if value is None else value
+        return next(alike, self.plainest) if value is None else value
 
     @property
     def touched(self) -> frozenset[str]:
@@ -173,7 +178,7 @@ def parsed(name: str, text: str) -> Value | None:
     """The value of the switch `name` that a text means; None if it has no such value."""
     row = SWITCHES[name]
     known = next((value for value in row.values if written(value) == text.lower()), None)
-    kind = type(next(iter(row.values)))
+    kind = type(row.plainest)
     if known is None and kind in (int, float):
         try:
             known = kind(text) if row.also(kind(text)) is not None else None

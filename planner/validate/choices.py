@@ -289,7 +289,7 @@ def _run_pair(off: Scored, on: Scored) -> PricedPair | None:
     before = _switches_of(off)
     after = _switches_of(on)
     moved = [name for name in {*before, *after} if before.get(name) != after.get(name)]
-    if len(moved) != 1 or before.get(moved[0]) != next(iter(SWITCHES[moved[0]].values)):
+    if len(moved) != 1 or before.get(moved[0]) != SWITCHES[moved[0]].plainest:
         return None
     carriers = {run.row.run["features"].get("dispatcher_transport") for run in (off, on)}
     if off.layout is None or on.layout is None or (len(carriers) > 1 and moved != ["dispatcher"]):

@@ -236,7 +236,7 @@ def choice(make_plan: MakePlan) -> Callable[..., TrialChoice]:
 
 
 def measured(choice: TrialChoice, step_s: float) -> MeasuredChoice:
-    return MeasuredChoice(choice, step_s, 0.0, "log")
+    return MeasuredChoice(choice, step_s, 0.0)
 
 
 def proposed(run: NextRun) -> str | None:

@@ -10,7 +10,7 @@ from toys import MOE, toy_cluster, toy_model, toy_problem, toy_training
 
 from planner.answer import Plan
 from planner.errors import SpecError
-from planner.layout.candidate import Split, even_counts, held_parts, parse_layout, splits_from_counts, stage_costs
+from planner.layout.candidate import Candidate, Split, even_counts, held_parts, parse_layout, splits_from_counts
 from planner.layout.evaluate import evaluate, trade, within
 from planner.layout.given import default_counts
 from planner.layout.price import reprice
@@ -298,7 +298,7 @@ def test_stages_cost_their_layers_and_what_they_hold() -> None:
     layer, full = table.layers[kind, "none"], table.layers[kind, "full"]
     split = Split((2, 3, 0), "none", ((1,), (0,), (0,)))
     assert table.mtp is not None
-    first, middle, last = stage_costs(table, problem.model, split, (0, 1, 2))
+    first, middle, last = Candidate(problem.pricing, table, split, "1f1b").costs
     for quantity in ("total_s", "static_bytes", "live_bytes", "parameters"):
         of = lambda part, quantity=quantity: float(getattr(part, quantity))  # noqa: E731
         assert of(first) == pytest.approx(of(layer) + of(full) + of(table.embedding))

@@ -13,7 +13,7 @@ from tables import beside
 from toys import Problem, legal_counts, toy_cluster, toy_model, toy_problem, toy_training
 
 from planner.answer import Plan, RunCost
-from planner.layout.candidate import Candidate, Split, activation_peaks_bytes, by_rank, stage_costs
+from planner.layout.candidate import Candidate, Split, activation_peaks_bytes, by_rank
 from planner.layout.evaluate import evaluate
 from planner.layout.price import reprice
 from planner.layout.seconds import outside_pipeline, run_pipeline
@@ -90,7 +90,7 @@ def test_a_rank_that_sets_the_pace_late_is_waited_for() -> None:
 def test_parts_on_one_rank_add_up() -> None:
     problem = toy_problem(toy_model(8))
     table = priced(problem, pp=2, vpp=2, num_microbatches=4)
-    costs = stage_costs(table, problem.model, Split((1, 2, 3, 2)), (0, 1, 0, 1))
+    costs = Candidate(problem.pricing, table, Split((1, 2, 3, 2)), "interleaved-1f1b").costs
     first, second = by_rank(costs, (0, 1, 0, 1))
     assert first.total_s == pytest.approx(costs[0].total_s + costs[2].total_s)
     assert second.static_bytes == pytest.approx(costs[1].static_bytes + costs[3].static_bytes)
@@ -120,7 +120,7 @@ def test_memory_is_that_of_the_worst_moment(zero_stage: int) -> None:
     """While the loss runs its logits come on top of the activations; afterwards a layer's backward does."""
     problem = toy_problem(toy_model(6, vocab_size=200_000))
     table = priced(problem, pp=2, num_microbatches=8, zero_stage=zero_stage)
-    costs = stage_costs(table, problem.model, Split((4, 2)), (0, 1))
+    costs = Candidate(problem.pricing, table, Split((4, 2)), "1f1b").costs
     first, last = (stage_memory(problem.pricing, table, cost, 7.0) for cost in costs)
     assert first.logits_bytes == 0
     assert last.logits_bytes == round(float(table.head.logits_bytes)) > 0

@@ -2,6 +2,7 @@
 
 import random
 import socket
+from collections.abc import Sequence
 from multiprocessing.forkserver import set_forkserver_preload
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 
 from planner.errors import SpecError
+from planner.schedule.builders import v_placement
 from planner.schedule.graph import from_torch_csv, to_torch_csv
 from planner.schedule.orders import SCHEDULES, Schedule, build_schedule
 from planner.schedule.replay import Durations
@@ -21,11 +23,11 @@ WIDTH = 8
 RUNNABLE = sorted(set(SCHEDULES) - {"dualpipe", "chimera", "pipedream-2bw", "forward-only", "none"})
 
 
-def synthesised(layers_per_stage: list[int], pp: int, num_microbatches: int) -> Schedule:
+def synthesised(layers_per_stage: list[int], ranks: Sequence[int], num_microbatches: int) -> Schedule:
     """An order for stages as long as their layers, within the memory of 1F1B's first rank."""
     seconds = [float(layers) for layers in layers_per_stage]
     durations = Durations(seconds, seconds, seconds, activation_bytes=seconds)
-    synthesis = synthesize(durations, pp, num_microbatches, max_activation_bytes=[1.2 * sum(seconds)] * pp)
+    synthesis = synthesize(durations, ranks, num_microbatches, [1.2 * sum(seconds)] * (max(ranks) + 1))
     assert synthesis.schedule.name == "auto"
     return synthesis.schedule
 
@@ -154,8 +156,8 @@ def test_four_processes_compute_what_one_does(tmp_path: Path) -> None:
     uneven, uneven_v = [1, 3, 2, 2], [rng.randint(1, 3) for _ in range(8)]
     chosen = [
         (build_schedule("interleaved-1f1b", 4, 2, 8), [1] * 8), (build_schedule("zb-v", 4, 2, 8), [1] * 8),
-        (build_schedule("dualpipe-v", 4, 2, 8), [1] * 8), (synthesised(uneven, 4, 6), uneven),
-        (synthesised(uneven_v, 4, 8), uneven_v),
+        (build_schedule("dualpipe-v", 4, 2, 8), [1] * 8), (synthesised(uneven, range(4), 6), uneven),
+        (synthesised(uneven_v, v_placement(4), 8), uneven_v),
     ]  # fmt: skip
     cases = []
     for number, (schedule, layers) in enumerate(chosen):

@@ -33,7 +33,7 @@ from planner.schedule.orders import SCHEDULES
 from planner.schedule.replay import makespan_s
 from planner.search.bounds import all_optimizers_s, beyond_s, coarse_bound_s, showing_s, with_ends_s
 from planner.search.case import Case
-from planner.search.enumerate import Bar, enumerate_shapes, scalar, schedules_tried
+from planner.search.enumerate import Bar, enumerate_shapes, scalar
 from planner.search.frontier import Nodes, bound_of_shapes_s, nodes_of
 from planner.search.ilp import program
 from planner.search.ilp.node import RecomputeChoice, node_of
@@ -151,13 +151,12 @@ class Bounded:
 
 def bounded_nodes(problem: Problem, rng: random.Random, per_block: int = NODES_PER_BLOCK) -> Iterator[Bounded]:
     """Some nodes of a problem, with the bounds of both levels."""
-    limits, runtime, pricing = problem.limits, problem.runtime, problem.pricing
+    pricing = problem.pricing
     shapes, _ = enumerate_shapes(case_of(problem))
-    priced = priced_shapes(pricing, shapes)
-    tried = schedules_tried(limits, runtime)
-    coarse = coarse_bound_s(priced, any(SCHEDULES[name].splits_backward for name in tried))
-    fitting = fits(priced, tried)
-    for shape_of_row, nodes in nodes_of(priced, limits):
+    priced = priced_shapes(pricing, shapes, problem.limits)
+    coarse = coarse_bound_s(priced, any(SCHEDULES[name].splits_backward for name in priced.schedules))
+    fitting = fits(priced)
+    for shape_of_row, nodes in nodes_of(priced):
         node_s = [nodes.bound_s(choice) for choice in problem.choices]
         for row in rng.sample(range(len(shape_of_row)), min(per_block, len(shape_of_row))):
             table, index = pricing.table(scalar(nodes.shapes.shape, row)), shape_of_row[row]
@@ -253,7 +252,7 @@ def test_one_number_for_all_stages_is_what_the_fullest_needs(memory_gib: float) 
     problem = toy_problem(toy_model(8), toy_cluster(8, memory_gib=memory_gib), toy_training(48))
     shapes, _ = enumerate_shapes(case_of(problem))
     slower = []
-    for _, nodes in nodes_of(priced_shapes(problem.pricing, shapes), problem.limits):
+    for _, nodes in nodes_of(priced_shapes(problem.pricing, shapes, problem.limits)):
         own, same = (nodes.bound_s(RecomputeChoice("none", whole)) for whole in ("per_stage", "one_count"))
         possible = np.isfinite(same) & (np.asarray(nodes.shapes.shape.vpp) > 1)
         assert (same >= own * (1 - RELATIVE)).all()
@@ -268,7 +267,8 @@ def test_the_first_rank_exchanges_what_it_holds(network_gb_per_s: float) -> None
     model = toy_model(6, moe=MOE | {"first_k_dense_replace": 3})
     problem = toy_problem(model, cluster, toy_training(48), rank_order=RANK_ORDERS[:1])
     shapes, _ = enumerate_shapes(case_of(problem))
-    priced = priced_shapes(problem.pricing, shapes.take(np.flatnonzero(np.asarray(shapes.pp) > 1)))
+    shapes = shapes.take(np.flatnonzero(np.asarray(shapes.pp) > 1))
+    priced = priced_shapes(problem.pricing, shapes, problem.limits)
     table, kinds, steps = priced.table, problem.model.kinds, np.asarray(priced.shape.num_microbatches)
     each = [np.array([f(priced, kind, table.layers[kind, "none"]) for kind in kinds]) for f in (beyond_s, showing_s)]
     times = priced.layer_s("none")
@@ -292,7 +292,7 @@ def test_what_cannot_fit_is_screened_out() -> None:
     """The other direction, where it is plain: not even the weights fit."""
     problem = toy_problem(toy_model(8), toy_cluster(8, memory_gib=0.3))
     shapes, _ = enumerate_shapes(case_of(problem))
-    priced = priced_shapes(problem.pricing, shapes)
+    priced = priced_shapes(problem.pricing, shapes, problem.limits)
     kind = problem.model.kinds[0]
     weights = 8 * np.asarray(priced.static_bytes(kind, priced.table.layers[kind, "none"])) / np.asarray(shapes.pp)
     hopeless = weights > 0.3 * 2**30
@@ -310,7 +310,7 @@ def test_room_shrinks_with_memory_and_headroom(memory_gib: float) -> None:
     for gib, headroom in ((memory_gib, 0.0), (memory_gib, 0.5), (memory_gib + 1.0, 0.0)):
         problem = toy_problem(model_of_kinds(), toy_cluster(8, memory_gib=gib), memory_headroom_gib=headroom)
         shapes, _ = enumerate_shapes(case_of(problem))
-        priced = priced_shapes(problem.pricing, shapes)
+        priced = priced_shapes(problem.pricing, shapes, problem.limits)
         rooms.append([room_layers(priced, kind) for kind in problem.model.kinds])
     plain, tight, larger = rooms
     for kind in range(len(plain)):
@@ -322,7 +322,7 @@ def test_room_shrinks_with_memory_and_headroom(memory_gib: float) -> None:
 def test_some_of_the_priced_shapes_are_priced_as_before() -> None:
     problem = toy_problem(model_of_kinds())
     shapes, _ = enumerate_shapes(case_of(problem))
-    priced = priced_shapes(problem.pricing, shapes)
+    priced = priced_shapes(problem.pricing, shapes, problem.limits)
     some = np.array([5, 0, 17])
     np.testing.assert_array_equal(coarse_bound_s(priced.take(some)), coarse_bound_s(priced)[some])
     np.testing.assert_array_equal(fits(priced.take(some)), fits(priced)[some])
@@ -415,7 +415,7 @@ def test_the_bar_of_a_kernel_is_never_above_the_bound_of_its_shapes(name: str) -
             least_s = bar.least_step_s(rows, sizes.tolist(), training, 16, case.runtime.has_sequence_parallel)
             own_s = least_s[np.arange(len(which)), which] * 16 / np.asarray(shapes.num_ranks)
             for pricing, limits in tried:
-                assert (own_s <= bound_of_shapes_s(priced_shapes(pricing, shapes), limits) * (1 + 1e-9)).all()
+                assert (own_s <= bound_of_shapes_s(priced_shapes(pricing, shapes, limits)) * (1 + 1e-9)).all()
 
 
 def test_a_refusal_by_bytes_prices_no_seconds(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,10 +20,9 @@ from planner.schedule.orders import placement
 from planner.search.chain import _Line, best_split
 from planner.search.chunks import fewest_of_kinds, promising, splits_of
 from planner.search.enumerate import enumerate_shapes, scalar
-from planner.search.frontier import nodes_of
+from planner.search.frontier import nodes_of, recompute_choices
 from planner.search.ilp.node import Node, RecomputeChoice
 from planner.search.ilp.program import solve
-from planner.search.layouts import recompute_choices
 from planner.search.priced_shapes import priced_shapes
 from planner.shape import Shape
 from planner.specs.model import LayerKind
@@ -111,8 +110,8 @@ def test_no_bound_of_a_split_is_above_its_replay(kinds: dict[str, int]) -> None:
     """Every split of every interleaved node of a small job, under each way to recompute."""
     problem = toy_problem(toy_model(8, **kinds), toy_cluster(8, memory_gib=3.0), toy_training(16), pp=(2, 4), tp=(1, 2))
     shapes, _ = enumerate_shapes(case_of(problem))
-    priced, held = priced_shapes(problem.pricing, shapes), 0
-    for _, block in nodes_of(priced, problem.limits):
+    priced, held = priced_shapes(problem.pricing, shapes, problem.limits), 0
+    for _, block in nodes_of(priced):
         for row in range(0, len(block.schedules), 5):
             shape = scalar(block.shapes.shape, row)
             for choice in recompute_choices(problem.model, problem.runtime, problem.limits):
@@ -132,7 +131,7 @@ def test_a_table_of_shapes_is_made_of_their_kernels() -> None:
     """Whatever the sharding and the pipeline: the same prices as of each shape by itself."""
     problem = toy_problem(toy_model(8), toy_cluster(8), toy_training(16))
     shapes, _ = enumerate_shapes(case_of(problem))
-    priced = priced_shapes(problem.pricing, shapes)
+    priced = priced_shapes(problem.pricing, shapes, problem.limits)
     rows = np.arange(0, len(priced.kernel), 7)
     together = priced.cost_table(rows)
     for place, row in enumerate(rows.tolist()):

@@ -166,9 +166,7 @@ def _why_this(case: Case) -> Explanation:
         if miss is None:
             raise
         return _why_too_large(case, miss, error)
-    assumptions, limits = list(other_assumptions(case)), list(other_limits(case))
     known = _candidates_of(best)
-    then = [outcome(case, change, best, known) for change in (*assumptions, *limits)]
     beaten = [Beaten(layout=other, cause=largest_cause(best.best, other, case.cluster)) for other in best.alternatives]
     return _explanation(
         case,
@@ -178,13 +176,8 @@ def _why_this(case: Case) -> Explanation:
         room=None if best.room is None else best.room.model_copy(update={"models": largest_models(case)}),
         job_changes=best.changes,
         beaten=tuple(beaten),
-        assumptions=tuple(
-            _assumption(case, best, other, result) for other, result in zip(assumptions, then, strict=False)
-        ),
-        constraints=tuple(
-            _constraint(case, best, other, result)
-            for other, result in zip(limits, then[len(assumptions) :], strict=True)
-        ),
+        assumptions=tuple(_assumption(case, best, other, known) for other in other_assumptions(case)),
+        constraints=tuple(_constraint(case, best, other, known) for other in other_limits(case)),
     )
 
 
@@ -203,7 +196,8 @@ def _why_too_large(case: Case, miss: Miss, error: Infeasible) -> Explanation:
     )
 
 
-def _assumption(case: Case, best: Plan, other: Variation, then: Outcome) -> ChangedAssumption:
+def _assumption(case: Case, best: Plan, other: Variation, known: Sequence[Candidate]) -> ChangedAssumption:
+    then = outcome(case, other, best, known)
     return ChangedAssumption(
         name=other.name,
         says=other.says,
@@ -215,7 +209,8 @@ def _assumption(case: Case, best: Plan, other: Variation, then: Outcome) -> Chan
     )
 
 
-def _constraint(case: Case, best: Plan, other: Variation, then: Outcome) -> Constraint:
+def _constraint(case: Case, best: Plan, other: Variation, known: Sequence[Candidate]) -> Constraint:
+    then = outcome(case, other, best, known)
     gain = 0.0 if then.chosen is None else then.chosen.step.tokens_per_s / best.step.tokens_per_s - 1
     binds = gain > case.limits.gap_fraction
     return Constraint(name=other.name, now=now(other.name, best), moved=other.says, gain_fraction=gain, binds=binds)
@@ -258,7 +253,7 @@ def outcome(case: Case, change: Variation, now: Plan, layouts: Sequence[Candidat
     then = case.under(change)
     # the present choice keeps its recipe beside the fields that the change is of
     fields = {name: value for name, value in then.runtime if value != getattr(case.runtime, name)}
-    kept, *others = _repriced(then, fields, now, layouts or _candidates_of(now))
+    kept, *others = _repriced(then, fields, layouts or _candidates_of(now))
     fastest = min((one for one in (kept, *others) if one.fits), key=lambda one: one.step_s, default=None)
     chosen: PricedLayout | None
     try:
@@ -276,12 +271,12 @@ def _candidates_of(plan: Plan) -> list[Candidate]:
     return [reprice(plan, layout) for layout in (plan.best, *plan.alternatives)]
 
 
-def _repriced(case: Case, fields: Mapping[str, Any], now: Plan, layouts: Sequence[Candidate]) -> list[Candidate]:
-    """The layouts of `now`, each with its recipe, under a change."""
+def _repriced(case: Case, fields: Mapping[str, Any], layouts: Sequence[Candidate]) -> list[Candidate]:
+    """The layouts, each with its recipe, under a change."""
     headroom_bytes = case.headroom_bytes
     starts, pricings = list[Candidate](), list[Pricing]()
     for one in layouts:
-        steps = one.num_microbatches * case.training.global_batch_size // now.training.global_batch_size
+        steps = one.num_microbatches * case.training.global_batch_size // one.pricing.training.global_batch_size
         if one.made_order is None and steps != one.num_microbatches:
             one = replace(one, table=replace(one.table, shape=replace(one.shape, num_microbatches=steps)))
         runtime = one.pricing.runtime.model_copy(update=dict(fields))

@@ -263,12 +263,12 @@ def least_lack_bytes(case: Case) -> float:
 
 def _with_room(case: Case, shapes: PricedShapes) -> PricedShapes:
     """The shapes whose ranks have room for the layers together under some schedule, without chunks if that is open."""
-    left = np.flatnonzero(fits(shapes, schedules_tried(case.limits, case.runtime)))
+    shapes = shapes.take(np.flatnonzero(fits(shapes)))
     limits = case.limits.model_copy(update={"vpp": case.limits.vpp or (1,)})
     modes, rows = modes_allowed(case), set[int]()
-    for index, nodes in nodes_of(shapes.take(left), limits):
+    for index, nodes in nodes_of(replace(shapes, limits=limits)):
         rows.update(index[~exceeds_all_ranks(nodes.shapes, modes, nodes.orders)].tolist())
-    return shapes.take(left[sorted(rows)])
+    return shapes.take(np.array(sorted(rows), dtype=np.int64))
 
 
 def _split_by_room(case: Case, shapes: PricedShapes) -> Iterator[Candidate]:
@@ -324,7 +324,7 @@ def _smallest(case: Case) -> PricedShapes | None:
         legal_shapes, _ = enumerate_shapes(case)
     if not np.size(legal_shapes.tp) or not modes_allowed(case):
         return None
-    shapes = priced_shapes(_of_bytes(case, case.runtime), legal_shapes)
+    shapes = priced_shapes(_of_bytes(case, case.runtime), legal_shapes, case.limits)
     return shapes.take(np.argsort(_estimate_bytes(shapes, modes_allowed(case)), kind="stable"))
 
 
@@ -360,7 +360,7 @@ def _estimate_bytes(shapes: PricedShapes, modes: Sequence[Recompute]) -> FloatAr
     pp = shapes.shape.pp
     in_flight = np.minimum(shapes.shape.num_microbatches, pp)[:, None].astype(float)
     layers_bytes = np.min([layer_bytes(shapes, mode, in_flight) for mode in modes], axis=0)[:, :, 0]
-    counts = np.array(list(shapes.pricing.kind_counts.values()))
+    counts = shapes.counts
     # the fullest rank has a whole number of layers
     share = np.ceil(counts.sum() / pp) / counts.sum()
     return np.asarray(counts @ layers_bytes * share - shapes.pricing.usable_bytes(shapes.shape))
@@ -368,7 +368,7 @@ def _estimate_bytes(shapes: PricedShapes, modes: Sequence[Recompute]) -> FloatAr
 
 def candidates_of(case: Case, shapes: Shape) -> Iterator[tuple[Parallelism, Candidate]]:
     """The layouts of some shapes: each schedule with its fewest chunks, and each way to recompute."""
-    return _candidates(case, priced_shapes(_of_bytes(case, case.runtime), shapes), np.size(shapes.tp))
+    return _candidates(case, priced_shapes(_of_bytes(case, case.runtime), shapes, case.limits), np.size(shapes.tp))
 
 
 def _candidates(
