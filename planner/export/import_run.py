@@ -273,11 +273,11 @@ def read_file(config: ConfigFile, source: str | None) -> ImportedRun:
     source = source or _recognised(config.text)
     if source is None:
         # a launcher's own words show nothing where the program beside it says its settings itself
-        programs = map(config.beside, re.findall(r"[\w./-]+\.py\b", config.text))
+        programs = map(config.beside, re.findall(r"[\w./-]+\.(?:py|sh|sbatch|slurm)\b", config.text))
         source = next((found for text in programs if text and (found := _recognised(text))), None)
     if source is None:
         _refuse_unread(config)
-        if not re.search(r"(^|\s)--?\w|MODEL_ARGS|\A\s*[\[{]|^\s*(import|from) ", config.text, re.MULTILINE):
+        if not re.search(r"(^|\s)--?\w|\.sh\b|MODEL_ARGS|\A\s*[\[{]|^\s*(import|from) ", config.text, re.MULTILINE):
             known = f"the script that launches it; --from NAME if it is one of {', '.join(SOURCES)}"
             raise SpecError("no trainer that is read has such a file", f"give the file of its settings, or {known}")
         source = UNMARKED

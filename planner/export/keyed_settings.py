@@ -225,7 +225,7 @@ def flat(data: Said, prefix: str = "") -> Settings:
 
 
 def _of_script(config: ConfigFile, calls: re.Pattern[str] | None) -> KeyedSettings:
-    script = read_script(config.text, config.beside)
+    script = read_script(config)
     # words of an option end where the program begins, whose own file may stand behind it
     options = {
         option: list(takewhile(lambda word: word != "-m" and not word.endswith(".py"), words))

@@ -163,7 +163,7 @@ def _launched(config: ConfigFile) -> tuple[ConfigFile, Tree]:
     """The experiment that a script starts, and what it overrides; a YAML is its own, and overrides nothing."""
     if re.search(r"^(modules|extends):", config.text, re.MULTILINE):
         return config, {}
-    script = read_script(config.text, config.beside)
+    script = read_script(config)
     options = {name.lstrip("-"): words for name, words in options_of(script.words).items()}
     [name, *_] = [*options.pop("config", []), *script.variables.get("EXP", []), ""]
     if (text := config.beside(name)) is None or config.path is None:

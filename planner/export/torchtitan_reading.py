@@ -226,7 +226,7 @@ def read_torchtitan(config: ConfigFile) -> ImportedRun:
     Raises SpecError for a text without settings of torchtitan, and for values that torchtitan would not take.
     """
     # a recipe has no words of a shell, and to look for them takes as long as to read it
-    script = Script() if is_recipe(config.text) else read_script(config.text, config.beside)
+    script = Script() if is_recipe(config.text) else read_script(config)
     settings, unreadable = read_settings(config, script)
     imported = run_of_settings(
         settings, count([*script.variables.get("NGPU", []), *script.variables.get("WORLD_SIZE", [])])

@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from planner.errors import SpecError
 from planner.export.followed.shell_script import read_script
@@ -24,7 +25,7 @@ from planner.export.huggingface.tuning_settings import (
     set_model,
     tuning,
 )
-from planner.export.imported_run import ConfigFile, ImportedRun, json_of, new_run, positive_number
+from planner.export.imported_run import ConfigFile, ImportedRun, new_run, object_of, positive_number
 from planner.export.keyed_settings import (
     Dialect,
     KeyedSettings,
@@ -282,11 +283,21 @@ def _read_sharding(imported: ImportedRun, settings: Fields, config: ConfigFile) 
         else:
             imported.unknown["deepspeed"] = f"{name} is not beside the file: ZeRO 0 is assumed"
     elif any(map(settings.get, ("fsdp", "fsdp_config", "fsdp_version"))):
-        options, words = settings.get("fsdp_config"), settings.get("fsdp")
-        if isinstance(options, str) and options.endswith(".json"):
-            options = json_of(config.beside(options) or "{}", f"mend {options}")
+        section = {name: _of_file(imported, settings.get(name), name, config) for name in ("fsdp", "fsdp_config")}
+        if isinstance(whole := section["fsdp"], dict):
+            section |= {"fsdp": None, **whole}
+        words, options = section["fsdp"], section["fsdp_config"]
         words = " ".join(map(str, words)) if isinstance(words, list) else str(words or "")
         apply_fsdp(imported, words, options if isinstance(options, dict) else {})
+
+
+def _of_file(imported: ImportedRun, value: Any, name: str, config: ConfigFile) -> Any:
+    """What the file beside the configuration holds that a setting names; any other value as it is."""
+    if not str(value).endswith(".json"):
+        return value
+    if (text := config.beside(str(value))) is None:
+        imported.unknown[name] = f"{value} is not beside the file"
+    return object_of(text or "{}", f"mend {value}")
 
 
 def _list_unread(imported: ImportedRun, settings: Fields) -> None:
@@ -344,7 +355,7 @@ def _recipe_of(config: ConfigFile) -> tuple[Fields, Fields, int | None]:
     """A recipe, its settings under the overrides of a `tune run`, and the GPUs of its launch or of its comments."""
     text, overrides, gpus = config.text, Fields(), None
     if re.search(r"^[^#\n]*\btune run\b", text, re.MULTILINE):
-        script = read_script(text, config.beside)
+        script = read_script(config)
         words = next((words for words in script.commands if words[:2] == ["tune", "run"]), script.words)
         options = options_of(words)
         name, overrides = next(iter(options.get("--config", [])), ""), overrides_of(words)

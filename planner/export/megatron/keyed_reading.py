@@ -196,7 +196,7 @@ def read_adapter(keyed: KeyedSettings) -> ImportedRun:
 
 def read_slime(config: ConfigFile) -> ImportedRun:
     """The run of slime's trainer: Megatron-LM's arguments, beside those of rollouts, which are not priced."""
-    script = read_script(config.text, config.beside)
+    script = read_script(config)
     options = options_of(script.words)
     settings: Settings = {name.removeprefix("--").replace("-", "_"): " ".join(w) or True for name, w in options.items()}
     said = readings("slime", settings)
