@@ -45,7 +45,7 @@ from planner.export.keyed_settings import (
     table,
 )
 from planner.export.keyed_settings import num_gpus as launched_gpus
-from planner.export.megatron.deepspeed_options import refuse_other
+from planner.export.megatron.deepspeed_options import check_trains, refuse_other
 from planner.export.megatron.keyed_reading import is_adapter, read_adapter
 from planner.export.megatron.option_rows import options_of
 from planner.export.named_models import Model, exported_gpus, exported_model, model_called, num_layers_of
@@ -195,6 +195,7 @@ def _other_batches(imported: ImportedRun, said: Settings, found: Fields) -> list
 
 def _refuse_others(settings: Settings, keyed: KeyedSettings, config: ConfigFile) -> None:
     """Raise SpecError for settings that train nothing, or none of which say a model, a batch or its sharding."""
+    check_trains(keyed.script.words)
     if not any(name in settings for name in (*_BATCH, "zero_stage", "deepspeed", *_MODEL, "peft_type")):
         missing = next((name for name in keyed.unread if name.endswith((".yaml", ".yml"))), None)
         if missing is None:

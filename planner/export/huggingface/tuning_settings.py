@@ -269,7 +269,8 @@ def put_adapters(imported: ImportedRun, settings: Said, has_experts: bool = True
     imported.run["adapters"], imported.unknown = adapters, imported.unknown | unknown
 
 
-_PACKED: Named = table()["peft"]["packed"]
+_PACKED: Named = table()["peft"]["packed"] | table()["bridge"]["lora_modules"]
+"""The projections behind names that hold several, of packed weights and of Megatron core's modules."""
 
 
 def _targets(settings: Said) -> tuple[list[str], list[str]]:
