@@ -347,7 +347,7 @@ def _words(config: ConfigFile) -> tuple[list[str], Script, str]:
         if not isinstance(overrides, list):
             raise SpecError(f"overrides: holds {kind_of(overrides)}, not a list", 'write ["train.train_iters=100", …]')
         return [str(word) for word in overrides], launched_on(data.get("world_size")), str(data.get("recipe", ""))
-    if re.match(r"(#.*\n|\s|---)*(model|train|ddp|optimizer):\s*(#.*)?\n", text):
+    if re.match(r"(#.*\n|\s|---)*[a-z_]+:\s*(#.*)?\n", text):
         return [f"{path}={json.dumps(value)}" for path, value in flat(mapping_of(text)).items()], Script(), ""
     script = read_script(config)
     return [word for word in script.words if re.match(r"([+a-z_]+(\.\w+)+|mixed_precision)=", word)], script, ""

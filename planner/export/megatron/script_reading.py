@@ -191,7 +191,7 @@ def _run_of(
     if named is not None:
         model = found = resized(named, options)
         described = {**options, **_options_of_model(found)}
-    elif "--num-layers" in options:
+    elif "--num-layers" in options and ("--hidden-size" in options or source.startswith("megatron")):
         model = read_model(options)
     said = _said(described, source)
     imported = new_run(
