@@ -131,7 +131,7 @@ def _behind_srun(words: list[str], directives: Named) -> list[str]:
 
 _TRAINS_BY_FILE = re.compile(r"\b(llamafactory-cli|axolotl|swift|tune|trl|megatron) \w.*\.ya?ml\b")
 _NO_TRAINING = re.compile(
-    r"\b(lm[-_]eval|lighteval|evalplus|vllm|sglang)\b"
+    r"(^|/|-m |run |launch )(lm[-_]eval|lighteval|evalplus|vllm|sglang)\b"
     r"|[/_ ](eval|infer|generate|convert|merge|export|preprocess|prepare|upload|download)\w*\.py\b"
 )
 

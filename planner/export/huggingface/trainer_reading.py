@@ -80,6 +80,8 @@ _ROW = dialect("huggingface")
 _READ = {*_ROW.read, *_GRID, *(name for names in _SPELLED.values() for name in names)}
 _TOOLS = tuple(map(dialect, ("llamafactory", "axolotl", "ms-swift", "deepspeed-chat", "trl", "transformers")))
 """Trainers around Hugging Face's, of which the first is meant whose marks the settings have."""
+_SECTION = re.compile(r"(training|train|model|lora|peft|sft|dpo|hyperparameters)(_(args|arguments|config|params))?")
+"""Names of sections of one's own, for the model, its training and its adapters."""
 _SECTIONS = ("dist_config", "quant_config")
 """Sections of LLaMA-Factory's version 1 whose settings are read by their paths."""
 _BY_ACCELERATE = ("trl", "transformers")
@@ -252,6 +254,11 @@ def _in_one(settings: Settings) -> Settings:
         arguments: Settings = readings("llamafactory-arguments", found)["arguments"]
         found.pop("name", None)
         return found | arguments
+    for name in filter(_SECTION.fullmatch, settings):
+        # of a file that people part by themselves
+        if isinstance(inner := settings[name], Mapping):
+            found |= {"model_name_or_path" if key == "name" else key: value for key, value in found.pop(name).items()}
+            found |= {"peft_type": "LORA"} if name.startswith(("lora", "peft")) and "r" in inner else {}
     for section, start in (("fsdp_config", "fsdp_"), ("parallelism_config", "parallelism_config_")):
         inner = settings.get(section)
         names = {name for name in map(str, settings) if name.startswith(start)} - {"fsdp_config", "fsdp_version"}
