@@ -190,6 +190,7 @@ def _first_version(text: str) -> ImportedRun:
         "nemo", as_fields(given), _world(given.get("trainer.num_nodes", 1), given.get("trainer.devices"))
     )
     imported.assume(_ROW.left_out(given))
+    imported.put(readings("nemo-words", given))
     scheme = str(given.get("model.peft.peft_scheme") or "none").lower()
     if scheme not in ("none", "null"):
         start = f"model.peft.{scheme}_tuning."
