@@ -279,7 +279,7 @@ def read_file(config: ConfigFile, source: str | None) -> ImportedRun:
     source = source or _recognised(config.text)
     if source is None:
         # a launcher's own words show nothing where the program beside it says its settings itself
-        programs = map(config.beside, re.findall(r"[\w./-]+\.(?:py|sh|sbatch|slurm)\b", config.text))
+        programs = map(config.beside, re.findall(r"[\w./-]+\.(?:py|sh|sbatch|slurm|ya?ml|toml)\b", config.text))
         source = next((found for text in programs if text and (found := _recognised(text))), None)
     if source is None:
         _refuse_unread(config)

@@ -123,7 +123,7 @@ _TRAINERS = (
     TrainerTarget(
         "nemo", None, "megatron.nemo_reading:read_nemo",
         mark=r"nemo_run|MegatronStrategy|trainer\.(strategy(?![:=] ?fsdp)|num_nodes|devices)"
-        r"|^trainer:\s*$(?s:.*)^model:\s*$|^model:\s*$(?s:.*)^trainer:\s*$",
+        r"|\A(?!(?s:.*)\bclass_path:)((?s:.*)^trainer:\s*$(?s:.*)^model:\s*$|(?s:.*)^model:\s*$(?s:.*)^trainer:\s*$)",
     ),
     TrainerTarget(
         "torchtitan", "torchtitan_files:export_torchtitan", "torchtitan_reading:read_torchtitan",

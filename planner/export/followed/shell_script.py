@@ -19,7 +19,8 @@ Files = Callable[[str], str | None]
 """The text of a file that a script names; None where there is none beside it."""
 
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\[[^\]]*\])?(\+?)=", re.DOTALL)
-_WORDS = {kind: words.split() for kind, words in shipped_table("export/dialects.yaml")["shell"].items()}
+_SHELL = shipped_table("export/dialects.yaml")["shell"]
+_WORDS = {kind: words.split() for kind, words in _SHELL.items() if kind != "slurm"}
 """Words of bash that declare, that stand before a command, and that launch nothing, whatever comes behind them."""
 _FILE, _PARSE = 2**12, 8
 """A file that is read, and a character that is parsed, cost as much as so many that a word makes."""
@@ -181,9 +182,9 @@ class _Reader:
     def job(self, text: str) -> None:
         """Keep the directives of a script's text, under those of the script that starts it."""
         self.script.directives = directives = _directives(text) | self.script.directives
-        nodes = directives.get("nodes") or directives.get("N")
-        if nodes and nodes.isdigit():
-            self.words.variables |= {name: [nodes] for name in ("SLURM_NNODES", "SLURM_JOB_NUM_NODES")}
+        for variable, asked in _SHELL["slurm"].items():
+            if (said := next(filter(None, map(directives.get, asked.split())), "")).isdigit():
+                self.words.variables[variable] = [said]
 
     def block(self, block: ShellBlock) -> bool | None:
         """Follow statements; true or false as the last one's status, None where only a machine knows it."""

@@ -62,6 +62,8 @@ def check_trains(words: Sequence[str]) -> None:
         r"\b(swift|megatron|llamafactory-cli)\s+(infer|deploy|export|eval|sample|rollout|chat)", begun
     ):
         refuse_other(table()["no_decoder"]["commands"].get(other[2], "no training"), begun)
+    if program := next((word for word in words if re.fullmatch(r"lm[-_]eval|lighteval|evalplus", word)), None):
+        refuse_other("an evaluation of a trained model", program)
 
 
 def _others(words: Sequence[str], options: Options, programs: str) -> Iterator[tuple[str, str]]:
