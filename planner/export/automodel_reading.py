@@ -40,7 +40,7 @@ _PARENTS = 4
 def read_automodel(config: ConfigFile) -> ImportedRun:
     """The run of a recipe's YAML, or of a launch that names it. Raises SpecError for what is none."""
     if not re.search(r"^\w+:", config.text, re.MULTILINE):
-        script = read_script(config.text, config.beside)
+        script = read_script(config)
         return _of_automodel("automodel", resolved(_merged(config)), num_gpus(options_of(script.words), script))
     return _of_automodel("automodel", resolved(flat(mapping_of(config.text))), None)
 
@@ -126,7 +126,7 @@ def _merged(config: ConfigFile, depth: int = 0) -> Settings:
         own = mapping_of(config.text)
         parent, overrides = own.get("defaults"), flat(own)
     else:
-        script = read_script(config.text, config.beside)
+        script = read_script(config)
         words = script.words
         if not any("policy." in word for word in words):  # of a command that a variable hands on, to ray.sub
             held = (" ".join(value) for value in script.variables.values())

@@ -261,6 +261,12 @@ def _is_another(name: str) -> bool:
     return name not in alike and (is_like or bool(get_close_matches(name, alike, cutoff=0.905)))
 
 
+_SETTINGS = re.compile(
+    r"(^|\s)--?\w|^\s*(bash|sh|sbatch|source|\.) \S+\.sh\b|MODEL_ARGS|\A\s*[\[{]|^\s*(import|from) ", re.MULTILINE
+)
+"""What a text of options, a script that starts another, a mapping or a program has."""
+
+
 def read_file(config: ConfigFile, source: str | None) -> ImportedRun:
     """The run of a configuration, as `read` gives it; of a manifest, that of the script it starts."""
     plain = _of_list(_of_notebook(config.text))
@@ -273,11 +279,11 @@ def read_file(config: ConfigFile, source: str | None) -> ImportedRun:
     source = source or _recognised(config.text)
     if source is None:
         # a launcher's own words show nothing where the program beside it says its settings itself
-        programs = map(config.beside, re.findall(r"[\w./-]+\.py\b", config.text))
+        programs = map(config.beside, re.findall(r"[\w./-]+\.(?:py|sh|sbatch|slurm|ya?ml|toml)\b", config.text))
         source = next((found for text in programs if text and (found := _recognised(text))), None)
     if source is None:
         _refuse_unread(config)
-        if not re.search(r"(^|\s)--?\w|MODEL_ARGS|\A\s*[\[{]|^\s*(import|from) ", config.text, re.MULTILINE):
+        if not _SETTINGS.search(config.text):
             known = f"the script that launches it; --from NAME if it is one of {', '.join(SOURCES)}"
             raise SpecError("no trainer that is read has such a file", f"give the file of its settings, or {known}")
         source = UNMARKED

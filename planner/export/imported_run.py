@@ -29,6 +29,17 @@ def yaml_of(text: str, hint: str) -> Any:
     return parse_yaml(text, "", hint, keeps_last=True)
 
 
+_REPLACED = re.compile(r"(:\s*)(?=[,}\]])|(:\s*|\[\s*|,\s*)[A-Z][A-Z0-9_]{2,}(?=\s*[,}\]])")
+
+
+def object_of(text: str, hint: str = "give the file that is passed as --deepspeed_config") -> Fields:
+    """The object of a JSON text; values that a script puts in (`CONFIG_BATCH_SIZE`, or none) are null."""
+    found = json_of(_REPLACED.sub(r"\1\2null", text), hint)
+    if not isinstance(found, dict):
+        raise SpecError("the file holds no JSON object", hint)
+    return found
+
+
 _PARENTS = 12
 
 
@@ -43,16 +54,19 @@ class ConfigFile:
     """The function or entry that the user chose, where a file has several."""
     variables: Mapping[str, str] = field(default_factory=dict)
     """Variables that the user gives a value, whatever the text says."""
+    written: Named = field(default_factory=dict)
+    """Files that its script writes, and their texts."""
 
     def beside(self, name: str) -> str | None:
         """The text of a file that the configuration names, if it lies in the same folder or below it.
 
         A path that the reader cannot know in full (`$DIR/conf.sh` with DIR unset) is looked for by its end.
         """
-        if self.path is None or not name:
-            return None
+        if self.path is None or not name or name in self.written:
+            return self.written.get(name)
         folder, parts = self.path.parent, [part for part in PurePosixPath(name).parts if part not in ("/", ".", "..")]
-        if name.startswith("../") and (text := text_beside(folder / name)) is not None:
+        near = name.lstrip("/")
+        if near.startswith("../") and (text := text_beside(folder / near)) is not None:
             return text
         for start in range(len(parts)):
             found = folder.joinpath(*parts[start:])

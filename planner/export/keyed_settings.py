@@ -225,7 +225,7 @@ def flat(data: Said, prefix: str = "") -> Settings:
 
 
 def _of_script(config: ConfigFile, calls: re.Pattern[str] | None) -> KeyedSettings:
-    script = read_script(config.text, config.beside)
+    script = read_script(config)
     # words of an option end where the program begins, whose own file may stand behind it
     options = {
         option: list(takewhile(lambda word: word != "-m" and not word.endswith(".py"), words))
@@ -413,8 +413,8 @@ _OF_SETTINGS: Mapping[str, Callable[..., Any]] = {
 """Functions that expressions of readings.yaml know, of a value and of the settings by name."""
 _NO_SWITCH = re.compile(r"(?!([Tt]rue|yes|y|[Ff]alse|no|n|[Nn]one|null|off|auto)$)[A-Za-z]+")
 """A word for a switch that is neither of its values."""
-_OF_TEXTS = ("names", "wrong", "notes", "refused")
-"""Parts of a trainer's readings whose rows are expressions and texts, and no values."""
+_OF_TEXTS = ("names", "wrong", "notes", "refused", "words")
+"""Parts of a trainer's readings whose rows are expressions, texts and the words of a key, and no values."""
 
 
 def readings(trainer: str, settings: Said, /, **more: Any) -> Fields:
@@ -440,4 +440,7 @@ def readings(trainer: str, settings: Said, /, **more: Any) -> Fields:
     unclear = {
         key: f"{settings[key]}, read as false" for key in sorted(asked) if _NO_SWITCH.fullmatch(str(settings[key]))
     }
+    for key, words in rows.get("words", {}).items():
+        if settings.get(key) is not None and not re.fullmatch(words, str(settings[key]), re.IGNORECASE):
+            unclear[key] = f"{settings[key]}: none of {words}"
     return found | told | {"unknown": unclear | found.get("unknown", {})}

@@ -11,7 +11,7 @@ from typing import Any
 from planner.errors import SpecError
 from planner.export.followed.shell_script import read_script
 from planner.export.imported_run import ConfigFile, ImportedRun, least_gpus
-from planner.export.keyed_settings import flat, number, readings, table, value_of
+from planner.export.keyed_settings import flat, is_on, number, readings, table, value_of
 from planner.export.megatron.bridge_reading import model_of_recipe
 from planner.export.megatron.keyed_reading import add_lora, read_keys
 from planner.export.megatron.option_rows import PRIMUS_SCHEDULES, options_of
@@ -163,7 +163,7 @@ def _launched(config: ConfigFile) -> tuple[ConfigFile, Tree]:
     """The experiment that a script starts, and what it overrides; a YAML is its own, and overrides nothing."""
     if re.search(r"^(modules|extends):", config.text, re.MULTILINE):
         return config, {}
-    script = read_script(config.text, config.beside)
+    script = read_script(config)
     options = {name.lstrip("-"): words for name, words in options_of(script.words).items()}
     [name, *_] = [*options.pop("config", []), *script.variables.get("EXP", []), ""]
     if (text := config.beside(name)) is None or config.path is None:
@@ -310,11 +310,11 @@ def run_of_keys(values: Tree, written: Tree, named: str | None = None) -> Import
     run["runtime"] = "primus-megatron"
     known = {"layout": layout, "model": run["model"], "described": run["model"] is not None and named is None}
     names = {"num_layers": num_layers_of(named), "algorithms": _ALGORITHMS, "sorted": sorted}
-    imported.put(found := readings("primus", values, **known, **names))
+    lora = values["lora"] if isinstance(values.get("lora"), dict) else {}
+    imported.put(found := readings("primus", {**values, "lora.enabled": lora.get("enabled")}, **known, **names))
     if "recompute_layers" in found["layout"]:
         layout["recompute_num_layers"] = None
-    lora = values.get("lora")
-    if isinstance(lora, dict) and lora.get("enabled"):
+    if is_on(lora.get("enabled")):
         add_lora(imported, lora)
     return imported
 

@@ -117,18 +117,18 @@ _TRAINERS = (
         mark=r"openrlhf\.cli\.train_|\btrain_(ppo(_ray)?|sft|dpo|rm|kto|kd)\.py\b(?s:.*)--pretrain\b",
     ),
     TrainerTarget(
+        "verl", None, "verl_reading:read_verl",
+        mark=r"actor_rollout_ref\.|verl\.trainer(?!\.main\b)|^actor_rollout_ref:|fsdp_sft_trainer|^  partial_pretrain:",
+    ),
+    TrainerTarget(
         "nemo", None, "megatron.nemo_reading:read_nemo",
         mark=r"nemo_run|MegatronStrategy|trainer\.(strategy(?![:=] ?fsdp)|num_nodes|devices)"
-        r"|^trainer:\s*$(?s:.*)^model:\s*$|^model:\s*$(?s:.*)^trainer:\s*$",
+        r"|\A(?!(?s:.*)\bclass_path:)((?s:.*)^trainer:\s*$(?s:.*)^model:\s*$|(?s:.*)^model:\s*$(?s:.*)^trainer:\s*$)",
     ),
     TrainerTarget(
         "torchtitan", "torchtitan_files:export_torchtitan", "torchtitan_reading:read_torchtitan",
         mark=r"ParallelismConfig\([^)]*_degree|torchtitan|--parallelism\.|^\[(parallelism|activation_checkpoint)\]",
         runtimes=("torchtitan",),
-    ),
-    TrainerTarget(
-        "verl", None, "verl_reading:read_verl",
-        mark=r"actor_rollout_ref\.|verl\.trainer(?!\.main\b)|^actor_rollout_ref:",
     ),
     TrainerTarget(
         "roll", None, "verl_reading:read_roll", mark=r"^(actor_train|sft_train):|^    strategy_name: *\w+_train\b",

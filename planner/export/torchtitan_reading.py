@@ -13,7 +13,7 @@ from planner.export.followed.python_recipe import Evaluator, chosen_recipe
 from planner.export.followed.python_values import CallRecord, Unknown
 from planner.export.followed.shell_script import Script, read_script
 from planner.export.imported_run import ConfigFile, ImportedRun, new_run
-from planner.export.keyed_settings import count, dialect, first, flat, readings, refused_settings, table
+from planner.export.keyed_settings import count, dialect, first, flat, num_gpus, readings, refused_settings, table
 from planner.export.megatron.option_rows import options_of
 from planner.export.named_models import (
     FLAVORS,
@@ -145,6 +145,8 @@ def read_settings(config: ConfigFile, script: Script) -> tuple[Fields, Named]:
         is_toml = re.search(r"^\[(parallelism|training|model)\]", text, re.MULTILINE)
         settings = _toml(text) if is_toml else {**_of_file(config), **override_settings(script)}
     if not any(name.startswith(("parallelism.", "training.")) for name in settings):
+        if "base" in settings:
+            raise SpecError(f"{settings['base']} is not beside the file", "put it there, or import it itself")
         raise SpecError(
             "no torchtitan settings found", "give a recipe, a TOML file, or a script with --parallelism.… options"
         )
@@ -226,11 +228,10 @@ def read_torchtitan(config: ConfigFile) -> ImportedRun:
     Raises SpecError for a text without settings of torchtitan, and for values that torchtitan would not take.
     """
     # a recipe has no words of a shell, and to look for them takes as long as to read it
-    script = Script() if is_recipe(config.text) else read_script(config.text, config.beside)
+    script = Script() if is_recipe(config.text) else read_script(config)
     settings, unreadable = read_settings(config, script)
-    imported = run_of_settings(
-        settings, count([*script.variables.get("NGPU", []), *script.variables.get("WORLD_SIZE", [])])
-    )
+    gpus = count([*script.variables.get("NGPU", []), *script.variables.get("WORLD_SIZE", [])])
+    imported = run_of_settings(settings, gpus or num_gpus(options_of(script.words), script))
     run, layout = imported.run, imported.run["parallelism"]
     if "dp" in layout:
         run["num_gpus"] = run["num_gpus"] or layout["dp"] * layout["tp"] * layout["cp"] * layout["pp"]

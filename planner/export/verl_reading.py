@@ -55,7 +55,7 @@ def _overrides(config: ConfigFile) -> tuple[Settings, str]:
     """The overrides by their paths, and the words of the launch."""
     if re.search(r"^\w+:\s*$", config.text, re.MULTILINE) and not re.search(r"^\S+ .*\\$", config.text, re.MULTILINE):
         return resolved(flat(mapping_of(config.text))), ""
-    script = read_script(config.text, config.beside)
+    script = read_script(config)
     words = script.words
     found = {
         path: f"${{{script.unset[path]}}}" if value is None and path in script.unset else value

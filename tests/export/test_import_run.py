@@ -415,11 +415,12 @@ def test_nothing_is_run(tmp_path: Path) -> None:
 
 
 def test_files_that_a_script_sources_and_writes() -> None:
-    texts = {"conf.sh": "LAYERS=7"}
+    texts = {"conf.sh": "LAYERS=7", "run.sh": "run --n $LAYERS --tp $1 --b"}
     script = read_shell(
-        'source $DIR/conf.sh\ncat <<EOF > ds.json\n{"a": $LAYERS}\nEOF\nrun --n $LAYERS', lambda n: texts.get(n[1:])
+        'source $DIR/conf.sh\ncat <<EOF > ds.json\n{"a": $LAYERS}\nEOF\nsrun -N 2 bash $DIR/run.sh 4 || run --n 2',
+        lambda name: texts.get(name[1:]),
     )
-    assert script.words == ["run", "--n", "7"]
+    assert script.words == ["srun", "-N", "2", "run", "--n", "7", "--tp", "4", "--b"]
     assert script.files == {"ds.json": '{"a": 7}\n'}
 
 

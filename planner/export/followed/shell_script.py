@@ -11,7 +11,7 @@ from typing import Any
 from planner.errors import SpecError
 from planner.export.followed.shell_syntax import ShellBlock, Simple, Statement, parse_shell
 from planner.export.followed.shell_words import EACH, Environment, Words, holds
-from planner.export.imported_run import json_of, yaml_of
+from planner.export.imported_run import ConfigFile, json_of, yaml_of
 from planner.specs.base import Named
 from planner.specs.reading import SHELL, shipped_table
 
@@ -19,11 +19,12 @@ Files = Callable[[str], str | None]
 """The text of a file that a script names; None where there is none beside it."""
 
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\[[^\]]*\])?(\+?)=", re.DOTALL)
-_WORDS = {kind: words.split() for kind, words in shipped_table("export/dialects.yaml")["shell"].items()}
+_SHELL = shipped_table("export/dialects.yaml")["shell"]
+_WORDS = {kind: words.split() for kind, words in _SHELL.items() if kind != "slurm"}
 """Words of bash that declare, that stand before a command, and that launch nothing, whatever comes behind them."""
 _FILE, _PARSE = 2**12, 8
 """A file that is read, and a character that is parsed, cost as much as so many that a word makes."""
-_MAX_ITERATIONS, _MAX_COUNTED, _MAX_DEPTH, _MAX_COMMANDS = 16, 1_000, 12, 2_000
+_MAX_ITERATIONS, _MAX_ROUNDS, _MAX_COUNTED, _MAX_DEPTH, _MAX_COMMANDS = 16, 64, 1_000, 12, 2_000
 
 
 @dataclass(slots=True)
@@ -33,7 +34,7 @@ class Script:
     words: list[str] = field(default_factory=list)
     """Words of the launch, with variables put in."""
     variables: dict[str, list[str]] = field(default_factory=dict)
-    """Every variable at the end of the script; an array has several words."""
+    """Every variable at the launch, or at the end of a script without one; an array has several words."""
     directives: Named = field(default_factory=dict)
     """`#SBATCH --nodes=4` as nodes: 4."""
     commands: list[list[str]] = field(default_factory=list)
@@ -58,19 +59,20 @@ def read_shell(text: str, files: Files = lambda name: None) -> Script:
     """Read `text`; unknown variables are empty, and most commands in `$(…)` give nothing."""
     if "\\\n" not in text:  # pasted without the backslashes: no command begins with --
         text = _GOES_ON.sub(r"\1 ", text)
-    script = Script(directives=_directives(text))
+    script = Script()
     reader = _Reader(script, files)
-    nodes = script.directives.get("nodes") or script.directives.get("N")
-    if nodes and nodes.isdigit():
-        reader.words.variables |= {name: [nodes] for name in ("SLURM_NNODES", "SLURM_JOB_NUM_NODES")}
     reader.words.variables["#"] = ["0"]
+    reader.job(text)
     reader.block(reader.parsed(text))
-    script.words = max(script.commands, key=_num_options, default=[])
-    if not _num_options(script.words):
+    if not any(map(_num_options, script.commands)):
         # a script may write the one that launches
         for inner in [text for text in script.files.values() if re.search(r"^\s*--[a-z]", text, re.MULTILINE)]:
             reader.block(reader.parsed(inner))
-        script.words = max(script.commands, key=_num_options, default=[])
+    chosen = max(range(len(script.commands)), key=lambda index: _num_options(script.commands[index]), default=None)
+    variables = reader.words.variables
+    if chosen is not None:
+        script.words = script.commands[chosen]
+        variables = reader.around[chosen] if _num_options(script.words) else variables
     if script.lost and not _num_options(script.words):
         script.words = max(script.lost, key=len)  # a list of options below a text
         script.lost.remove(script.words)
@@ -78,7 +80,7 @@ def read_shell(text: str, files: Files = lambda name: None) -> Script:
     told = {"command before": " ".join(chain(*script.lost)), "line, and does not pass on": alone.strip()}
     script.unpassed = {f"bash ends the {where}": words[:200] for where, words in told.items() if words}
     script.words = _behind_srun(script.words, script.directives)
-    script.variables = {name: words for name, words in reader.words.variables.items() if name[0].isalpha()}
+    script.variables = {name: words for name, words in variables.items() if name[0].isalpha()}
     for option, key, name in _BEHIND_OPTION.findall(text):
         if name not in script.variables and (option or key or not AROUND.search(name)):
             script.unset.setdefault(option or key or f"${name}", name)
@@ -128,9 +130,17 @@ def _behind_srun(words: list[str], directives: Named) -> list[str]:
     return words[end:]
 
 
-def _num_options(words: list[str]) -> int:
-    """Options and overrides of a command, which the one that trains has most of."""
-    return sum(_OPTION.match(word) is not None for word in words)
+_TRAINS_BY_FILE = re.compile(r"\b(llamafactory-cli|axolotl|swift|tune|trl|megatron) \w.*\.ya?ml\b")
+_NO_TRAINING = re.compile(
+    r"(^|/|-m |run |launch )(lm[-_]eval|lighteval|evalplus|vllm|sglang)\b"
+    r"|[/_ ](eval|infer|generate|convert|merge|export|preprocess|prepare|upload|download)\w*\.py\b"
+)
+
+
+def _num_options(words: list[str]) -> float:
+    """Options and overrides of a command, which the one that trains has most of; an evaluation's count little."""
+    said, options = " ".join(words), sum(_OPTION.match(word) is not None for word in words)
+    return options / 100 if _NO_TRAINING.search(said) else options + (_TRAINS_BY_FILE.search(said) is not None)
 
 
 _ASKED = {
@@ -157,6 +167,10 @@ class _Reader:
         self.words = Words(outcome=self._outcome)
         self.functions: dict[str, ShellBlock] = {}
         self.depth = 0
+        self.around: list[Environment] = []
+        """The variables at each command of the script."""
+        self.started: set[str] = set()
+        """Scripts that were followed: a sweep starts one many times, and its first time tells."""
 
     def parsed(self, text: str) -> ShellBlock:
         """The statements of a text. Raises SpecError for one longer than any launch script."""
@@ -164,6 +178,13 @@ class _Reader:
             raise SpecError(f"a script of {len(text):,} characters is no launch script", "give the one that launches")
         self.words.spend(_PARSE * len(text))
         return parse_shell(text)
+
+    def job(self, text: str) -> None:
+        """Keep the directives of a script's text, under those of the script that starts it."""
+        self.script.directives = directives = _directives(text) | self.script.directives
+        for variable, asked in _SHELL["slurm"].items():
+            if (said := next(filter(None, map(directives.get, asked.split())), "")).isdigit():
+                self.words.variables[variable] = [said]
 
     def block(self, block: ShellBlock) -> bool | None:
         """Follow statements; true or false as the last one's status, None where only a machine knows it."""
@@ -211,7 +232,14 @@ class _Reader:
                     self.words.variables[words[0]] = [value]
                     self.block(body)
             case "while" | "until":
-                if self.block(statement.conditions[0]) is (statement.kind == "while"):
+                # of options that are shifted away; a round that changes nothing is the last
+                before: Environment = {}
+                for _ in range(_MAX_ROUNDS):
+                    if before == self.words.variables or self.block(statement.conditions[0]) is not (
+                        statement.kind == "while"
+                    ):
+                        break
+                    before = dict(self.words.variables)
                     self.block(body)
             case "function":
                 self.functions[words[0]] = body
@@ -260,15 +288,19 @@ class _Reader:
             here = " ".join(self.words.quoted(here))
         if name in ("source", ".") and len(words) > 1:
             self._source(words[1])
+        elif name == "shift":
+            self._arguments(
+                self.words.variables.get("@", [])[int(words[1]) if words[1:] and words[1].isdigit() else 1 :]
+            )
         elif name == "eval":
             self._inner(" ".join(words[1:]), [])
         elif name == "printf" and words[1:2] == ["-v"] and len(words) > 3:
             self.words.variables[words[2]] = [_printed(words[3], words[4:])]
         elif name == "read" and here is not None:
             self._read(words[1:], here)
-        elif name == "cat" and here is not None:
-            target = self.words.text(command.output or "").strip()
-            self.script.files[target] = here
+        elif name in ("cat", "tee", "echo") and (here is not None or (name == "echo" and command.output)):
+            target = " ".join(words[1:2]) if name == "tee" else self.words.text(command.output or "").strip()
+            self.script.files[target] = " ".join(words[1:]) if here is None else here
         elif name in ("true", ":", "false"):
             return name != "false"
         elif name and name not in _WORDS["says_only"] and len(self.script.commands) < _MAX_COMMANDS:
@@ -298,11 +330,23 @@ class _Reader:
             if word.startswith("--wrap="):
                 self._inner(word.removeprefix("--wrap="), [])
                 return
+            starts = not index or _STARTS.fullmatch(words[index - 1]) or words[0] in ("sbatch", "srun", "qsub")
+            text = self.script.files.get(word) or self.files(word) if starts and word.endswith(_SCRIPTS) else None
+            if text is not None and word not in self.started:
+                self.started.add(word)
+                self.words.spend(_FILE)
+                self.job(text)
+                self._inner(text, [part for part in words[:index] if not _STARTS.fullmatch(part)], words[index + 1 :])
+                return
         flat = []
         for word in words:
             # one array item may hold an option and its value
             flat += word.split() if re.match(r"\s*--\w[\w-]*\s+\S", word) else [word]
-        (self.script.lost if self.script.commands and _OPTION.match(flat[0]) else self.script.commands).append(flat)
+        if self.script.commands and _OPTION.match(flat[0]):
+            self.script.lost.append(flat)
+            return
+        self.script.commands.append(flat)
+        self.around.append(dict(self.words.variables))
 
     def _inner(self, text: str, before: list[str], arguments: Sequence[str] = ()) -> None:
         """A command line inside a word; `before` launches it, and its options count too."""
@@ -328,8 +372,7 @@ class _Reader:
         return outer
 
     def _source(self, name: str) -> None:
-        text = self.files(name)
-        if text is not None:
+        if (text := self.files(name)) is not None:
             self.words.spend(_FILE)
             self._statement(self.parsed(text))
 
@@ -395,6 +438,8 @@ class _Reader:
         return output
 
 
+_STARTS, _SCRIPTS = re.compile(r"(\S*/)?((ba|z|da)?sh|sbatch|qsub)"), (".sh", ".bash", ".slurm", ".sbatch", ".job")
+"""What starts a script, and the ends of its name."""
 _CHOICE = re.compile(r"(\[.*\])\s*&&\s*(.*?)\s*\|\|\s*(.*)")
 _SPACED = re.compile(r"\s*\|\s*(?:tr '\\n' ' '|sed 's/ +\\\+/ /g'|xargs)(?=\s*(?:\||$))")
 """Commands behind a pipe that change nothing but the white space between words."""
@@ -426,9 +471,11 @@ def _counted(raw: str) -> list[str]:
     return [raw] if match is None else (_sequence([*match.groups()]) or "").split()
 
 
-def read_script(text: str, files: Files = lambda name: None) -> Script:
-    """Options as YAML or JSON where the text is that, else the words of a bash script, which may source `files`."""
-    return _options_file(text) or read_shell(text, files)
+def read_script(config: ConfigFile) -> Script:
+    """Options as YAML or JSON where the text is that, else the words of a bash script; what it writes is beside it."""
+    script = _options_file(config.text) or read_shell(config.text, config.beside)
+    config.written.update(script.files)
+    return script
 
 
 def _options_file(text: str) -> Script | None:

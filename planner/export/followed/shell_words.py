@@ -181,8 +181,12 @@ class Words:
             number = self.arithmetic(index)
             values = [values[number]] if number is not None and -len(values) <= number < len(values) else []
         operation, rest = match["operation"] or "", match["rest"]
-        if operation.strip(":") in ("-", "=") and operation.strip(":"):
-            return values if any(values) else self._default(rest)
+        if operation.endswith(("-", "=")) and not any(values):
+            values = self._default(rest)
+            if operation.endswith("=") and match["name"].isidentifier():
+                self.variables[match["name"]] = values
+        if operation.endswith(("-", "=")):
+            return values
         if operation.endswith("+"):
             return self._default(rest) if any(values) else []
         return [self._changed(value, operation, rest) for value in values] if operation else values

@@ -9,7 +9,7 @@ from itertools import pairwise
 
 from planner.answer import Plan
 from planner.errors import SpecError
-from planner.export.imported_run import ConfigFile, ImportedRun, json_of, new_run, positive_number
+from planner.export.imported_run import ConfigFile, ImportedRun, new_run, object_of, positive_number
 from planner.export.keyed_settings import beginnings, dialect, flat, is_off, readings, refused_settings
 from planner.export.launchers import node_environment
 from planner.export.named_models import exported_model
@@ -112,15 +112,6 @@ _ADAMS = ("adam", "adamw", "fusedadam", "deepspeedcpuadam", "auto", "")
 _AUTO = (None, "auto")
 
 
-def parse_json(text: str) -> Fields:
-    """The object of a `ds_config.json`; words that a script replaces (`CONFIG_BATCH_SIZE`) are null."""
-    quoted = re.sub(r"(:\s*|\[\s*|,\s*)([A-Z][A-Z0-9_]{2,})(?=\s*[,}\]])", r"\1null", text)
-    config = json_of(quoted, "give the file that is passed as --deepspeed_config")
-    if not isinstance(config, dict):
-        raise SpecError("the file holds no JSON object", "give the file that is passed as --deepspeed_config")
-    return config
-
-
 def apply_deepspeed(imported: ImportedRun, config: Fields) -> None:
     """Put a configuration into a run; what it leaves to `auto` stays as the trainer says it.
 
@@ -178,7 +169,7 @@ _PIPELINE = "planned_pipeline.py"
 
 def read_deepspeed(config: ConfigFile) -> ImportedRun:
     """The part of a run that `ds_config.json` holds. Raises SpecError where it is no JSON object."""
-    data, row = parse_json(config.text), dialect("deepspeed")
+    data, row = object_of(config.text), dialect("deepspeed")
     pipeline = config.beside(_PIPELINE) or ""
     imported = new_run("deepspeed", DEEPSPEED_RUNTIME, model=exported_model(pipeline), dtype=None)
     apply_deepspeed(imported, data)

@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from planner.errors import SpecError
 from planner.export.followed.shell_script import read_script
@@ -24,7 +25,7 @@ from planner.export.huggingface.tuning_settings import (
     set_model,
     tuning,
 )
-from planner.export.imported_run import ConfigFile, ImportedRun, json_of, new_run, positive_number
+from planner.export.imported_run import ConfigFile, ImportedRun, new_run, object_of, positive_number
 from planner.export.keyed_settings import (
     Dialect,
     KeyedSettings,
@@ -44,7 +45,7 @@ from planner.export.keyed_settings import (
     table,
 )
 from planner.export.keyed_settings import num_gpus as launched_gpus
-from planner.export.megatron.deepspeed_options import refuse_other
+from planner.export.megatron.deepspeed_options import check_trains, refuse_other
 from planner.export.megatron.keyed_reading import is_adapter, read_adapter
 from planner.export.megatron.option_rows import options_of
 from planner.export.named_models import Model, exported_gpus, exported_model, model_called, num_layers_of
@@ -79,6 +80,8 @@ _ROW = dialect("huggingface")
 _READ = {*_ROW.read, *_GRID, *(name for names in _SPELLED.values() for name in names)}
 _TOOLS = tuple(map(dialect, ("llamafactory", "axolotl", "ms-swift", "deepspeed-chat", "trl", "transformers")))
 """Trainers around Hugging Face's, of which the first is meant whose marks the settings have."""
+_SECTION = re.compile(r"(training|train|model|lora|peft|sft|dpo|hyperparameters)(_(args|arguments|config|params))?")
+"""Names of sections of one's own, for the model, its training and its adapters."""
 _SECTIONS = ("dist_config", "quant_config")
 """Sections of LLaMA-Factory's version 1 whose settings are read by their paths."""
 _BY_ACCELERATE = ("trl", "transformers")
@@ -194,6 +197,7 @@ def _other_batches(imported: ImportedRun, said: Settings, found: Fields) -> list
 
 def _refuse_others(settings: Settings, keyed: KeyedSettings, config: ConfigFile) -> None:
     """Raise SpecError for settings that train nothing, or none of which say a model, a batch or its sharding."""
+    check_trains(keyed.script.words)
     if not any(name in settings for name in (*_BATCH, "zero_stage", "deepspeed", *_MODEL, "peft_type")):
         missing = next((name for name in keyed.unread if name.endswith((".yaml", ".yml"))), None)
         if missing is None:
@@ -250,6 +254,11 @@ def _in_one(settings: Settings) -> Settings:
         arguments: Settings = readings("llamafactory-arguments", found)["arguments"]
         found.pop("name", None)
         return found | arguments
+    for name in filter(_SECTION.fullmatch, settings):
+        # of a file that people part by themselves
+        if isinstance(inner := settings[name], Mapping):
+            found |= {"model_name_or_path" if key == "name" else key: value for key, value in found.pop(name).items()}
+            found |= {"peft_type": "LORA"} if name.startswith(("lora", "peft")) and "r" in inner else {}
     for section, start in (("fsdp_config", "fsdp_"), ("parallelism_config", "parallelism_config_")):
         inner = settings.get(section)
         names = {name for name in map(str, settings) if name.startswith(start)} - {"fsdp_config", "fsdp_version"}
@@ -282,11 +291,21 @@ def _read_sharding(imported: ImportedRun, settings: Fields, config: ConfigFile) 
         else:
             imported.unknown["deepspeed"] = f"{name} is not beside the file: ZeRO 0 is assumed"
     elif any(map(settings.get, ("fsdp", "fsdp_config", "fsdp_version"))):
-        options, words = settings.get("fsdp_config"), settings.get("fsdp")
-        if isinstance(options, str) and options.endswith(".json"):
-            options = json_of(config.beside(options) or "{}", f"mend {options}")
+        section = {name: _of_file(imported, settings.get(name), name, config) for name in ("fsdp", "fsdp_config")}
+        if isinstance(whole := section["fsdp"], dict):
+            section |= {"fsdp": None, **whole}
+        words, options = section["fsdp"], section["fsdp_config"]
         words = " ".join(map(str, words)) if isinstance(words, list) else str(words or "")
         apply_fsdp(imported, words, options if isinstance(options, dict) else {})
+
+
+def _of_file(imported: ImportedRun, value: Any, name: str, config: ConfigFile) -> Any:
+    """What the file beside the configuration holds that a setting names; any other value as it is."""
+    if not str(value).endswith(".json"):
+        return value
+    if (text := config.beside(str(value))) is None:
+        imported.unknown[name] = f"{value} is not beside the file"
+    return object_of(text or "{}", f"mend {value}")
 
 
 def _list_unread(imported: ImportedRun, settings: Fields) -> None:
@@ -344,7 +363,7 @@ def _recipe_of(config: ConfigFile) -> tuple[Fields, Fields, int | None]:
     """A recipe, its settings under the overrides of a `tune run`, and the GPUs of its launch or of its comments."""
     text, overrides, gpus = config.text, Fields(), None
     if re.search(r"^[^#\n]*\btune run\b", text, re.MULTILINE):
-        script = read_script(text, config.beside)
+        script = read_script(config)
         words = next((words for words in script.commands if words[:2] == ["tune", "run"]), script.words)
         options = options_of(words)
         name, overrides = next(iter(options.get("--config", [])), ""), overrides_of(words)

@@ -8,8 +8,8 @@ from math import inf, isfinite
 from typing import Any
 
 from planner.errors import SpecError
-from planner.export.huggingface.deepspeed_files import apply_deepspeed, parse_json, section
-from planner.export.imported_run import ConfigFile, ImportedRun, json_of, new_run
+from planner.export.huggingface.deepspeed_files import apply_deepspeed, section
+from planner.export.imported_run import ConfigFile, ImportedRun, new_run, object_of
 from planner.export.keyed_settings import (
     Settings,
     dialect,
@@ -54,7 +54,7 @@ def deepspeed_beside(config: ConfigFile, name: Any) -> Fields | None:
     if isinstance(name, Mapping):
         return dict(name)
     text = config.beside(str(name)) if name else None
-    return None if text is None else parse_json(text)
+    return None if text is None else object_of(text)
 
 
 def set_model(imported: ImportedRun, name: Any, settings: Settings) -> None:
@@ -93,8 +93,7 @@ def beside_adapters(settings: Said, config: ConfigFile) -> Fields:
         return {}
     found: Fields = {}
     for name in (ADAPTER_FILE, QUANTIZATION_FILE):
-        data = json_of(config.beside(name) or "{}", f"mend {name}")
-        found |= data if isinstance(data, dict) else {}
+        found |= object_of(config.beside(name) or "{}", f"mend {name}")
     return found if "peft_type" in found else {}
 
 
@@ -270,7 +269,8 @@ def put_adapters(imported: ImportedRun, settings: Said, has_experts: bool = True
     imported.run["adapters"], imported.unknown = adapters, imported.unknown | unknown
 
 
-_PACKED: Named = table()["peft"]["packed"]
+_PACKED: Named = table()["peft"]["packed"] | table()["bridge"]["lora_modules"]
+"""The projections behind names that hold several, of packed weights and of Megatron core's modules."""
 
 
 def _targets(settings: Said) -> tuple[list[str], list[str]]:

@@ -14,6 +14,7 @@ from planner.export.followed.python_values import CallRecord, Unknown
 from planner.export.followed.shell_script import Script, launched_on, read_script
 from planner.export.imported_run import ConfigFile, ImportedRun, json_of
 from planner.export.keyed_settings import flat, mapping_of, readings, refused_settings, table
+from planner.export.megatron.deepspeed_options import check_is_gpt
 from planner.export.megatron.keyed_reading import add_lora
 from planner.export.megatron.model_options import PATTERNS
 from planner.export.megatron.option_rows import (
@@ -204,6 +205,7 @@ def read_bridge(config: ConfigFile) -> ImportedRun:
     if is_python and not re.search(r"^#!(?!.*python)|^apiVersion:", config.text, re.MULTILINE):
         return _read_recipe(config)
     words, script, recipe = _words(config)
+    check_is_gpt(script.words, {})
     said, others = _arguments(script.words)
     fields = dict(_field(word) for word in (*said, *words))
     recipe, gpus = recipe or others.pop("recipe", ""), others.pop("gpus", "")
@@ -345,9 +347,9 @@ def _words(config: ConfigFile) -> tuple[list[str], Script, str]:
         if not isinstance(overrides, list):
             raise SpecError(f"overrides: holds {kind_of(overrides)}, not a list", 'write ["train.train_iters=100", …]')
         return [str(word) for word in overrides], launched_on(data.get("world_size")), str(data.get("recipe", ""))
-    if re.match(r"(#.*\n|\s|---)*(model|train|ddp|optimizer):\s*(#.*)?\n", text):
+    if re.match(r"(#.*\n|\s|---)*[a-z_]+:\s*(#.*)?\n", text):
         return [f"{path}={json.dumps(value)}" for path, value in flat(mapping_of(text)).items()], Script(), ""
-    script = read_script(text, config.beside)
+    script = read_script(config)
     return [word for word in script.words if re.match(r"([+a-z_]+(\.\w+)+|mixed_precision)=", word)], script, ""
 
 

@@ -47,17 +47,23 @@ def read_zero(options: Options, config: Fields, imported: ImportedRun) -> None:
 
 def check_is_gpt(words: Sequence[str], options: Options) -> None:
     """Raise SpecError where the program or its options are those of a model that is no GPT, or train nothing."""
-    rows = table()["no_decoder"]
+    check_trains(words)
     started = [*words[:1], *(word for word, before in zip(words[1:], words, strict=False) if before == "-m")]
     programs = " ".join([*started, *(word for word in words if word.endswith((".py", ".sh")))])
+    for what, where in _others(words, options, programs):
+        if not (what.startswith("Mamba") and any(name in options for name in PATTERNS)):
+            refuse_other(what, where)
+
+
+def check_trains(words: Sequence[str]) -> None:
+    """Raise SpecError where a launch is one of a trainer's other commands."""
     begun = " ".join(words[:3])
     if other := re.search(
         r"\b(swift|megatron|llamafactory-cli)\s+(infer|deploy|export|eval|sample|rollout|chat)", begun
     ):
-        refuse_other(rows["commands"].get(other[2], "no training"), begun)
-    for what, where in _others(words, options, programs):
-        if not (what.startswith("Mamba") and any(name in options for name in PATTERNS)):
-            refuse_other(what, where)
+        refuse_other(table()["no_decoder"]["commands"].get(other[2], "no training"), begun)
+    if program := next((word for word in words if re.fullmatch(r"lm[-_]eval|lighteval|evalplus", word)), None):
+        refuse_other("an evaluation of a trained model", program)
 
 
 def _others(words: Sequence[str], options: Options, programs: str) -> Iterator[tuple[str, str]]:

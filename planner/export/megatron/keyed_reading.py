@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 from planner.errors import SpecError
 from planner.export.followed.shell_script import Script, launched_on, read_script
-from planner.export.huggingface.tuning_settings import EXPERT_TARGETS, put_adapters
+from planner.export.huggingface.tuning_settings import put_adapters
 from planner.export.imported_run import ConfigFile, ImportedRun
 from planner.export.keyed_settings import (
     KeyedSettings,
@@ -120,29 +120,20 @@ def add_adapters(imported: ImportedRun, settings: Settings) -> None:
     put_adapters(imported, {"lora_rank": 8, "lora_dropout": 0.05, "target_modules": "all-linear", **settings})
 
 
-LORA_MODULES = {name: words.split() for name, words in table()["bridge"]["lora_modules"].items()}
-"""Modules of Megatron core that Bridge's LoRA adapts, and peft's names of their products."""
 _ALL_MODULES = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 
 
 def add_lora(imported: ImportedRun, fields: Settings, kind: str = "LoRA") -> None:
     """Adapters as Megatron-Bridge's LoRA says them: rank 32 on all linear layers, those of experts too, unless told."""
-    named = fields.get("target_modules") or _ALL_MODULES
-    modules = [str(name) for name in (named if isinstance(named, (list, tuple)) else [named])]
-    targets = [target for name in modules for target in LORA_MODULES.get(name, ())]
-    if others := [name for name in modules if name not in LORA_MODULES]:
-        imported.unknown["peft.target_modules"] = ", ".join(others)
+    rank, dropout = fields.get("dim", 32), fields.get("dropout")
     if kind.lower() not in ("lora", "canonicallora"):
         imported.unknown["peft"] = f"{kind}, priced as LoRA"
-    rank = fields.get("dim", 32)
     if not isinstance(rank, int) or rank < 1:
         raise SpecError(f"peft.dim: {rank!r:.60} is no rank", "write a whole number")
-    dropout = fields.get("dropout", 0.0)
-    imported.run["adapters"] = {
-        "rank": rank,
-        "targets": list(dict.fromkeys(targets)) or ["all-linear", *EXPERT_TARGETS],
-        "dropout": dropout if isinstance(dropout, float) else 0.0,
-    }
+    targets = fields.get("target_modules") or _ALL_MODULES
+    dropped = dropout if isinstance(dropout, float) else 0.0
+    put_adapters(imported, {"r": rank, "lora_dropout": dropped, "target_modules": targets})
+    imported.rename({"target_modules": "peft.target_modules"})
 
 
 def _model_of(settings: Settings) -> str:
@@ -194,11 +185,17 @@ def read_adapter(keyed: KeyedSettings) -> ImportedRun:
     return imported
 
 
+_SLIME = {"num_layers", "tensor_model_parallel_size", "hf_checkpoint", "rollout_batch_size", "actor_num_gpus_per_node"}
+"""Of these a launch of slime's has one."""
+
+
 def read_slime(config: ConfigFile) -> ImportedRun:
     """The run of slime's trainer: Megatron-LM's arguments, beside those of rollouts, which are not priced."""
-    script = read_script(config.text, config.beside)
+    script = read_script(config)
     options = options_of(script.words)
     settings: Settings = {name.removeprefix("--").replace("-", "_"): " ".join(w) or True for name, w in options.items()}
+    if not _SLIME & settings.keys():
+        raise SpecError("the text gives no arguments of slime's trainer", "give the script that calls its train.py")
     said = readings("slime", settings)
     if "global_batch_size" in said:
         settings.setdefault("global_batch_size", said["global_batch_size"])

@@ -67,7 +67,7 @@ def read_nemo(config: ConfigFile) -> ImportedRun:
             )
         return _second_version(record)
     if re.search(r"(trainer|model)\.(strategy|config|devices|num_nodes)", config.text):
-        script = read_script(config.text, config.beside)
+        script = read_script(config)
         imported = _second_version(_record_of_overrides(script.words))
         imported.ignore(_LAUNCHER.match)
         imported.run["num_gpus"] = imported.run["num_gpus"] or num_gpus(options_of(script.words), script)
@@ -190,6 +190,7 @@ def _first_version(text: str) -> ImportedRun:
         "nemo", as_fields(given), _world(given.get("trainer.num_nodes", 1), given.get("trainer.devices"))
     )
     imported.assume(_ROW.left_out(given))
+    imported.put(readings("nemo-words", given))
     scheme = str(given.get("model.peft.peft_scheme") or "none").lower()
     if scheme not in ("none", "null"):
         start = f"model.peft.{scheme}_tuning."

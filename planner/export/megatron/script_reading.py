@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator, Sequence
 
 from planner.errors import SpecError
 from planner.export.followed.shell_script import AROUND, Script, read_script
-from planner.export.imported_run import ConfigFile, ImportedRun, json_of, new_run, published_name
+from planner.export.imported_run import ConfigFile, ImportedRun, new_run, object_of, published_name
 from planner.export.keyed_settings import beginnings, count, num_gpus, readings, table
 from planner.export.megatron.deepspeed_options import (
     DEEPSPEED_OPTIONS,
@@ -88,7 +88,7 @@ _SIZES = ("--num-layers", "--tensor-model-parallel-size", "--pipeline-model-para
 
 def read_megatron(config: ConfigFile) -> ImportedRun:
     """The run that a script (or a list of arguments) starts. Raises SpecError for values that are no numbers."""
-    script = read_script(config.text, config.beside)
+    script = read_script(config)
     words = _words(script)
     options = dict(options_of(words))
     check_is_gpt(words, options)
@@ -131,14 +131,10 @@ def _split(text: str) -> list[str]:
 def _deepspeed_config(options: Options, script: Script, config: ConfigFile) -> Fields:
     """DeepSpeed's own configuration: written by the script, or a file beside it; empty where there is none."""
     name = text(options, "--deepspeed_config") or text(options, "--deepspeed-config")
-    source = script.files.get(name) or config.beside(name)
+    source = config.beside(name)
     if source is None and len(script.files) == 1:
-        source = next(iter(script.files.values()))
-    try:
-        data = json_of(source or "{}", "")
-    except SpecError:
-        return {}
-    return data if isinstance(data, dict) else {}
+        source = next((written for written in script.files.values() if written.lstrip().startswith("{")), None)
+    return object_of(source or "{}")
 
 
 def run_of(
@@ -195,7 +191,7 @@ def _run_of(
     if named is not None:
         model = found = resized(named, options)
         described = {**options, **_options_of_model(found)}
-    elif "--num-layers" in options:
+    elif "--num-layers" in options and ("--hidden-size" in options or source.startswith("megatron")):
         model = read_model(options)
     said = _said(described, source)
     imported = new_run(
