@@ -218,15 +218,17 @@ def _read_launch(
     accelerate = config.beside(str(settings.get("config_file") or ACCELERATE_FILE))
     sections: Settings = {name: settings[name] for name in ("fsdp_config", "parallelism_config") if name in settings}
     if accelerate is not None:
-        apply_accelerate(imported, file := mapping_of(accelerate), config)
+        # of the number of processes, the launch's own comes before the file's (accelerate's commands/launch.py)
+        file = mapping_of(accelerate) | {name: settings[name] for name in ("num_processes",) if name in settings}
+        apply_accelerate(imported, file, config)
         sections |= file
     note_sections(imported, flat(sections))
     dtype = tuning(settings)["dtype"]
     run["dtype"] = dtype or run["dtype"]
-    if dtype is not None and IN_FP32 in imported.notes:
+    if dtype is None:
+        imported.notes += [] if accelerate else ["neither bf16 nor fp16 is asked for: priced as bf16"]
+    elif IN_FP32 in imported.notes:
         imported.notes.remove(IN_FP32)
-    if dtype is None and accelerate is None:
-        imported.notes.append("neither bf16 nor fp16 is asked for: priced as bf16")
     _read_sharding(imported, settings, config)
     if not run["parallelism"]["zero_stage"] and is_program and accelerate is None:
         imported.notes.append(
