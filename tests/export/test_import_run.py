@@ -282,7 +282,7 @@ def test_an_unknown_setting_is_priced_as_what_it_could_say() -> None:
     run = imported.complete(hardware="h100", num_gpus=8)
     others = imported.undecided(run)
     assert [(other.name, other.run["adapters"]["rank"]) for other in others] == [("finetuning_types", 16)]
-    assert imported.assumed["gradient_checkpointing"] == "True"
+    assert imported.assumed["disable_gradient_checkpointing"] == "False"
 
 
 MEGATRON = (

@@ -140,8 +140,10 @@ def run_of_arguments(keyed: KeyedSettings, config: ConfigFile, tool: Dialect | N
     tool.assume(imported, unasked | (dialect("peft").left_out(said) if said.get("peft_type") else {}))
     run, layout = imported.run, imported.run["parallelism"]
     run["seq_length"], run["global_batch_size"] = number(settings, *_SEQUENCE), number(settings, "global_batch_size")
-    _read_checkpointing(imported, settings, tool)
-    run["num_gpus"] = keyed.num_gpus or number(settings, "num_processes") or exported_gpus(config.text)
+    _read_checkpointing(imported, settings)
+    # a worker of Ray's has a GPU (LLaMA-Factory, axolotl)
+    asked = number(settings, "num_processes", "ray_num_workers")
+    run["num_gpus"] = keyed.num_gpus or asked or exported_gpus(config.text)
     if run["num_gpus"] is None and re.search(r"\bFast(Language|Vision)?Model\.from_pretrained", config.text):
         run["num_gpus"], imported.assumed["num_gpus"] = 1, "1, as Unsloth trains without a launcher"
     _read_launch(imported, settings, config, tool, not keyed.script.words and tool.name in _BY_ACCELERATE)
@@ -170,10 +172,10 @@ def run_of_arguments(keyed: KeyedSettings, config: ConfigFile, tool: Dialect | N
     return imported
 
 
-def _read_checkpointing(imported: ImportedRun, settings: Fields, tool: Dialect) -> None:
-    """Recomputing of layers, which a key asks for, or the tool where no key forbids it."""
+def _read_checkpointing(imported: ImportedRun, settings: Fields) -> None:
+    """Recomputing of layers, which a key asks for, or LLaMA-Factory where no key of its own forbids it."""
     is_asked = any(str(value) != "0" and not is_off(value) for value in map(settings.get, _CHECKPOINTING))
-    if is_asked or ("disable_gradient_checkpointing" in settings and "gradient_checkpointing" in tool.unasked):
+    if is_asked or "disable_gradient_checkpointing" in settings:
         is_forbidden = is_on(settings.get("disable_gradient_checkpointing"))
         imported.run["parallelism"]["recompute"] = "none" if is_forbidden else "full"
 
