@@ -75,7 +75,7 @@ def _of_automodel(name: str, settings: Settings, num_gpus: int | None) -> Import
     imported.source, imported.model_name = name, named
     row.assume(imported, unasked)
     imported.unknown, imported.ignored, run["features"] = {}, {}, {}
-    known = {"layout": layout, "gpus": num_gpus, "is_mixture": moe_of(model) is not None}
+    known = {"layout": layout, "gpus": num_gpus, "is_mixture": moe_of(model) is not None, "given": settings}
     imported.put(readings("automodel", found, **known))
     imported.accumulates_whole = is_on(found.get("keeps_weights"))
     _add_adapters(imported, found)

@@ -293,6 +293,8 @@ class ImportedRun:
             self.offload_all(name, value)
         if beside := said.get("beside"):
             self.reinforce(**beside)
+        if said.get("is_padded"):
+            self.note_unpacked()
 
     def offload_all(self, name: str, value: object = "true") -> None:
         """FSDP's CPUOffload, which the setting `name` says, of a run that shards its weights."""

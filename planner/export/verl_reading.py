@@ -168,8 +168,6 @@ def read_roll(config: ConfigFile) -> ImportedRun:
     imported.source, imported.predicts_further = "roll", False
     imported.model_name = model
     imported.put(readings("roll", given | own, layout=imported.run["parallelism"], **said))
-    if not said["is_packed"]:
-        imported.note_unpacked()
     return imported
 
 

@@ -334,9 +334,11 @@ def test_a_programs_own_file_stands_behind_it_and_the_launchers_before_it(tmp_pa
     (tmp_path / "full.yaml").write_text(
         "model_name_or_path: Qwen/Qwen3-8B\nmax_length: 1024\nper_device_train_batch_size: 1\nbf16: true\n"
     )
-    (tmp_path / "run.sh").write_text("accelerate launch --config_file zero3.yaml scripts/run_dpo.py full.yaml\n")
-    run = read(tmp_path / "run.sh").run
-    assert (run["num_gpus"], run["seq_length"], run["parallelism"]["zero_stage"]) == (2, 1024, 3)
+    command = "accelerate launch --config_file zero3.yaml {}scripts/run_dpo.py full.yaml\n"
+    for said, gpus in (("", 2), ("--num_processes 4 ", 4)):  # the launch's own words before its file's
+        (tmp_path / "run.sh").write_text(command.format(said))
+        run = read(tmp_path / "run.sh").run
+        assert (run["num_gpus"], run["seq_length"], run["parallelism"]["zero_stage"]) == (gpus, 1024, 3)
 
 
 _ROLL = TABLES["_roll"]

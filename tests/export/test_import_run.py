@@ -54,12 +54,7 @@ def test_what_cannot_be_read(text: str, message: str) -> None:
 @pytest.mark.parametrize(("text", "place", "value"), TABLES["what_decides_is_read_or_named"])
 def test_what_decides_is_read_or_named(text: str, place: str, value: Any) -> None:
     imported = read_configuration(text)
-    found: Any = {
-        "run": imported.run,
-        "unknown": imported.unknown,
-        "refused": imported.refused,
-        "assumed": imported.assumed,
-    }
+    found: Any = {name: getattr(imported, name) for name in ("run", "unknown", "refused", "assumed", "pads")}
     for name in place.split("/"):
         found = found.get(name)
     assert found == value
@@ -287,7 +282,7 @@ def test_an_unknown_setting_is_priced_as_what_it_could_say() -> None:
     run = imported.complete(hardware="h100", num_gpus=8)
     others = imported.undecided(run)
     assert [(other.name, other.run["adapters"]["rank"]) for other in others] == [("finetuning_types", 16)]
-    assert imported.assumed["gradient_checkpointing"] == "True"
+    assert imported.assumed["disable_gradient_checkpointing"] == "False"
 
 
 MEGATRON = (

@@ -143,8 +143,10 @@ def run_of_arguments(keyed: KeyedSettings, config: ConfigFile, tool: Dialect | N
     tool.assume(imported, unasked | (dialect("peft").left_out(said) if said.get("peft_type") else {}))
     run, layout = imported.run, imported.run["parallelism"]
     run["seq_length"], run["global_batch_size"] = number(settings, *_SEQUENCE), number(settings, "global_batch_size")
-    _read_checkpointing(imported, settings, tool)
-    run["num_gpus"] = keyed.num_gpus or number(settings, "num_processes") or exported_gpus(config.text)
+    _read_checkpointing(imported, settings)
+    # a worker of Ray's has a GPU (LLaMA-Factory, axolotl)
+    asked = number(settings, "num_processes", "ray_num_workers")
+    run["num_gpus"] = keyed.num_gpus or asked or exported_gpus(config.text)
     if run["num_gpus"] is None and re.search(r"\bFast(Language|Vision)?Model\.from_pretrained", config.text):
         run["num_gpus"], imported.assumed["num_gpus"] = 1, "1, as Unsloth trains without a launcher"
     _read_launch(imported, settings, config, tool, not keyed.script.words and tool.name in _BY_ACCELERATE)
@@ -173,10 +175,10 @@ def run_of_arguments(keyed: KeyedSettings, config: ConfigFile, tool: Dialect | N
     return imported
 
 
-def _read_checkpointing(imported: ImportedRun, settings: Fields, tool: Dialect) -> None:
-    """Recomputing of layers, which a key asks for, or the tool where no key forbids it."""
+def _read_checkpointing(imported: ImportedRun, settings: Fields) -> None:
+    """Recomputing of layers, which a key asks for, or LLaMA-Factory where no key of its own forbids it."""
     is_asked = any(str(value) != "0" and not is_off(value) for value in map(settings.get, _CHECKPOINTING))
-    if is_asked or ("disable_gradient_checkpointing" in settings and "gradient_checkpointing" in tool.unasked):
+    if is_asked or "disable_gradient_checkpointing" in settings:
         is_forbidden = is_on(settings.get("disable_gradient_checkpointing"))
         imported.run["parallelism"]["recompute"] = "none" if is_forbidden else "full"
 
@@ -222,15 +224,17 @@ def _read_launch(
     accelerate = config.beside(str(settings.get("config_file") or ACCELERATE_FILE))
     sections: Settings = {name: settings[name] for name in ("fsdp_config", "parallelism_config") if name in settings}
     if accelerate is not None:
-        apply_accelerate(imported, file := mapping_of(accelerate), config)
+        # of the number of processes, the launch's own comes before the file's (accelerate's commands/launch.py)
+        file = mapping_of(accelerate) | {name: settings[name] for name in ("num_processes",) if name in settings}
+        apply_accelerate(imported, file, config)
         sections |= file
     note_sections(imported, flat(sections))
     dtype = tuning(settings)["dtype"]
     run["dtype"] = dtype or run["dtype"]
-    if dtype is not None and IN_FP32 in imported.notes:
+    if dtype is None:
+        imported.notes += [] if accelerate else ["neither bf16 nor fp16 is asked for: priced as bf16"]
+    elif IN_FP32 in imported.notes:
         imported.notes.remove(IN_FP32)
-    if dtype is None and accelerate is None:
-        imported.notes.append("neither bf16 nor fp16 is asked for: priced as bf16")
     _read_sharding(imported, settings, config)
     if not run["parallelism"]["zero_stage"] and is_program and accelerate is None:
         imported.notes.append(

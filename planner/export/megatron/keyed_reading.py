@@ -159,8 +159,6 @@ def read_swift(config: ConfigFile) -> ImportedRun:
     imported.unknown |= keyed.unread
     add_adapters(imported, settings)
     imported.put(readings("ms-swift", settings, run=imported.run, objectives=table()["huggingface"]["objectives"]))
-    if not is_on(settings.get("packing")):
-        imported.note_unpacked()
     return imported
 
 
