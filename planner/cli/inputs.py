@@ -46,6 +46,7 @@ from planner.trainers.spec import RuntimeSpec
 from planner.trainers.stated import DEFAULT, Recipe, check_together, stated_consents, stated_switches
 
 if TYPE_CHECKING:
+    from planner.answer import Plan
     from planner.search.case import Case
 
 _log = logging.getLogger(__name__)
@@ -155,7 +156,7 @@ def _cluster(asked: JobOptions, hardware: HardwareSpec, assumed: Fields) -> Clus
     values = {"hardware": hardware, "num_gpus": asked.gpus, "gpus_per_node": asked.gpus_per_node, **assumed}
     if asked.tier is not None:
         values["network_tiers"] = _network(asked.tier, hardware, values)
-    return _checked(ClusterSpec, values)
+    return checked_options(ClusterSpec, values)
 
 
 def _note_doubts(asked: JobOptions, cluster: ClusterSpec, tunes: bool, tokens_per_step: int) -> None:
@@ -186,7 +187,7 @@ def _network(text: str, hardware: HardwareSpec, values: Said) -> tuple[LinkTier,
     if "network_gb_per_s" in values:
         raise SpecError("--tier and --assume network_gb_per_s: both given", "leave network_gb_per_s out")
     tiers = parse_tiers(text, hardware)
-    domain = _checked(ClusterSpec, values).tiers[0].num_gpus or values["gpus_per_node"] or hardware.gpus_per_node
+    domain = checked_options(ClusterSpec, values).tiers[0].num_gpus or values["gpus_per_node"] or hardware.gpus_per_node
     if (innermost := tiers[0].num_gpus) is not None and innermost <= domain:
         joined = f"{hardware.fabric} joins {domain} GPUs of {hardware.name}, which no network tier is inside of"
         wrong = f"--tier: {tiers[0].name}:{innermost}: {joined}"
@@ -204,7 +205,7 @@ def read_limits(asked: SearchOptions, job: Job) -> SearchLimits:
     for name in PINS:
         if name in values:
             values[name] = listed(name, values[name], str if name in ("recompute", "schedule", "rank_order") else int)
-    return _checked(SearchLimits, values)
+    return checked_options(SearchLimits, values)
 
 
 def read_parallelism(asked: LayoutOptions) -> Parallelism:
@@ -214,7 +215,7 @@ def read_parallelism(asked: LayoutOptions) -> Parallelism:
         values["layers_per_stage"] = listed("layers_per_stage", values["layers_per_stage"], int)
     if "recompute_modules" in values:
         values["recompute_modules"] = listed("recompute_modules", values["recompute_modules"], str)
-    return _checked(Parallelism, values)
+    return checked_options(Parallelism, values)
 
 
 def read_described(asked: LayoutOptions, job: Job) -> Job:
@@ -233,6 +234,18 @@ def read_described(asked: LayoutOptions, job: Job) -> Job:
     training = _routed(asked, job.training, job.model, runtime, stated)
     says = job.says_switches is True or stated.keys()
     return replace(job, training=training, runtime_spec=runtime, says_switches=says)
+
+
+def priced(asked: LayoutOptions) -> tuple[Job, Job, Plan]:
+    """The job of today's trainer, the same as the options describe its layout, and the price of that layout."""
+    from planner.layout.evaluate import evaluate
+    from planner.trainers.stated import of_today
+
+    job = read_job(asked)
+    job = replace(job, runtime_spec=of_today(job.runtime_spec))
+    run, layout = read_described(asked, job), read_parallelism(asked)
+    runtime, says = run.runtime_spec, run.says_switches
+    return job, run, evaluate(run.model, run.cluster, run.training, layout, runtime=runtime, says_switches=says)
 
 
 def _switches(asked: SearchOptions | LayoutOptions, job: Job, describes: bool = False) -> Any:
@@ -283,7 +296,8 @@ def given_of(asked: JobOptions, spec: type[Spec]) -> Fields:
     return filled(pairs)
 
 
-def _checked(spec: type[S], values: Said) -> S:
+def checked_options(spec: type[S], values: Said) -> S:
+    """The `spec` of values that options gave. SpecError names the option."""
     spelling = {field: option(field) for field in spec.model_fields}
     tuples = {field: value for field, value in values.items() if isinstance(value, tuple)}
     spelling |= {f"{field}[{i}]": option(field) for field, value in tuples.items() for i in range(len(value))}
@@ -320,7 +334,7 @@ def _training(asked: JobOptions, model: ModelSpec, adapters: AdapterSpec | None)
     }  # fmt: skip
     others = {name: getattr(asked, name) for name in ("dtype", "moe_imbalance", "straggler_fraction")}
     values |= filled(others.items())
-    _checked(TrainingSpec, values)  # the batch is counted in sequences of a sane length
+    checked_options(TrainingSpec, values)  # the batch is counted in sequences of a sane length
     batch = _global_batch_size(asked, model, seq_length, tunes=tunes)
     if objective.has_pairs and batch % 2:
         odd = f"{batch:,} is odd, and {objective.name} takes pairs of sequences"
@@ -329,7 +343,7 @@ def _training(asked: JobOptions, model: ModelSpec, adapters: AdapterSpec | None)
         enough = f"{asked.tokens.strip()}T" if is_count(asked.tokens.strip()) else batch * seq_length
         few = f"{asked.tokens[:60]} are fewer than the {batch * seq_length:,} of one step"
         raise SpecError(f"--tokens: {few}", f"--tokens {enough}")
-    return _checked(TrainingSpec, {**values, "global_batch_size": batch})
+    return checked_options(TrainingSpec, {**values, "global_batch_size": batch})
 
 
 def _seeing(model: ModelSpec, asked: str | None, training: TrainingSpec) -> ModelSpec:
@@ -393,7 +407,7 @@ def _operations(asked: JobOptions) -> OperationsSpec:
         )
     if given and not is_counted and dated is None:
         _log.warning("%s: has no effect without --tokens", ", ".join(map(option, given)))
-    return _checked(OperationsSpec, given)
+    return checked_options(OperationsSpec, given)
 
 
 def _global_batch_size(asked: JobOptions, model: ModelSpec, seq_length: int, tunes: bool) -> int:

@@ -162,9 +162,7 @@ def _priced(observation: Observation, asked: LayoutOptions) -> tuple[Plan | None
 
 def _of_options(observation: Observation, asked: LayoutOptions) -> Plan:
     """The price of the options' layout; the log says the batch, the sequence and the GPUs that they leave out."""
-    from planner.cli.inputs import read_described, read_job, read_parallelism
-    from planner.layout.evaluate import evaluate
-    from planner.trainers.stated import of_today
+    from planner.cli.inputs import priced
 
     facts = observation.facts
     batch_said = asked.global_batch_size is not None or asked.batch_tokens is not None
@@ -173,13 +171,7 @@ def _of_options(observation: Observation, asked: LayoutOptions) -> Plan:
         "seq_length": asked.seq_length or facts.seq_length,
         "global_batch_size": asked.global_batch_size if batch_said else facts.global_batch_size,
     }
-    asked = replace(asked, **values)
-    job = read_job(asked)
-    run = read_described(asked, replace(job, runtime_spec=of_today(job.runtime_spec)))
-    return evaluate(
-        run.model, run.cluster, run.training, read_parallelism(asked), runtime=run.runtime_spec,
-        says_switches=run.says_switches,
-    )  # fmt: skip
+    return priced(replace(asked, **values))[2]
 
 
 def _of_arguments(stated: Fields, asked: LayoutOptions) -> Plan | None:

@@ -100,16 +100,11 @@ def evaluate_command(
     if runs is not None:
         _evaluate_runs(ctx, runs, form.json)
         return
-    from planner.cli.inputs import read_described, read_job, read_parallelism
-    from planner.layout.evaluate import evaluate
-    from planner.trainers.stated import consented, of_today
+    from planner.cli.inputs import priced
+    from planner.trainers.stated import consented
 
-    job = read_job(asked)
-    job = replace(job, runtime_spec=of_today(job.runtime_spec))
-    run, parallelism = read_described(asked, job), read_parallelism(asked)
     form.check()
-    says = run.says_switches
-    plan = evaluate(run.model, run.cluster, run.training, parallelism, runtime=run.runtime_spec, says_switches=says)
+    job, run, plan = priced(asked)
     plan = plan.model_copy(update={"command": command_line(asked, "plan evaluate")})
     own = None if form.json or form.is_to_stdout else _own_choice(job, consented(run.runtime_spec))
     answer(plan, form, own)
@@ -204,21 +199,17 @@ def _check_running(asked: SearchOptions, path: str) -> None:
 
 def _training_of(asked: SearchOptions, old: Plan) -> TrainingSpec:
     """The old plan's training, with the options that may change while a job runs."""
-    from planner.cli.inputs import count_of, given_of, option
+    from planner.cli.inputs import checked_options, count_of, given_of
     from planner.months.whole_run import check_spares
-    from planner.specs.problems import checked
     from planner.specs.training import OperationsSpec, TrainingSpec
 
     names = ("global_batch_size", "moe_imbalance", "straggler_fraction")
     changed = {name: getattr(asked, name) for name in names if getattr(asked, name) is not None}
     if asked.tokens is not None:
         changed["tokens"] = count_of("tokens", asked.tokens)
-    spelling = {name: option(name) for spec in (TrainingSpec, OperationsSpec) for name in spec.model_fields}
-    operations = checked(
-        OperationsSpec, {**old.training.operations.model_dump(), **given_of(asked, OperationsSpec)}, spelling=spelling
-    )
-    values = {**old.training.model_dump(), **changed, "operations": operations}
-    training = checked(TrainingSpec, values, spelling=spelling)
+    given = {**old.training.operations.model_dump(), **given_of(asked, OperationsSpec)}
+    values = {**old.training.model_dump(), **changed, "operations": checked_options(OperationsSpec, given)}
+    training = checked_options(TrainingSpec, values)
     check_spares(old.cluster.changed(num_gpus=asked.gpus), training)
     return training
 
