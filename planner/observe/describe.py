@@ -189,7 +189,6 @@ def described(record: RunRecord, trainer: str, sources: tuple[SourceFile, ...]) 
     if 0.5 < gpus < MOST and abs(gpus - round(gpus)) < 0.01 * gpus:
         record.facts.setdefault("num_gpus", round(gpus))
     facts = facts_of(record, trainer)
-    common = {"sources": sources, "facts": facts, **_beside_steps(record)}
     _last_run(record)
     notes = list(record.notes)
     if record.duplicates:
@@ -197,7 +196,8 @@ def described(record: RunRecord, trainer: str, sources: tuple[SourceFile, ...]) 
     if not record.numbers:
         speed = record.middle("tokens_per_s_per_gpu")
         known = f": {speed:,.0f} tokens a second and GPU say none without the tokens of a step" if speed else ""
-        return Observation(**common, notes=(*notes, f"no line of a step was found{known}"))
+        notes.append(f"no line of a step was found{known}")
+        return Observation(sources=sources, facts=facts, **_beside_steps(record), notes=tuple(notes))
     precision = record.middle("precision_fraction") or 0.0
     found = steady(
         np.asarray(record.numbers, dtype=np.int64), np.asarray(record.seconds, dtype=np.float64),
@@ -205,6 +205,7 @@ def described(record: RunRecord, trainer: str, sources: tuple[SourceFile, ...]) 
         {row: set(kinds) for row, kinds in record.marks.items()}, precision,
     )  # fmt: skip
     record.steady = (~found.warmup).tolist()
+    common = {"sources": sources, "facts": facts, **_beside_steps(record)}
     tokens_per_s, asks = _tokens_per_s(record, facts, found.step_s)
     refused = _refusal(record, facts, found.step_s)
     if refused:

@@ -136,14 +136,13 @@ def titan_step(record: RunRecord, line: FoundLine) -> None:
     at_s = line.at_s
     tokens_per_s = found.get("tokens_per_s_per_gpu", math.nan)
     record.bytes_of(line.rank, step, max_reserved_bytes=found.pop("max_reserved_bytes", None))
-    if record.state.pop("head", None) and step > 1 and record.anchor[0] == 0:
-        # the line of its first step, which torchtitan prints, is not here: tokens/s are of the steps behind that one
-        record.state["excerpt"], record.anchor = f"{step} {tokens_per_s} {at_s}", (step, at_s)
-        record.take(found)
-        return
     before = record.anchor
     said_s = float(record.state["tokens"]) / tokens_per_s if tokens_per_s and "tokens" in record.state else math.nan
-    if record.clocked_step(step, at_s, said_s, line.rank) or math.isnan(before[1]):
+    if step > 1 and before[0] == 0:
+        # the line of its first step, which torchtitan prints, is not here: tokens/s are of the steps behind that one
+        record.anchor = (step, at_s)
+        record.take(found)
+    elif record.clocked_step(step, at_s, said_s, line.rank) or math.isnan(before[1]):
         record.take(found)
         # the clock of the lines has milliseconds: a short step's seconds come from tokens/s once both are known
         if record.numbers:
@@ -154,7 +153,7 @@ def titan_step(record: RunRecord, line: FoundLine) -> None:
 def titan_begin(record: RunRecord, line: FoundLine) -> None:
     """`Training starts at step 1, with local batch size 1, global batch size 8, sequence length 8192, …`."""
     record.restart()
-    record.state["head"], record.anchor = "yes", (int(line.match[1]) - 1, line.at_s)
+    record.anchor = (int(line.match[1]) - 1, line.at_s)
     record.time(line.at_s)
     titan_batch(record, line)
     sizes = (str(record.facts.get(name, "")) for name in ("global_batch_size", "seq_length"))
@@ -186,12 +185,11 @@ def titan_grid(record: RunRecord, line: FoundLine) -> None:
 
 def finish_titan(record: RunRecord) -> None:
     """The one line of an excerpt: its tokens of a device and step are those of its local batch, or of its GPUs."""
-    if record.numbers or "excerpt" not in record.state:
-        return
-    step, tokens_per_s, at_s = map(float, record.state["excerpt"].split())
+    step, at_s = record.anchor
+    tokens_per_s = record.middle("tokens_per_s_per_gpu")
     length, gpus, batch = (int(record.facts.get(name, 0)) for name in ("seq_length", "num_gpus", "global_batch_size"))
     sequences = batch / gpus if batch and gpus else int(record.state.get("local batch", "0"))
-    if not (sequences and length and tokens_per_s > 0):
+    if record.numbers or not (sequences and length and tokens_per_s and step > 1):
         return
     if not gpus:
         record.note("seconds are of one local batch on a device: the GPUs of the job are not stated")
@@ -336,11 +334,11 @@ def _of_bars(bars: list[tuple[float, float, float]]) -> Iterator[Stretch]:
         elif step > first and at_s - first_s >= SHORT_S:
             count, took_s = int(step - first), at_s - first_s
             said_s = median([each for each in rates if math.isfinite(each)] or [math.nan])
-            by_rate_s = min(max(said_s, (took_s - 1) / count), (took_s + 1) / count)  # a rate lags behind its clock
-            least_s = LEAST_S if abs(took_s - count * said_s) > 1 or math.isnan(said_s) else SHORT_S
-            if took_s < (SURE_S if math.isnan(said_s) and math.inf not in rates else least_s):
+            agrees = abs(took_s - count * said_s) <= 1  # else the rate still lags behind its clock
+            least_s = SURE_S if math.isnan(said_s) and math.inf not in rates else SHORT_S if agrees else LEAST_S
+            if took_s < least_s:
                 continue
-            yield int(step), by_rate_s if took_s < SURE_S and said_s > 0 else took_s / count, count, begun_s + at_s
+            yield int(step), said_s if took_s < SURE_S and agrees else took_s / count, count, begun_s + at_s
             (first, first_s), rates = (step, at_s), []
 
 
@@ -458,8 +456,11 @@ def _take_step(record: RunRecord, line: FoundLine, **changed: float) -> None:
         seconds = interval_s / max(1, round(interval_s * per_s))
     counted = float(record.numbers[-1] + 1 if record.numbers else 1)
     step = numbers.pop("step", number(record.state["step"]) if "step" in record.state else counted)
+    consumed = numbers.pop("consumed", math.nan)
     if math.isfinite(step) and record.step(int(step), seconds, end_s=line.at_s, rank=line.rank):
         record.take(numbers, line.rank)
+        if consumed > 0:  # by as many steps and the one that is numbered 0
+            record.facts.setdefault("global_batch_size", round(consumed / (step + 1)))
     if data_s is not None:
         record.timer("data_loading", data_s)
 

@@ -27,7 +27,7 @@ _MOST_RANK = 1
 """Formats of more than it count where no other says a step."""
 _LEAST_MIXED, _LEAST_MIXED_FRACTION = 10, 0.2
 """Steps of two trainers, each at least so many, make a file a mixture."""
-_KIN = ({"megatron", "megatron-bridge"}, {"mlperf", "nemo", "dllogger"}, {"deepspeed", "megatron"})
+_KIN = ({"megatron", "megatron-bridge"}, {"mlperf", "nemo", "dllogger"}, {"deepspeed", "megatron", "progress bar"})
 """Formats that one program prints side by side."""
 
 
@@ -100,9 +100,8 @@ def _ranked(records: list[RunRecord]) -> list[RunRecord]:
     """Records, the one that read most first."""
 
     def size(record: RunRecord) -> float:
-        rank = _RANKS[record.grammar]
-        is_weak = record.numbers and (rank > _MOST_RANK or "weak" in record.state)
-        return 1 / (rank + 2) if is_weak else len(record.numbers)
+        rank = _RANKS[record.grammar] + 9 * ("weak" in record.state)
+        return 1 / (rank + 2) if record.numbers and rank > _MOST_RANK else len(record.numbers)
 
     return sorted(
         records, key=lambda record: (-size(record), not record.timers, _RANKS[record.grammar], -record.num_words)
@@ -125,6 +124,8 @@ def _chosen(records: list[RunRecord], where: str) -> RunRecord:
             first.facts.setdefault("trainer", "megatron-deepspeed")
         if is_kin and not first.memory:
             first.memory, first.memory_series = other.memory, other.memory_series
+        if is_kin and not first.timers:
+            first.timers, first.early = other.timers, other.early
         if not first.numbers and (other.memory or other.printed) and not (first.memory or first.printed):
             first = other
     return first
