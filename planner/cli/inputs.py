@@ -126,7 +126,7 @@ def read_job(asked: JobOptions, said: set[str] | None = None) -> Job:
         cluster, runtime = calibration.of_cluster(cluster), calibration.of_runtime(runtime)
     elif not asked.no_history:
         cluster = with_history(cluster, runtime, said)
-    training = _routed(asked, _training(asked, model, adapters), model, runtime, switches)
+    training = _routed(asked, _training(asked, model, hardware, adapters), model, runtime, switches)
     model = as_built(_seeing(model, asked.images, training), runtime)
     _note_doubts(asked, cluster, tunes, training.tokens_per_step)
     if training.operations.num_spare_nodes is not None:
@@ -317,7 +317,9 @@ def listed(field: str, text: str, convert: type[int] | type[str]) -> tuple[Any, 
         raise SpecError(f"{option(field)}: {text[:60]!r} is not a list of whole numbers", "write 8 or 8,16") from None
 
 
-def _training(asked: JobOptions, model: ModelSpec, adapters: AdapterSpec | None) -> TrainingSpec:
+def _training(
+    asked: JobOptions, model: ModelSpec, hardware: HardwareSpec, adapters: AdapterSpec | None
+) -> TrainingSpec:
     published, tunes = model.training, adapters is not None or asked.finetune
     if published is None and not tunes:
         _refuse_unstated(asked, model)
@@ -333,15 +335,16 @@ def _training(asked: JobOptions, model: ModelSpec, adapters: AdapterSpec | None)
         **batches, "operations": _operations(asked),
     }  # fmt: skip
     others = {name: getattr(asked, name) for name in ("dtype", "moe_imbalance", "straggler_fraction")}
-    values |= filled(others.items())
+    values |= {"dtype": hardware.usual_dtype, **filled(others.items())}
     checked_options(TrainingSpec, values)  # the batch is counted in sequences of a sane length
     batch = _global_batch_size(asked, model, seq_length, tunes=tunes)
     if objective.has_pairs and batch % 2:
         odd = f"{batch:,} is odd, and {objective.name} takes pairs of sequences"
         raise SpecError(f"--global-batch-size: {odd}", f"--global-batch-size {batch + 1}")
-    if asked.tokens is not None and values["tokens"] < batch * seq_length:
-        enough = f"{asked.tokens.strip()}T" if is_count(asked.tokens.strip()) else batch * seq_length
-        few = f"{asked.tokens[:60]} are fewer than the {batch * seq_length:,} of one step"
+    least = batch * seq_length
+    if asked.tokens is not None and values["tokens"] < least:
+        enough = f"{asked.tokens.strip()}T" if is_count(asked.tokens.strip()) else least
+        few = f"{asked.tokens[:60]} are fewer than the {least:,} of one step"
         raise SpecError(f"--tokens: {few}", f"--tokens {enough}")
     return checked_options(TrainingSpec, {**values, "global_batch_size": batch})
 

@@ -261,6 +261,7 @@ def names_of(plan: Plan) -> Fields:
         "layout": plan.parallelism,
         "model": plan.model.spec,
         "training": plan.training,
+        "half_dtype": "float16" if plan.training.dtype == "fp16" else "bfloat16",
         "runtime": plan.runtime_spec,
         "hardware": plan.cluster.hardware,
         "best": plan.best,

@@ -239,14 +239,17 @@ def job_of(
 ) -> tuple[ModelSpec, TrainingSpec, RuntimeSpec]:
     """A model, a training and a trainer as `plan` on the command line takes them.
 
-    No trainer means the usual one; where the training says nothing of it, experts are as uneven as in such runs.
+    No trainer means the usual one; where the training says nothing of them, the dtype is the GPU's usual one, and
+    experts are as uneven as in such runs.
     """
     model, tunes = model_of(model), training.adapters is not None
     runtime = runtime or usual_trainer(model, cluster.hardware, tunes)
     runtime = load_runtime(runtime) if isinstance(runtime, str) else runtime
     routing = imbalance_of(model, {}, runtime, tunes).fields
-    if not routing.keys() & training.model_fields_set:
-        training = training.model_copy(update=routing)
+    unsaid = {} if routing.keys() & training.model_fields_set else dict[str, float | str](routing)
+    if "dtype" not in training.model_fields_set:
+        unsaid = {**unsaid, "dtype": cluster.hardware.usual_dtype}
+    training = training.model_copy(update=unsaid)
     return as_built(model, runtime), training, runtime
 
 
@@ -264,7 +267,7 @@ def pricing_of(
     """
     hardware = cluster.hardware
     if hardware.peak_flops(training.dtype) is None:
-        known = [name for name in hardware.peak_tflops if name in get_args(Dtype)]
+        known = [name for name in get_args(Dtype) if name in {*hardware.peak_tflops, "fp16"}]
         raise SpecError(f"dtype {training.dtype!r}: {hardware.name} has no such peak", f"one of {', '.join(known)}")
     if not has_dtype(runtime, training.dtype):
         if runtime.dtypes:
@@ -297,7 +300,7 @@ def export_warnings(pricing: Pricing) -> tuple[str, ...]:
     if hardware.architecture in BEFORE_FLASH and model.moe and runtime.family in _OF_MEGATRON:
         refused += (f"plan export refuses experts on {hardware.name}: --moe-grouped-gemm needs Ampere or newer",)
     warnings: tuple[str, ...] = ()
-    if training.dtype == "bf16" and "bf16" not in hardware.peak_tflops:
+    if training.dtype == "bf16" != hardware.usual_dtype:
         warnings = (f"{hardware.name} has no bf16: priced at the rate of fp16, which --dtype fp16 asks for",)
     if hardware.architecture in BEFORE_FLASH and not runtime.flash_attention:
         warnings += (f"{hardware.name}: attention keeps its scores, since fused kernels need Ampere or newer",)

@@ -330,8 +330,7 @@ def assumed_steps(candidates: Sequence[Candidate], trainer: RuntimeSpec) -> dict
 def robust_steps(layouts: Sequence[PricedLayout], assumed_s: Mapping[str, Sequence[float]]) -> tuple[RobustStep, ...]:
     """The step of each layout as planned and under each assumption that matters, layout by layout, the best first.
 
-    An assumption matters if it moves one of the steps by more than `TOLD_FRACTION` or makes another layout the fastest.
-    Nothing is returned where none does.
+    Nothing is returned where no assumption matters (`_matters`).
     """
     planned_s = [layout.step.step_s for layout in layouts]
     told = {n: s for n, s in assumed_s.items() if n != AS_PLANNED and _matters(planned_s, s)}
@@ -344,9 +343,11 @@ def robust_steps(layouts: Sequence[PricedLayout], assumed_s: Mapping[str, Sequen
 
 
 def _matters(planned_s: Sequence[float], changed_s: Sequence[float]) -> bool:
-    """True where a step moves by more than `TOLD_FRACTION`, or another layout than the best becomes the fastest."""
+    """True where a step moves by more than `TOLD_FRACTION`, or another layout than the best is the fastest, before or
+    after: one that is faster as planned was left for what may change.
+    """
     moves = max(abs(after / before - 1) for before, after in zip(planned_s, changed_s, strict=True))
-    return moves > TOLD_FRACTION or min(changed_s) < changed_s[0]
+    return moves > TOLD_FRACTION or any(min(steps_s) < steps_s[0] for steps_s in (planned_s, changed_s))
 
 
 def _assumptions(candidate: Candidate, trainer: RuntimeSpec) -> Iterator[tuple[str, Pricing]]:

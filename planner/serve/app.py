@@ -190,7 +190,7 @@ def placeholders(question: Question) -> Named:
 
 WIDE = ("model", "hardware", "runtime", "tier", "allow", "assume", "lora_targets", "rank_order", "switch")
 """Controls that take the whole width of the form."""
-_UNSET = {"dtype": "bf16", "runtime": "the GPU's own"}
+_UNSET = {"dtype": "bf16, or fp16 where it has none", "runtime": "the GPU's own"}
 
 
 BODY_S = 10.0

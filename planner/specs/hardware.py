@@ -415,6 +415,11 @@ class HardwareSpec(Spec):
         return None if tflops is None else tflops * TERA
 
     @property
+    def usual_dtype(self) -> str:
+        """The dtype of a job that states none: fp16 where there is no bf16 (V100, T4)."""
+        return "bf16" if "bf16" in self.peak_tflops else "fp16"
+
+    @property
     def is_amd(self) -> bool:
         return self.architecture.lower().startswith("cdna")
 

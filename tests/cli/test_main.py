@@ -257,14 +257,13 @@ def test_hardware_is_listed_with_its_like(name: str, heading: str, listed: str) 
 
 @pytest.mark.thorough(2)
 @pytest.mark.parametrize("name", ["t4", "v100-32gb"])
-def test_a_gpu_without_bf16_says_so_and_what_it_asks_for_works(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_gpu_without_bf16_computes_in_fp16_unless_asked(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     job = ["--model", "1b", "--gpus", "1", "--hardware", name, "--lora", "--seq-length", "512", "--json"]
+    assert main([*job, "--dtype", "bf16"]) == 0
+    assert "has no bf16: priced at the rate of fp16, which --dtype fp16 asks for" in capsys.readouterr().out
     assert main(job) == 0
-    out = capsys.readouterr().out
-    assert "has no bf16" in out
-    assert "--dtype fp16" in out
-    assert main([*job, "--dtype", "fp16"]) == 0
-    assert "has no bf16" not in capsys.readouterr().out
+    plan = json.loads(capsys.readouterr().out)
+    assert (plan["training"]["dtype"], plan["best"]["warnings"]) == ("fp16", [])
 
 
 def test_regret_names_what_was_ranked_first_and_what_was_fastest(capsys: Any, monkeypatch: Any) -> None:

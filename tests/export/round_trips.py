@@ -40,7 +40,7 @@ _MODELS = (
     "llama-3.2-1b", "llama-3.1-8b", "llama-2-13b", "qwen2.5-32b", "llama-3.1-70b", "gpt3-175b", "mixtral-8x7b",
     "gpt-oss-20b", "qwen3-30b-a3b", "deepseek-v3", "qwen3-8b", "deepseek-v2-lite",
 )  # fmt: skip
-_NARROW = {"megatron": ("fp8", "fp16"), "bridge": ("fp8", "fp16"), "primus": ("fp8",)}
+_NARROW = {"megatron": ("fp8", "fp16"), "bridge": ("fp8", "fp16"), "primus": ("fp8",), "hf": ("fp16",)}
 _TRIES = 100
 
 

@@ -13,7 +13,6 @@ from planner.export.huggingface.tuning_settings import (
     OPTIMIZERS,
     QUANTIZATION_FILE,
     lora_config,
-    quantization_config,
 )
 from planner.export.keyed_settings import table
 from planner.export.launchers import node_environment, nodes_of
@@ -138,7 +137,7 @@ def export_hf(plan: Plan) -> TrainerFiles:
 
     Raises Inexpressible for what they cannot run.
     """
-    of_layout = (*rules_of("export bf16"), *rules_for(plan.runtime_spec))
+    of_layout = (*rules_of("export half"), *rules_for(plan.runtime_spec))
     check_expressible(plan, "hf", rules_of("export hf"), of_layout, **_names(plan))
     notes = notes_of("hf", plan, full_rate=FULL_RATE, adapter_rate=ADAPTER_RATE) + notes_on_price(plan)
     comments = header(plan, WRITTEN_FOR, notes)
@@ -173,7 +172,8 @@ def _adapter_files(plan: Plan) -> tuple[ExportFile, ...]:
     adapters = plan.training.adapters
     if adapters is None:
         return ()
-    packed = quantization_config(adapters, sharding_of(plan) == "fsdp2" or plan.parallelism.zero_stage == 3)
+    is_sharded = sharding_of(plan) == "fsdp2" or plan.parallelism.zero_stage == 3
+    packed = settings("quantization", plan, adapters=adapters, is_sharded=is_sharded)  # none where they stay in 16 bits
     found = ((ADAPTER_FILE, lora_config(adapters, plan.model.spec)), (QUANTIZATION_FILE, packed))
     return tuple(ExportFile(name, as_json(data)) for name, data in found if data)
 

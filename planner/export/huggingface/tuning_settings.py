@@ -229,11 +229,6 @@ def lora_config(adapters: AdapterSpec, model: ModelSpec) -> Fields:
     return settings_file("lora", adapters=adapters, named=named)
 
 
-def quantization_config(adapters: AdapterSpec, is_sharded: bool) -> Fields:
-    """Fields of BitsAndBytesConfig for the frozen weights; none where they stay in 16 bits."""
-    return settings_file("quantization", adapters=adapters, is_sharded=is_sharded)
-
-
 def read_adapters(settings: Said) -> tuple[Fields, Named]:
     """Fields of AdapterSpec that settings of peft, or of a trainer around it, say; and what it cannot say.
 

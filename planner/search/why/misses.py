@@ -56,7 +56,7 @@ _HINTS = {
     "model_parallel_not_expressible": "leave tp, cp, pp and ep out, or add --runtime megatron",
     "more_ranks_than_gpus": "lower what is pinned, or give more GPUs",
     "recipe": "leave out what --switch pins, or change the number of GPUs",
-    "seq_length_beyond_positions": "shorten the sequence to the positions that the model has",
+    "seq_length_beyond_positions": "--seq-length {positions}, the positions that the model has",
     "sliding_window_with_ring_cp": _NO_CP,
     "too_few_microbatches": _MORE_MICROBATCHES,
     "tp_across_domains": "add --tp-across-nodes, or lower tp",
@@ -84,7 +84,8 @@ def last_reason(rejections: Rejections) -> str:
 def hint_for(reason: str, case: Case) -> str:
     """A change of the job that lifts the rule which left no shape over."""
     change = "change the number of GPUs or the global batch size"
-    return _HINTS.get(reason, f"free a pinned axis, or {change}" if case.pins else change)
+    hint = _HINTS.get(reason, f"free a pinned axis, or {change}" if case.pins else change)
+    return hint.format(positions=case.model.max_position_embeddings)
 
 
 def _too_many_ranks(case: Case) -> str:
