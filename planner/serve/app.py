@@ -356,7 +356,7 @@ async def _unless_gone(request: Request, work: Coroutine[Any, Any, Plan]) -> Pla
 
 
 class Asked(BaseModel, strict=True):
-    """What the page asks for."""
+    """A request of the page for an answer."""
 
     form: Named
     """The controls."""
