@@ -17,6 +17,7 @@ from typing import Any, Literal, NamedTuple
 from urllib.parse import urlencode
 
 from markupsafe import Markup
+from pydantic import BaseModel, ValidationError
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, PlainTextResponse, Response, StreamingResponse
@@ -224,12 +225,13 @@ class Service:
     async def answer(self, request: Request) -> Response:
         """Findings for the controls in the body, a line of JSON each, the last of them final."""
         try:
-            form, shown, alternative = _asked_for(await asyncio.wait_for(request.body(), BODY_S))
+            body = await asyncio.wait_for(request.body(), BODY_S)
+            asked = Asked.model_validate(parse_json(body, "request"))
         except (TooLarge, TimeoutError, ClientDisconnect):
             return PlainTextResponse("the request did not end in time or in size\n", 413)
-        except (ValueError, RecursionError):
+        except (SpecError, ValidationError):
             return PlainTextResponse("the body is no JSON of this page\n", 400)
-        lines = self._lines(form, shown, alternative)
+        lines = self._lines(asked.form, asked.shown, asked.alternative)
         return StreamingResponse(lines, media_type="application/x-ndjson")
 
     async def _lines(self, form: Form, shown: str, alternative: int) -> AsyncIterator[str]:
@@ -348,18 +350,15 @@ async def _unless_gone(request: Request, work: Coroutine[Any, Any, Plan]) -> Pla
         await asyncio.gather(working, leaving, return_exceptions=True)
 
 
-def _asked_for(body: bytes) -> tuple[Named, str, int]:
-    """The controls, the answer on the screen, and the alternative looked at. Raises ValueError if it is not that."""
-    try:
-        data = parse_json(body, "request")
-    except SpecError as error:
-        raise ValueError(error.message) from None
-    if not isinstance(data, dict) or not isinstance(data.get("form"), dict):
-        raise ValueError("no form")
-    form, shown, alternative = data["form"], data.get("shown", ""), data.get("alternative", 0)
-    if not all(isinstance(text, str) for text in (*form.values(), shown)) or type(alternative) is not int:
-        raise ValueError("no texts")
-    return form, shown, alternative
+class Asked(BaseModel, strict=True):
+    """A request of the page for an answer."""
+
+    form: Named
+    """The controls."""
+    shown: str = ""
+    """The answer on the screen."""
+    alternative: int = 0
+    """The alternative looked at."""
 
 
 def _panel_line(panel: Panel, state: str) -> str:
