@@ -133,7 +133,7 @@ def _share(items: dict[str, float], gap: float, record: RunRecord, row: int, res
         return
     for kind, said_s in sorted(record.marks.get(row, {}).items(), reverse=True):
         if kind in _WALL_KINDS and kind not in timed:
-            taken = gap if math.isnan(said_s) else min(gap, said_s)
+            taken = min(gap, said_s)  # all of it where that is no number
             items[kind] += taken
             gap -= taken
     items["idle"] += gap

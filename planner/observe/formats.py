@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import re
+from bisect import bisect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -55,8 +56,8 @@ def hung(record: RunRecord, line: FoundLine) -> None:
 def not_a_number(record: RunRecord, line: FoundLine) -> None:
     """A line whose loss or norm of gradients is no number; the step is the one that the lines before it have."""
     step = record.numbers[-1] if record.numbers else int(record.means[-1][0]) if record.means else 0
-    before = record.not_numbers
-    record.not_numbers = (before[0] + 1, before[1], step) if before else (1, step, step)
+    count, first, _ = record.not_numbers or (0, step, step)
+    record.not_numbers = (count + 1, first, step)
 
 
 def micro_steps(record: RunRecord, line: FoundLine) -> None:
@@ -277,6 +278,7 @@ def _take_longest(record: RunRecord) -> None:
     each = _unsmoothed(bars[longest])
     for step, seconds, covers, at_s in each or _of_bars(bars[longest]):
         record.step(step, seconds, covers=covers, end_s=at_s)
+    record.marks = {bisect(record.numbers, record.means[at - 1][0]): kinds for at, kinds in record.marks.items()}
     if not record.numbers:
         return
     record.facts.setdefault("num_steps_asked", int(longest))

@@ -316,7 +316,7 @@ class StepTable:
         seconds = values.get("seconds", math.nan)
         speed = values.get("tokens_per_s", math.nan)
         step, at_s = values.get("step", math.nan), values.get("moment", math.nan)
-        known = math.isfinite(step) and 0 <= step < 2**53
+        known = 0 <= step < 2**53
         if "tokens_of_step" in values and "seconds" not in values:
             seconds = values["tokens_of_step"] / speed if speed > 0 else math.nan
         if seconds > 0:
