@@ -156,16 +156,9 @@ def titan_begin(record: RunRecord, line: FoundLine) -> None:
     record.restart()
     record.anchor = (int(line.match[1]) - 1, line.at_s)
     record.time(line.at_s)
-    titan_batch(record, line)
+    record.take(line.numbers)
     sizes = (str(record.facts.get(name, "")) for name in ("global_batch_size", "seq_length"))
     record.starts_with(" ".join((record.state.get("grid", ""), *sizes)))
-
-
-def titan_batch(record: RunRecord, line: FoundLine) -> None:
-    """`… with local batch size 1, global batch size 8, …, sequence length 8192`."""
-    found = dict(line.numbers)
-    record.state["local batch"] = f"{found.pop('local_batch', 0):.0f}"
-    record.take(found)
 
 
 def titan_validated(record: RunRecord, line: FoundLine) -> None:
@@ -189,7 +182,7 @@ def finish_titan(record: RunRecord) -> None:
     step, at_s = record.anchor
     tokens_per_s = record.middle("tokens_per_s_per_gpu")
     length, gpus, batch = (int(record.facts.get(name, 0)) for name in ("seq_length", "num_gpus", "global_batch_size"))
-    sequences = batch / gpus if batch and gpus else int(record.state.get("local batch", "0"))
+    sequences = batch / gpus if batch and gpus else record.middle("local_batch")
     if record.numbers or not (sequences and length and tokens_per_s and step > 1):
         return
     if not gpus:
