@@ -7,7 +7,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import asdict, fields, replace
 from typing import TYPE_CHECKING
 
 from planner.cli import options as o
@@ -84,7 +84,7 @@ def _observed(
     logs = [path for path in files if path not in kinds]
     with progress("reading", _mebibytes(files)) as advance:
         recorded = read_recorded(kinds, _grid(asked), advance) if kinds else None
-        observation = observe(logs, advance) if recorded is None or logs else observation_of(recorded)
+        observation = observe(logs, advance, asdict(asked)) if recorded is None or logs else observation_of(recorded)
     source, doubt = plan or "the options", ""
     if expected is None:
         expected, source = _priced(observation, asked)
@@ -146,15 +146,17 @@ def _planned(path: str, asked: LayoutOptions) -> Plan | Observed:
 
 def _priced(observation: Observation, asked: LayoutOptions) -> tuple[Plan | None, str]:
     """The price of the job that the options or the log's arguments say, and which of them; None where neither does."""
-    stated, given = observation.facts.run, _given(asked)
+    from planner.observe.describe import SAID
+
+    stated = observation.facts.run
     says_layout = any(getattr(asked, name) is not None for name in _LAYOUT)
     if asked.model is not None or stated:
-        asked = replace(asked, hardware=asked.hardware or _hardware(observation.facts.hardware))
+        asked = replace(asked, hardware=asked.hardware or _hardware(observation.facts.hardware or ""))
     if says_layout or (asked.model is not None and not stated):
         return _of_options(observation, asked), "the options"
     if not stated:
-        if given:
-            _log.warning("the log states no model: --%s has no effect without --model", given[0].replace("_", "-"))
+        if idle := {*_given(asked)} - SAID.keys():
+            _log.warning("the log states no model: --%s has no effect without --model", min(idle).replace("_", "-"))
         return None, ""
     batch = asked.global_batch_size or stated.get("global_batch_size") or observation.facts.global_batch_size
     return _of_arguments(stated, replace(asked, global_batch_size=batch)), "the log's arguments"
@@ -163,14 +165,11 @@ def _priced(observation: Observation, asked: LayoutOptions) -> tuple[Plan | None
 def _of_options(observation: Observation, asked: LayoutOptions) -> Plan:
     """The price of the options' layout; the log says the batch, the sequence and the GPUs that they leave out."""
     from planner.cli.inputs import priced
+    from planner.observe.describe import SAID
 
-    facts = observation.facts
-    batch_said = asked.global_batch_size is not None or asked.batch_tokens is not None
-    values: Fields = {
-        "gpus": asked.gpus or facts.num_gpus,
-        "seq_length": asked.seq_length or facts.seq_length,
-        "global_batch_size": asked.global_batch_size if batch_said else facts.global_batch_size,
-    }
+    values: Fields = {name: getattr(asked, name) or getattr(observation.facts, fact) for name, fact in SAID.items()}
+    if asked.batch_tokens is not None:
+        values["global_batch_size"] = asked.global_batch_size
     return priced(replace(asked, **values))[2]
 
 
@@ -211,12 +210,12 @@ def _doubt(observation: Observation, asked: LayoutOptions) -> str:
     return f"the log names no GPU that is known, and {o.DEFAULT_HARDWARE} is a guess: add --hardware"
 
 
-def _hardware(device: str | None) -> str:
+def _hardware(device: str) -> str:
     """The GPU that the log names: of several profiles the one with most words of its name."""
     from planner.probe.evidence import named_profiles, spelled
 
-    named = named_profiles(device or "")
-    if not named or device is None:
+    named = named_profiles(device)
+    if not named:
         _log.warning("--hardware is not given: predicted for %s", o.DEFAULT_HARDWARE)
         return o.DEFAULT_HARDWARE
     best = max(named, key=lambda known: (spelled(known, device), known.name == o.DEFAULT_HARDWARE))

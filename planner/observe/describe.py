@@ -133,7 +133,7 @@ def _share(items: dict[str, float], gap: float, record: RunRecord, row: int, res
         return
     for kind, said_s in sorted(record.marks.get(row, {}).items(), reverse=True):
         if kind in _WALL_KINDS and kind not in timed:
-            taken = gap if math.isnan(said_s) else min(gap, said_s)
+            taken = min(gap, said_s)  # all of it where that is no number
             items[kind] += taken
             gap -= taken
     items["idle"] += gap
@@ -182,8 +182,12 @@ def _beside_steps(record: RunRecord) -> Fields:
     }
 
 
-def described(record: RunRecord, trainer: str, sources: tuple[SourceFile, ...]) -> Observation:
-    """The observation of a record, whose statistics are robust."""
+SAID = {"gpus": "num_gpus", "seq_length": "seq_length", "global_batch_size": "global_batch_size"}
+"""Options that say what a log may leave out, and the facts that they are."""
+
+
+def described(record: RunRecord, trainer: str, sources: tuple[SourceFile, ...], said: Fields) -> Observation:
+    """The observation of a record, whose statistics are robust; `said` options tell tokens where no line does."""
     _fit_covers(record)
     gpus = (record.middle("tokens_per_s") or math.nan) / (record.middle("tokens_per_s_per_gpu") or math.nan)
     if 0.5 < gpus < MOST and abs(gpus - round(gpus)) < 0.01 * gpus:
@@ -206,7 +210,8 @@ def described(record: RunRecord, trainer: str, sources: tuple[SourceFile, ...]) 
     )  # fmt: skip
     record.steady = (~found.warmup).tolist()
     common = {"sources": sources, "facts": facts, **_beside_steps(record)}
-    tokens_per_s, asks = _tokens_per_s(record, facts, found.step_s)
+    told = facts.model_copy(update={fact: getattr(facts, fact) or said.get(name) for name, fact in SAID.items()})
+    tokens_per_s, asks = _tokens_per_s(record, told, found.step_s)
     refused = _refusal(record, facts, found.step_s)
     if refused:
         return Observation(**common, num_steps=sum(record.covers), series=_series(record), notes=(refused, *notes))
@@ -333,13 +338,13 @@ def _speed(record: RunRecord, facts: JobFacts) -> float | None:
 
 def _tokens_per_s(record: RunRecord, facts: JobFacts, step_s: float) -> tuple[float | None, Texts]:
     """Tokens per second of the whole job, and the options that would say it."""
-    if facts.global_batch_size and facts.seq_length:
-        return facts.global_batch_size * facts.seq_length / step_s, ()
-    samples = record.middle("samples_per_s")
-    speed = _speed(record, facts) or (samples * facts.seq_length if samples and facts.seq_length else None)
+    batch = facts.global_batch_size or (record.middle("samples_per_s") or 0.0) * step_s
+    if batch and facts.seq_length:
+        return batch * facts.seq_length / step_s, ()
+    speed = _speed(record, facts)
     if speed or record.middle("tokens_per_s_per_gpu"):
         return speed, () if speed else ("--gpus N",)
-    missing = [("--global-batch-size N", facts.global_batch_size or samples), ("--seq-length N", facts.seq_length)]
+    missing = [("--global-batch-size N", batch), ("--seq-length N", facts.seq_length)]
     return None, tuple(option for option, value in missing if not value)
 
 

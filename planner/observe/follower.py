@@ -296,7 +296,7 @@ class Follower:
         if rows:
             record.only_from(max(0, len(record.numbers) - rows))
         source = SourceFile(path=self.where, format=record.grammar)
-        return described(record, trainer_of(record.grammar), (source,))
+        return described(record, trainer_of(record.grammar), (source,), {})
 
     def _ask(self) -> None:
         """Find what the run is held against."""

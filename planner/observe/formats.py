@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import re
+from bisect import bisect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -55,8 +56,8 @@ def hung(record: RunRecord, line: FoundLine) -> None:
 def not_a_number(record: RunRecord, line: FoundLine) -> None:
     """A line whose loss or norm of gradients is no number; the step is the one that the lines before it have."""
     step = record.numbers[-1] if record.numbers else int(record.means[-1][0]) if record.means else 0
-    before = record.not_numbers
-    record.not_numbers = (before[0] + 1, before[1], step) if before else (1, step, step)
+    count, first, _ = record.not_numbers or (0, step, step)
+    record.not_numbers = (count + 1, first, step)
 
 
 def micro_steps(record: RunRecord, line: FoundLine) -> None:
@@ -155,16 +156,9 @@ def titan_begin(record: RunRecord, line: FoundLine) -> None:
     record.restart()
     record.anchor = (int(line.match[1]) - 1, line.at_s)
     record.time(line.at_s)
-    titan_batch(record, line)
+    record.take(line.numbers)
     sizes = (str(record.facts.get(name, "")) for name in ("global_batch_size", "seq_length"))
     record.starts_with(" ".join((record.state.get("grid", ""), *sizes)))
-
-
-def titan_batch(record: RunRecord, line: FoundLine) -> None:
-    """`… with local batch size 1, global batch size 8, …, sequence length 8192`."""
-    found = dict(line.numbers)
-    record.state["local batch"] = f"{found.pop('local_batch', 0):.0f}"
-    record.take(found)
 
 
 def titan_validated(record: RunRecord, line: FoundLine) -> None:
@@ -188,7 +182,7 @@ def finish_titan(record: RunRecord) -> None:
     step, at_s = record.anchor
     tokens_per_s = record.middle("tokens_per_s_per_gpu")
     length, gpus, batch = (int(record.facts.get(name, 0)) for name in ("seq_length", "num_gpus", "global_batch_size"))
-    sequences = batch / gpus if batch and gpus else int(record.state.get("local batch", "0"))
+    sequences = batch / gpus if batch and gpus else record.middle("local_batch")
     if record.numbers or not (sequences and length and tokens_per_s and step > 1):
         return
     if not gpus:
@@ -277,6 +271,7 @@ def _take_longest(record: RunRecord) -> None:
     each = _unsmoothed(bars[longest])
     for step, seconds, covers, at_s in each or _of_bars(bars[longest]):
         record.step(step, seconds, covers=covers, end_s=at_s)
+    record.marks = {bisect(record.numbers, record.means[at - 1][0]): kinds for at, kinds in record.marks.items()}
     if not record.numbers:
         return
     record.facts.setdefault("num_steps_asked", int(longest))

@@ -73,8 +73,10 @@ LEAST_PART, LEAST_GAP = 0.25, 0.04
 predicted interval; and the share of a step that a gap has to have there."""
 _MAKE_STAGES_WAIT = ("straggler_rank", "data_stall", "no_ep_overlap", "expert_imbalance", "slow_link")
 """Rows for which stages wait: their pipeline's bubble is no other thing."""
-_SHOWN_BY_PRICE = ("recompute_unneeded", "recipe")
-"""Rows that are a choice of the job, so that the plan's own step may have them, too."""
+_BESIDE_STEPS = ("checkpoint_stall", "garbage_collection")
+"""Rows of what a mean step has and a steady one has not."""
+_NOT_IN_GAP = ("recompute_unneeded", "recipe", *_BESIDE_STEPS)
+"""And those that are a choice of the job, so that the plan's own step may have them, too."""
 
 
 def shown_rows(case: RunFiles, verdict: Verdict | None = None) -> tuple[GapCause, ...]:
@@ -119,13 +121,14 @@ def _cause(case: RunFiles, row: GapRow, found: Finding, switches: Sequence[str])
     prediction = case.prediction
     step_s = case.observation.step_s
     seconds = found.seconds
-    if prediction is not None and step_s is not None and seconds is not None and row.name not in _SHOWN_BY_PRICE:
+    if prediction is not None and step_s is not None and seconds is not None and row.name not in _NOT_IN_GAP:
         low_s = (prediction.step_s_interval or (prediction.step_s, 0.0))[0]
         seconds = min(seconds, max(0.0, step_s - low_s))
     remedy = remedy_of_change(case, switches, row.layouts)
     if remedy is None and row.helps:
         least_s = min(prediction.step_s, step_s or 0.0) if prediction is not None else 0.0
-        without_s = max(step_s - seconds, least_s) if step_s is not None and seconds else None
+        with_s = None if row.name in _BESIDE_STEPS else step_s
+        without_s = max(with_s - seconds, least_s) if with_s is not None and seconds else None
         remedy = GapRemedy(options=tuple(row.options), step_s=without_s, is_priced=False, says=row.helps)
     return GapCause(name=row.name, seconds=seconds, evidence=found.says, where=found.where, remedy=remedy)
 

@@ -42,6 +42,7 @@ _LAUNCHER = re.compile(
     r"|\[pod/[^\]]{1,200}\]\s"  # kubectl logs --prefix
     r"|(?!step|iter|epoch)[\w.-]{1,80}-\d+\s{1,20}\|\s"  # docker compose
     r"|\[rank=(\d+)\]\s\|\|\s(?:[A-Z]+:\s)?"  # Determined
+    r"|\[[a-z]\w{0,40}\|(\d+)\]:\s?"  # torchx and monarch
     r"|[\w.-]{1,80}:\s(?=\[\d{4}-|\[INFO\]|\[default|\[rank|\siteration\s)"  # pdsh: the host
     r"|(?:stdout|stderr|std(?:out|err)\sF)\s?[:F]?\s"
     r")"

@@ -131,7 +131,9 @@ def _chosen(records: list[RunRecord], where: str) -> RunRecord:
     return first
 
 
-def observe(paths: Sequence[str], advance: Callable[[], None] = lambda: None) -> Observation:
+def observe(
+    paths: Sequence[str], advance: Callable[[], None] = lambda: None, said: Fields | None = None
+) -> Observation:
     """The run that files show; several are the ranks of one job, or its parts one after the other.
 
         from planner.observe.log_reader import observe
@@ -139,7 +141,8 @@ def observe(paths: Sequence[str], advance: Callable[[], None] = lambda: None) ->
         observation = observe(["train.log"])
         print(observation.step_s, observation.tokens_per_s)
 
-    Raises SpecError for a file that cannot be read, or that has no steps of a trainer that is known.
+    `said` are options of the job, for tokens per second where the files say none. Raises SpecError for a file that
+    cannot be read, or that has no steps of a trainer that is known.
     """
     if not paths:
         raise SpecError("plan observe: no file", "name a training log")
@@ -147,7 +150,7 @@ def observe(paths: Sequence[str], advance: Callable[[], None] = lambda: None) ->
     best = max(range(len(read)), key=lambda index: len(read[index][0].numbers))
     grammar = read[best][0].grammar
     record = joined([record for record, _ in read], best)
-    return described(record, trainer_of(grammar), tuple(source for _, source in read))
+    return described(record, trainer_of(grammar), tuple(source for _, source in read), said or {})
 
 
 def _read_file(path: str, advance: Callable[[], None]) -> tuple[RunRecord, SourceFile]:
@@ -316,7 +319,7 @@ class StepTable:
         seconds = values.get("seconds", math.nan)
         speed = values.get("tokens_per_s", math.nan)
         step, at_s = values.get("step", math.nan), values.get("moment", math.nan)
-        known = math.isfinite(step) and 0 <= step < 2**53
+        known = 0 <= step < 2**53
         if "tokens_of_step" in values and "seconds" not in values:
             seconds = values["tokens_of_step"] / speed if speed > 0 else math.nan
         if seconds > 0:

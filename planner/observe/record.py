@@ -41,7 +41,7 @@ def number(said: object) -> float:
 def whole(said: object) -> int | None:
     """The whole number in a text; None where there is none, or one that no file of a trainer has."""
     value = number(said)
-    return int(value) if math.isfinite(value) and value == int(value) and 0 <= value < MOST else None
+    return int(value) if 0 <= value < MOST and value == int(value) else None
 
 
 def moment(text: str) -> float:
@@ -187,7 +187,7 @@ class RunRecord:
 
         `covers` is the number of steps that it is the mean of; 0 where only the row before says that.
         """
-        if not (math.isfinite(seconds) and 1e-9 < seconds < 1e7) or not 0 <= number < 2**60:
+        if not 1e-9 < seconds < 1e7 or not 0 <= number < 2**60:
             self.note("some lines of steps have impossible numbers and were left out")
             return False
         if rank is not None:
@@ -278,19 +278,19 @@ class RunRecord:
 
     def time(self, at_s: float) -> None:
         """Note a moment that the log has."""
-        if math.isfinite(at_s) and at_s > 0:
-            self.first_s = at_s if math.isnan(self.first_s) else min(self.first_s, at_s)
-            self.last_s = at_s if math.isnan(self.last_s) else max(self.last_s, at_s)
+        if 0 < at_s < math.inf:  # first of two, for the other may be no number yet
+            self.first_s = min(at_s, self.first_s)
+            self.last_s = max(at_s, self.last_s)
 
     def mark(self, kind: str, seconds: float = math.nan) -> None:
-        """Note that something other than steps happened after the last row."""
-        of_row = self.marks.setdefault(len(self.numbers), {})
+        """Note that something other than steps happened after the last row, or what a bar said last."""
+        of_row = self.marks.setdefault(len(self.numbers) or len(self.means), {})
         before_s = of_row.get(kind, math.nan)
         of_row[kind] = seconds if math.isnan(before_s) else before_s if math.isnan(seconds) else before_s + seconds
 
     def activity(self, kind: str, begin_s: float, end_s: float) -> None:
         """Note an activity beside steps, such as an evaluation, with its begin and end."""
-        if math.isfinite(begin_s) and math.isfinite(end_s) and begin_s <= end_s:
+        if 0 <= begin_s <= end_s < math.inf:
             self.activities.append((kind, begin_s, end_s))
             self.time(begin_s)
             self.time(end_s)
@@ -338,7 +338,7 @@ class RunRecord:
 
     def prints(self, name: str, value: float | None) -> None:
         """Take a number that the trainer works out itself."""
-        if value is not None and math.isfinite(value) and value > 0:
+        if value is not None and 0 < value < math.inf:
             values = self.printed.setdefault(name, array("d"))
             if len(values) < MAX_STEPS:
                 values.append(value)

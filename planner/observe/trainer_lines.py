@@ -252,7 +252,7 @@ def argument(record: RunRecord, line: FoundLine) -> None:
 
 def sizes(record: RunRecord, line: FoundLine) -> None:
     for name, size in re.findall(r"([\w-]+?)[- ]size: (\d{1,9})", line.match.string):
-        record.argument({"world": "world_size"}.get(name, f"{name.replace('-', '_')}_size"), size)
+        record.argument(f"{name.replace('-', '_')}_size", size)
 
 
 _VALUE = re.compile(r"\b(Mn|Mx)(D?Rtt|Pwr|Tmp|Utl|Clk|Etpt)/Rnk: *([\d.]{1,30}) ?([A-Za-z%]{1,4})/(\d{1,7})")

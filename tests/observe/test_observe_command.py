@@ -65,6 +65,8 @@ def test_what_the_log_says_fills_the_options(folder: Path, capsys: pytest.Captur
     assert answer["prediction"]["num_gpus"] == 8
     assert answer["observation"]["tokens_per_s"] == pytest.approx(8 * 8192 / 1.4, rel=0.01)
     assert answer["observation"]["mfu"] is not None
+    (folder / "alone.log").write_text("completed step: 7, seconds: 2.0, Tokens/s/device: 1000.0, loss: 1\n")
+    assert answer_of(capsys, str(folder / "alone.log"), "--gpus", "8")["observation"]["tokens_per_s"] == 8000
 
 
 @pytest.mark.parametrize(("device", "hardware"), TABLES["the_gpu_is_the_one_that_the_log_names"])

@@ -196,7 +196,8 @@ def test_the_allocator_s_retries_are_fragments() -> None:
 def test_slow_steps_that_the_log_explains(kind: Any, likely: str, name: str) -> None:
     rows = (Outlier(kind=kind, steps=(10, 20), num_steps=10, extra_s=12.0, period_steps=10, likely=likely),)
     steps = StepSeries(steps=tuple(range(100)), seconds=(1.0,) * 100)
-    assert [one.name for one in named(outliers=rows, series=steps, num_steps=100)] == [name]
+    (cause,) = named(outliers=rows, series=steps, num_steps=100)
+    assert (cause.name, cause.seconds, cause.remedy and cause.remedy.step_s) == (name, 0.12, None)
 
 
 def test_a_slow_run_that_shows_no_cause_says_what_to_measure() -> None:
