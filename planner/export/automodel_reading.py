@@ -39,7 +39,7 @@ _PARENTS = 4
 
 def read_automodel(config: ConfigFile) -> ImportedRun:
     """The run of a recipe's YAML, or of a launch that names it. Raises SpecError for what is none."""
-    if not re.search(r"^\w+:", config.text, re.MULTILINE):
+    if not config.has_line(r"^\w+:"):
         script = read_script(config)
         return _of_automodel("automodel", resolved(_merged(config)), num_gpus(options_of(script.words), script))
     return _of_automodel("automodel", resolved(flat(mapping_of(config.text))), None)
@@ -122,7 +122,7 @@ def read_nemo_rl(config: ConfigFile) -> ImportedRun:
 def _merged(config: ConfigFile, depth: int = 0) -> Settings:
     """The settings of a YAML over those of its `defaults`, or the overrides of a script over the YAML that it names."""
     overrides: Settings = {}
-    if re.search(r"^\w+:", config.text, re.MULTILINE):
+    if config.has_line(r"^\w+:"):
         own = mapping_of(config.text)
         parent, overrides = own.get("defaults"), flat(own)
     else:

@@ -200,9 +200,9 @@ def read_bridge(config: ConfigFile) -> ImportedRun:
 
     Raises SpecError for a text without overrides or recipes, and for values that are no numbers.
     """
-    is_python = re.search(r"^\s*def |^from |^import ", config.text, re.MULTILINE)
+    is_python = config.has_line(r"^\s*def |^from |^import ")
     # a manifest of Kubernetes has programs in its ConfigMap
-    if is_python and not re.search(r"^#!(?!.*python)|^apiVersion:", config.text, re.MULTILINE):
+    if is_python and not config.has_line(r"^#!(?!.*python)|^apiVersion:"):
         return _read_recipe(config)
     words, script, recipe = _words(config)
     check_is_gpt(script.words, {})
