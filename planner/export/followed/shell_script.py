@@ -120,10 +120,8 @@ def _behind_srun(words: list[str], directives: Named) -> list[str]:
     end = next((at for at in range(begin + 1, len(words)) if _PROGRAM.fullmatch(words[at])), None)
     if end is None:
         return words
-    for word, after in zip(words[begin + 1 : end], words[begin + 2 : end + 1], strict=True):
-        name, is_with, value = word.lstrip("-").partition("=")
-        if word.startswith("-") and (is_with or after[:1].isdigit()):
-            directives[name] = value if is_with else after
+    said = _directives(f"#SBATCH {' '.join(words[begin + 1 : end])}")
+    directives |= {name: value for name, value in said.items() if value}
     if words[end] == "deepspeed" and not any(word.startswith(("--hostfile", "--num_nodes")) for word in words):
         # each node starts a job of its own GPUs, as the launcher knows no other
         directives |= {"nodes": "1", "N": "1"}
@@ -328,7 +326,7 @@ class _Reader:
             elif word.endswith(_SCRIPTS) and word not in self.started and (by_shell or before[:1] in _BEFORE):
                 text = self.script.files.get(word) or self.files(word)
                 self.started.add(word)
-                self.job(text or "")
+                self.job(f"{text}\n#SBATCH {' '.join(before[1:])}")
             if text is not None:
                 self.words.spend(_FILE)
                 self._inner(text, before, arguments)

@@ -306,10 +306,9 @@ def _run(fields: Said, script: Script, recipe: str, hub_name: str = "") -> Impor
     options = {**launched, **options_of_fields(fields)}
     is_described = {"--num-layers", "--hidden-size", "--num-attention-heads"} <= options.keys()
     named = None if is_described else model_called(hub_name) or model_of_recipe(recipe)
-    if named is not None:
-        # providers of mixtures have it unasked, unlike Megatron-LM
-        options.setdefault("--moe-token-dispatcher-type", ["alltoall"])
-        options.setdefault("--hidden-dropout", ["0.0"])
+    if not is_described:
+        # a published model drops nothing, and providers of mixtures have it unasked, unlike Megatron-LM
+        options = {"--hidden-dropout": ["0.0"], "--moe-token-dispatcher-type": ["alltoall"], **options}
     imported = run_of(options, script, "bridge", named=named)
     if imported.run["model"] is not None and named is None:
         names = {"recipe": recipe, "recipes": OF_BRIDGE["recipes"], "tanh": TANH}
