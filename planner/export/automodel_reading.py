@@ -6,7 +6,7 @@ import re
 from itertools import pairwise, product
 
 from planner.errors import SpecError
-from planner.export.followed.shell_script import read_script
+from planner.export.followed.shell_script import Script, read_script
 from planner.export.huggingface.tuning_settings import put_adapters
 from planner.export.imported_run import ConfigFile, ImportedRun
 from planner.export.keyed_settings import (
@@ -39,10 +39,8 @@ _PARENTS = 4
 
 def read_automodel(config: ConfigFile) -> ImportedRun:
     """The run of a recipe's YAML, or of a launch that names it. Raises SpecError for what is none."""
-    if not re.search(r"^\w+:", config.text, re.MULTILINE):
-        script = read_script(config)
-        return _of_automodel("automodel", resolved(_merged(config)), num_gpus(options_of(script.words), script))
-    return _of_automodel("automodel", resolved(flat(mapping_of(config.text))), None)
+    script = Script() if config.has_line(r"^\w+:") else read_script(config)
+    return _of_automodel("automodel", resolved(_merged(config)), num_gpus(options_of(script.words), script))
 
 
 def _of_automodel(name: str, settings: Settings, num_gpus: int | None) -> ImportedRun:
@@ -122,7 +120,7 @@ def read_nemo_rl(config: ConfigFile) -> ImportedRun:
 def _merged(config: ConfigFile, depth: int = 0) -> Settings:
     """The settings of a YAML over those of its `defaults`, or the overrides of a script over the YAML that it names."""
     overrides: Settings = {}
-    if re.search(r"^\w+:", config.text, re.MULTILINE):
+    if config.has_line(r"^\w+:"):
         own = mapping_of(config.text)
         parent, overrides = own.get("defaults"), flat(own)
     else:

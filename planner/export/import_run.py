@@ -18,7 +18,7 @@ from typing import Any, get_args
 from pydantic import BaseModel, Field, TypeAdapter, ValidationError, field_validator
 
 from planner.errors import SpecError
-from planner.export.imported_run import ConfigFile, json_of
+from planner.export.imported_run import ConfigFile, has_line, json_of
 from planner.export.imported_run import ImportedRun as ImportedRun
 from planner.export.keyed_settings import Dialect, beginnings, dialect, table
 from planner.export.megatron.keyed_reading import OFF_KEYS, OPTION_OF_KEY
@@ -48,7 +48,7 @@ def configuration_in(folder: Path) -> Path:
         raise SpecError(f"{folder}: {error.strerror}", "name a folder that can be read, or a file in it") from None
     for mark in known["telling"]:
         for path, text in texts.items():
-            if re.search(mark, text, re.MULTILINE):
+            if has_line(text, mark):
                 return path
     if len(files) == 1:
         return files[0]
@@ -177,7 +177,7 @@ _LISTED = re.compile(
 
 def _of_list(text: str) -> str:
     """The command that a launcher's message lists, else the text."""
-    listed = None if re.search(r"^(import|from) ", text, re.MULTILINE) else _LISTED.search(text)
+    listed = None if has_line(text, r"^(import|from) ") else _LISTED.search(text)
     return text if listed is None else shlex.join(word[1:-1] for word in re.findall(_TEXT, listed[1]))
 
 
@@ -191,7 +191,7 @@ def _of_program(text: str) -> str:
     """The command whose options a program in Python keeps in its strings, every branch's; else the text."""
     bare = re.sub(r"^\s*#.*$|add_argument\([^()]*", "", text, flags=re.MULTILINE)
     found = _IN_STRING.findall(_IN_LIST.sub(r"\1'{\2}'", bare))
-    if len(found) < 4 or not re.search(r"^(import|from) ", text, re.MULTILINE) or "Trainer(" in text:
+    if len(found) < 4 or not has_line(text, r"^(import|from) ") or "Trainer(" in text:
         return text
     words = " ".join(f"{option} {value}" for _, option, value in found)
     command = re.sub(r"\{(?:\w+\.)?(\w+)\}", r"$\1", words)
@@ -206,7 +206,7 @@ def _refuse_unread(config: ConfigFile) -> None:
         hint = f"plan show {config.path or '-'} prints it, plan export makes a trainer's files of a plan"
         raise SpecError("this is an answer that plan saved, and no trainer's file", hint)
     for name, mark in table()["unread"].items():
-        if re.search(mark, text, re.MULTILINE) and "--tensor-model-parallel-size" not in text:
+        if has_line(text, mark) and "--tensor-model-parallel-size" not in text:
             raise SpecError(
                 f"this is a configuration of {name}, which is not read",
                 "price its layout with plan evaluate --model NAME --gpus N --tp N --pp N --micro-batch-size N, "
@@ -289,7 +289,7 @@ def read_file(config: ConfigFile, source: str | None) -> ImportedRun:
         source = UNMARKED
     if source not in SOURCES:
         raise SpecError(f"--from: {source!r} is unknown", f"one of {', '.join(SOURCES)}")
-    if config.recipe is not None and not re.search(r"^\s*(def|from|import) ", config.text, re.MULTILINE):
+    if config.recipe is not None and not config.has_line(r"^\s*(def|from|import) "):
         raise SpecError(f"--recipe: {config.recipe[:80]!r}: the file has no functions to choose from", "leave it out")
     try:
         imported = READERS[source].read(config.filled())
@@ -333,7 +333,7 @@ class StartedScript:
 def job_of(text: str) -> StartedScript | None:
     """The job of a manifest, or of a script with Slurm's directives; None for any other text."""
     for row in shipped_table("export/dialects.yaml")["manifests"].values():
-        if all(re.search(mark, text, re.MULTILINE) for mark in row["marks"]):
+        if all(has_line(text, mark) for mark in row["marks"]):
             parts = re.split(r"(?m)^---\s*$", text)
             documents = (parse_yaml(part, "", _MANIFEST_HINT, keeps_last=True) for part in parts)
             found = [document for document in documents if isinstance(document, Mapping)]

@@ -29,6 +29,11 @@ def yaml_of(text: str, hint: str) -> Any:
     return parse_yaml(text, "", hint, keeps_last=True)
 
 
+def has_line(text: str, mark: str) -> bool:
+    """A line of the text, or several, is as a regular expression says."""
+    return re.search(mark, text, re.MULTILINE) is not None
+
+
 _REPLACED = re.compile(r"(:\s*)(?=[,}\]])|(:\s*|\[\s*|,\s*)[A-Z][A-Z0-9_]{2,}(?=\s*[,}\]])")
 
 
@@ -56,6 +61,10 @@ class ConfigFile:
     """Variables that the user gives a value, whatever the text says."""
     written: Named = field(default_factory=dict)
     """Files that its script writes, and their texts."""
+
+    def has_line(self, mark: str) -> bool:
+        """A line of the text is as a regular expression says."""
+        return has_line(self.text, mark)
 
     def beside(self, name: str) -> str | None:
         """The text of a file that the configuration names, if it lies in the same folder or below it.

@@ -16,7 +16,7 @@ from typing import Any
 
 from planner.errors import SpecError
 from planner.export.followed.shell_script import Script, read_script
-from planner.export.imported_run import ConfigFile, ImportedRun, json_of, yaml_of
+from planner.export.imported_run import ConfigFile, ImportedRun, has_line, json_of, yaml_of
 from planner.export.megatron.option_rows import Options, OptionWords, broken_rows, options_of, text
 from planner.export.trainer_files import filled
 from planner.specs.base import Fields, Named, Said, Texts
@@ -140,14 +140,12 @@ def settings_of(config: ConfigFile, calls: re.Pattern[str] | None = None) -> Key
     Raises SpecError for what is broken.
     """
     text = config.text
-    if text.lstrip().startswith("{") and not re.search(r"^\s*#", text, re.MULTILINE):
+    if text.lstrip().startswith("{") and not has_line(text, r"^\s*#"):
         data = json_of(text, "give the file of arguments")
         return KeyedSettings(data if isinstance(data, dict) else {}, Script())
-    if re.search(r"^\s*(import|from) \w", text, re.MULTILINE) and not re.match(r"#!(?!.*python)", text):
+    if has_line(text, r"^\s*(import|from) \w") and not re.match(r"#!(?!.*python)", text):
         return _of_python(text, calls)
-    if re.search(r"^[\"']?[A-Za-z_]\w*[\"']?:(\s|$)", text, re.MULTILINE) and not re.search(
-        r"^\s*--\w", text, re.MULTILINE
-    ):
+    if has_line(text, r"^[\"']?[A-Za-z_]\w*[\"']?:(\s|$)") and not has_line(text, r"^\s*--\w"):
         return KeyedSettings(mapping_of(text), Script())
     return _of_script(config, calls)
 

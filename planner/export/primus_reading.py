@@ -161,7 +161,7 @@ def read_primus(config: ConfigFile) -> ImportedRun:
 
 def _launched(config: ConfigFile) -> tuple[ConfigFile, Tree]:
     """The experiment that a script starts, and what it overrides; a YAML is its own, and overrides nothing."""
-    if re.search(r"^(modules|extends):", config.text, re.MULTILINE):
+    if config.has_line(r"^(modules|extends):"):
         return config, {}
     script = read_script(config)
     options = {name.lstrip("-"): words for name, words in options_of(script.words).items()}

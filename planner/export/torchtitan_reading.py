@@ -10,9 +10,9 @@ from typing import Any
 
 from planner.errors import SpecError
 from planner.export.followed.python_recipe import Evaluator, chosen_recipe
-from planner.export.followed.python_values import CallRecord, Unknown
+from planner.export.followed.python_values import OPAQUE, CallRecord
 from planner.export.followed.shell_script import Script, read_script
-from planner.export.imported_run import ConfigFile, ImportedRun, new_run
+from planner.export.imported_run import ConfigFile, ImportedRun, has_line, new_run
 from planner.export.keyed_settings import count, dialect, first, flat, num_gpus, readings, refused_settings, table
 from planner.export.megatron.option_rows import options_of
 from planner.export.named_models import (
@@ -51,7 +51,7 @@ def read_recipe(config: ConfigFile) -> tuple[Fields, Named]:
     for section in _SECTIONS:
         value = record.get(section)
         for path, setting in value.flat(f"{section}.") if isinstance(value, CallRecord) else ():
-            if isinstance(setting, (Unknown, CallRecord)):
+            if isinstance(setting, OPAQUE):
                 told = setting.kind if isinstance(setting, CallRecord) else setting
                 unreadable[path] = str(told)[:_MAX_SHOWN_CHARACTERS]
             else:
@@ -142,7 +142,7 @@ def read_settings(config: ConfigFile, script: Script) -> tuple[Fields, Named]:
         settings, unreadable = read_recipe(config)
         settings["recipe"] = True
     else:
-        is_toml = re.search(r"^\[(parallelism|training|model)\]", text, re.MULTILINE)
+        is_toml = has_line(text, r"^\[(parallelism|training|model)\]")
         settings = _toml(text) if is_toml else {**_of_file(config), **override_settings(script)}
     if not any(name.startswith(("parallelism.", "training.")) for name in settings):
         if "base" in settings:

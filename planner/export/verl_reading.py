@@ -53,7 +53,7 @@ def read_verl(config: ConfigFile) -> ImportedRun:
 
 def _overrides(config: ConfigFile) -> tuple[Settings, str]:
     """The overrides by their paths, and the words of the launch."""
-    if re.search(r"^\w+:\s*$", config.text, re.MULTILINE) and not re.search(r"^\S+ .*\\$", config.text, re.MULTILINE):
+    if config.has_line(r"^\w+:\s*$") and not config.has_line(r"^\S+ .*\\$"):
         return resolved(flat(mapping_of(config.text))), ""
     script = read_script(config)
     words = script.words

@@ -84,6 +84,10 @@ class CallRecord:
         return copy
 
 
+OPAQUE = (CallRecord, Unknown)
+"""What a value is that only a run knows, or a call outside the file."""
+
+
 @dataclass(slots=True, eq=False)
 class PythonFunction:
     node: ast.FunctionDef
@@ -211,7 +215,7 @@ def _binary(node: ast.BinOp, left: Any, right: Any) -> Any:
     if isinstance(node.op, ast.Mult) and (isinstance(left, (list, str)) or isinstance(right, (list, str))):
         items, times = (left, right) if isinstance(right, int) else (right, left)
         return items * times if len(items) * times <= MAX_ITEMS else Unknown(node)
-    if isinstance(left, (CallRecord, Unknown)) or isinstance(right, (CallRecord, Unknown)):
+    if isinstance(left, OPAQUE) or isinstance(right, OPAQUE):
         return Unknown(node)
     if isinstance(node.op, ast.Pow) and not (abs(left) <= _MAX_NUMBER and abs(right) <= _MAX_EXPONENT):
         return Unknown(node)
@@ -228,7 +232,7 @@ def _compare(node: ast.Compare, left: Any, right: Any) -> Any:
         if isinstance(other, Unknown) or (isinstance(other, CallRecord) and not other.fields):
             return Unknown(node)
         return (other is None) == (kind in (ast.Is, ast.Eq))
-    if isinstance(left, (CallRecord, Unknown)) or isinstance(right, (CallRecord, Unknown)) or len(node.ops) > 1:
+    if isinstance(left, OPAQUE) or isinstance(right, OPAQUE) or len(node.ops) > 1:
         return Unknown(node)
     if kind in (ast.In, ast.NotIn) and isinstance(right, dict):
         left = as_key(left)
@@ -242,7 +246,7 @@ def as_key(value: Any) -> Any:
 
 def truth(value: Any) -> bool | None:
     """True or false as Python counts a value; None where it is not known."""
-    if isinstance(value, (Unknown, CallRecord)):
+    if isinstance(value, OPAQUE):
         return True if isinstance(value, CallRecord) and value.fields else None
     return bool(value)
 
@@ -250,7 +254,7 @@ def truth(value: Any) -> bool | None:
 def is_of(value: Any, kinds: Any) -> bool | Unknown:
     """A value is of one of the classes; Unknown for a record of a class that is not among them by its name."""
     names = {str(getattr(kind, "kind", kind)) for kind in (kinds if isinstance(kinds, list) else [kinds])}
-    if isinstance(value, (Unknown, CallRecord)):
+    if isinstance(value, OPAQUE):
         is_named = isinstance(value, CallRecord) and value.kind.rpartition(".")[2] in names
         return True if is_named else Unknown("isinstance")
     return not names.isdisjoint(kind.__name__ for kind in type(value).__mro__)

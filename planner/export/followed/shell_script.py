@@ -11,7 +11,7 @@ from typing import Any
 from planner.errors import SpecError
 from planner.export.followed.shell_syntax import ShellBlock, Simple, Statement, parse_shell
 from planner.export.followed.shell_words import EACH, Environment, Words, holds
-from planner.export.imported_run import ConfigFile, json_of, yaml_of
+from planner.export.imported_run import ConfigFile, has_line, json_of, yaml_of
 from planner.specs.base import Named
 from planner.specs.reading import SHELL, shipped_table
 
@@ -66,7 +66,7 @@ def read_shell(text: str, files: Files = lambda name: None) -> Script:
     reader.block(reader.parsed(text))
     if not any(map(_num_options, script.commands)):
         # a script may write the one that launches
-        for inner in [text for text in script.files.values() if re.search(r"^\s*--[a-z]", text, re.MULTILINE)]:
+        for inner in [text for text in script.files.values() if has_line(text, r"^\s*--[a-z]")]:
             reader.block(reader.parsed(inner))
     chosen = max(range(len(script.commands)), key=lambda index: _num_options(script.commands[index]), default=None)
     variables = reader.words.variables
@@ -120,10 +120,8 @@ def _behind_srun(words: list[str], directives: Named) -> list[str]:
     end = next((at for at in range(begin + 1, len(words)) if _PROGRAM.fullmatch(words[at])), None)
     if end is None:
         return words
-    for word, after in zip(words[begin + 1 : end], words[begin + 2 : end + 1], strict=True):
-        name, is_with, value = word.lstrip("-").partition("=")
-        if word.startswith("-") and (is_with or after[:1].isdigit()):
-            directives[name] = value if is_with else after
+    said = _directives(f"#SBATCH {' '.join(words[begin + 1 : end])}")
+    directives |= {name: value for name, value in said.items() if value}
     if words[end] == "deepspeed" and not any(word.startswith(("--hostfile", "--num_nodes")) for word in words):
         # each node starts a job of its own GPUs, as the launcher knows no other
         directives |= {"nodes": "1", "N": "1"}
@@ -317,26 +315,21 @@ class _Reader:
         self.words.variables |= dict(zip(names, values, strict=False))
 
     def _collect(self, words: list[str]) -> None:
-        """Keep a command's words; `bash -c "torchrun …"` also as those of the command inside."""
+        """Keep a command's words; of one that starts another, in a word or in a script, that one's behind its own."""
         for index, word in enumerate(words):
-            if (
-                re.fullmatch(r"-\w*c", word)
-                and index
-                and words[index - 1].rpartition("/")[2] in ("bash", "sh")
-                and words[index + 1 :]
-            ):
-                self._inner(words[index + 1], words[: index - 1], words[index + 3 :])
-                return
+            by_shell = index > 0 and _STARTS.fullmatch(words[index - 1]) is not None
+            text, before, arguments = None, words[: index - by_shell], words[index + 1 :]
             if word.startswith("--wrap="):
-                self._inner(word.removeprefix("--wrap="), [])
-                return
-            starts = not index or _STARTS.fullmatch(words[index - 1]) or words[0] in ("sbatch", "srun", "qsub")
-            text = self.script.files.get(word) or self.files(word) if starts and word.endswith(_SCRIPTS) else None
-            if text is not None and word not in self.started:
+                text, before = word.removeprefix("--wrap="), []
+            elif by_shell and arguments and re.fullmatch(r"-\w*c", word):
+                text, arguments = arguments[0], arguments[2:]
+            elif word.endswith(_SCRIPTS) and word not in self.started and (by_shell or before[:1] in _BEFORE):
+                text = self.script.files.get(word) or self.files(word)
                 self.started.add(word)
+                self.job(f"{text}\n#SBATCH {' '.join(before[1:])}")
+            if text is not None:
                 self.words.spend(_FILE)
-                self.job(text)
-                self._inner(text, [part for part in words[:index] if not _STARTS.fullmatch(part)], words[index + 1 :])
+                self._inner(text, before, arguments)
                 return
         flat = []
         for word in words:
@@ -440,6 +433,8 @@ class _Reader:
 
 _STARTS, _SCRIPTS = re.compile(r"(\S*/)?((ba|z|da)?sh|sbatch|qsub)"), (".sh", ".bash", ".slurm", ".sbatch", ".job")
 """What starts a script, and the ends of its name."""
+_BEFORE: tuple[list[str], ...] = ([], ["sbatch"], ["srun"], ["qsub"])
+"""The first word before a script that its command starts."""
 _CHOICE = re.compile(r"(\[.*\])\s*&&\s*(.*?)\s*\|\|\s*(.*)")
 _SPACED = re.compile(r"\s*\|\s*(?:tr '\\n' ' '|sed 's/ +\\\+/ /g'|xargs)(?=\s*(?:\||$))")
 """Commands behind a pipe that change nothing but the white space between words."""
@@ -480,7 +475,7 @@ def read_script(config: ConfigFile) -> Script:
 
 def _options_file(text: str) -> Script | None:
     """Megatron's `MODEL_ARGS:`, a mapping of options, or a list of words; None for any other text."""
-    if not re.search(r"^\s*(MODEL_ARGS:|\{|\[)", text, re.MULTILINE) or text.startswith("#!"):
+    if not has_line(text, r"^\s*(MODEL_ARGS:|\{|\[)") or text.startswith("#!"):
         return None
     try:
         data = json_of(text, "") if text.lstrip()[:1] in "{[" else yaml_of(text, "")

@@ -6,7 +6,6 @@ import re
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 from planner.errors import SpecError
 from planner.export.followed.shell_script import read_script
@@ -25,7 +24,7 @@ from planner.export.huggingface.tuning_settings import (
     set_model,
     tuning,
 )
-from planner.export.imported_run import ConfigFile, ImportedRun, new_run, object_of, positive_number
+from planner.export.imported_run import ConfigFile, ImportedRun, has_line, new_run, positive_number
 from planner.export.keyed_settings import (
     Dialect,
     KeyedSettings,
@@ -166,8 +165,8 @@ def run_of_arguments(keyed: KeyedSettings, config: ConfigFile, tool: Dialect | N
     known = {**settings, **sharded, "said": said, "num_gpus": run["num_gpus"]}
     imported.refused += refused_settings(known, "huggingface", "accelerate", tool.name)
     beside = deepspeed_beside(config, settings.get("deepspeed")) or {}
-    imported.refused += _other_batches(imported, said, beside)
-    read_fine_tuning(imported, settings, number(said, *_SEQUENCE), "optimizer" in beside)
+    sizes = {"micro": number(said, *_BATCH), "steps": number(said, "gradient_accumulation_steps")}
+    read_fine_tuning(imported, settings, said_length=number(said, *_SEQUENCE), beside=beside, **sizes)
     _list_unread(imported, settings)
     _ROW.sort(imported, said, _READ, lambda name, v: is_off(v) or is_empty(v) or tool.is_harmless(name))
     imported.unknown |= {name: value for name, value in unread.items() if not _ROW.is_harmless(name)}
@@ -181,20 +180,6 @@ def _read_checkpointing(imported: ImportedRun, settings: Fields) -> None:
     if is_asked or "disable_gradient_checkpointing" in settings:
         is_forbidden = is_on(settings.get("disable_gradient_checkpointing"))
         imported.run["parallelism"]["recompute"] = "none" if is_forbidden else "full"
-
-
-def _other_batches(imported: ImportedRun, said: Settings, found: Fields) -> list[str]:
-    """Sizes of a batch of which DeepSpeed's file says another than the arguments, so that transformers ends."""
-    micro, steps = number(said, *_BATCH), number(said, "gradient_accumulation_steps")
-    sizes = {"train_micro_batch_size_per_gpu": micro, "gradient_accumulation_steps": steps}
-    run = imported.run
-    if micro and run["num_gpus"] and all(run["parallelism"].get(name, 1) == 1 for name in ("tp", "cp")):
-        sizes["train_batch_size"] = micro * (steps or 1) * run["num_gpus"]
-    return [
-        f"{name} of DeepSpeed's file is {found[name]}, by the arguments {size}"
-        for name, size in sizes.items()
-        if size and isinstance(found.get(name), int) and found[name] != size
-    ]
 
 
 def _refuse_others(settings: Settings, keyed: KeyedSettings, config: ConfigFile) -> None:
@@ -295,21 +280,15 @@ def _read_sharding(imported: ImportedRun, settings: Fields, config: ConfigFile) 
         else:
             imported.unknown["deepspeed"] = f"{name} is not beside the file: ZeRO 0 is assumed"
     elif any(map(settings.get, ("fsdp", "fsdp_config", "fsdp_version"))):
-        section = {name: _of_file(imported, settings.get(name), name, config) for name in ("fsdp", "fsdp_config")}
-        if isinstance(whole := section["fsdp"], dict):
-            section |= {"fsdp": None, **whole}
+        section: Fields = {name: settings.get(name) for name in ("fsdp_config", "fsdp")}
+        for name in [name for name, value in section.items() if str(value).endswith(".json")]:
+            if (inner := deepspeed_beside(config, section[name])) is None:
+                imported.unknown[name] = f"{section[name]} is not beside the file"
+            # a file holds the options, or under the names of the settings both
+            section |= {name: None} | (inner or {} if name == "fsdp" else {name: inner})
         words, options = section["fsdp"], section["fsdp_config"]
         words = " ".join(map(str, words)) if isinstance(words, list) else str(words or "")
         apply_fsdp(imported, words, options if isinstance(options, dict) else {})
-
-
-def _of_file(imported: ImportedRun, value: Any, name: str, config: ConfigFile) -> Any:
-    """What the file beside the configuration holds that a setting names; any other value as it is."""
-    if not str(value).endswith(".json"):
-        return value
-    if (text := config.beside(str(value))) is None:
-        imported.unknown[name] = f"{value} is not beside the file"
-    return object_of(text or "{}", f"mend {value}")
 
 
 def _list_unread(imported: ImportedRun, settings: Fields) -> None:
@@ -366,7 +345,7 @@ def read_torchtune(config: ConfigFile) -> ImportedRun:
 def _recipe_of(config: ConfigFile) -> tuple[Fields, Fields, int | None]:
     """A recipe, its settings under the overrides of a `tune run`, and the GPUs of its launch or of its comments."""
     text, overrides, gpus = config.text, Fields(), None
-    if re.search(r"^[^#\n]*\btune run\b", text, re.MULTILINE):
+    if has_line(text, r"^[^#\n]*\btune run\b"):
         script = read_script(config)
         words = next((words for words in script.commands if words[:2] == ["tune", "run"]), script.words)
         options = options_of(words)

@@ -54,7 +54,7 @@ def deepspeed_beside(config: ConfigFile, name: Any) -> Fields | None:
     if isinstance(name, Mapping):
         return dict(name)
     text = config.beside(str(name)) if name else None
-    return None if text is None else object_of(text)
+    return None if text is None else object_of(text, f"mend {name}")
 
 
 def set_model(imported: ImportedRun, name: Any, settings: Settings) -> None:
@@ -97,12 +97,11 @@ def beside_adapters(settings: Said, config: ConfigFile) -> Fields:
     return found if "peft_type" in found else {}
 
 
-def read_fine_tuning(
-    imported: ImportedRun, settings: Fields, said_length: int | None = None, of_deepspeed: bool = False
-) -> None:
+def read_fine_tuning(imported: ImportedRun, settings: Fields, **known: Any) -> None:
     """Put adapters, objective, optimizer and kernels into a run, and choose the trainer that keeps weights as it does.
 
-    `said_length` are the tokens of a sequence that the settings say; the optimizer may be `of_deepspeed`'s file.
+    `known` are names of the table: the tokens of a sequence, the batch and its steps that the settings themselves say,
+    and the file of DeepSpeed's that is `beside` them.
     """
     run, layout, said = imported.run, imported.run["parallelism"], tuning(settings)
     imported.unknown |= said["unknown"]
@@ -122,12 +121,11 @@ def read_fine_tuning(
         "is_plain": has_plain_attention(run["model"]),
         "layout": layout,
         "zero": layout.get("zero_stage", 0),
-        "said_length": said_length,
         "kinds": _KINDS,
-        "of_deepspeed": of_deepspeed,
         "switched": switches_of(load_runtime(HF_RUNTIME))["optimizer"],
     }
-    found = readings("huggingface", settings, **names)
+    unsaid: Fields = {"said_length": None, "micro": None, "steps": None, "beside": {}}
+    found = readings("huggingface", settings, **{**unsaid, **known}, **names)
     if found["features"].get("sharding") == "deepspeed":
         run["features"] = {name: run["features"][name] for name in _OFFLOADS if run["features"].get(name)}
     imported.put(found)

@@ -200,9 +200,9 @@ def read_bridge(config: ConfigFile) -> ImportedRun:
 
     Raises SpecError for a text without overrides or recipes, and for values that are no numbers.
     """
-    is_python = re.search(r"^\s*def |^from |^import ", config.text, re.MULTILINE)
+    is_python = config.has_line(r"^\s*def |^from |^import ")
     # a manifest of Kubernetes has programs in its ConfigMap
-    if is_python and not re.search(r"^#!(?!.*python)|^apiVersion:", config.text, re.MULTILINE):
+    if is_python and not config.has_line(r"^#!(?!.*python)|^apiVersion:"):
         return _read_recipe(config)
     words, script, recipe = _words(config)
     check_is_gpt(script.words, {})
@@ -306,10 +306,9 @@ def _run(fields: Said, script: Script, recipe: str, hub_name: str = "") -> Impor
     options = {**launched, **options_of_fields(fields)}
     is_described = {"--num-layers", "--hidden-size", "--num-attention-heads"} <= options.keys()
     named = None if is_described else model_called(hub_name) or model_of_recipe(recipe)
-    if named is not None:
-        # providers of mixtures have it unasked, unlike Megatron-LM
-        options.setdefault("--moe-token-dispatcher-type", ["alltoall"])
-        options.setdefault("--hidden-dropout", ["0.0"])
+    if not is_described:
+        # a published model drops nothing, and providers of mixtures have it unasked, unlike Megatron-LM
+        options = {"--hidden-dropout": ["0.0"], "--moe-token-dispatcher-type": ["alltoall"], **options}
     imported = run_of(options, script, "bridge", named=named)
     if imported.run["model"] is not None and named is None:
         names = {"recipe": recipe, "recipes": OF_BRIDGE["recipes"], "tanh": TANH}

@@ -183,17 +183,11 @@ def read_adapter(keyed: KeyedSettings) -> ImportedRun:
     return imported
 
 
-_SLIME = {"num_layers", "tensor_model_parallel_size", "hf_checkpoint", "rollout_batch_size", "actor_num_gpus_per_node"}
-"""Of these a launch of slime's has one."""
-
-
 def read_slime(config: ConfigFile) -> ImportedRun:
     """The run of slime's trainer: Megatron-LM's arguments, beside those of rollouts, which are not priced."""
     script = read_script(config)
     options = options_of(script.words)
     settings: Settings = {name.removeprefix("--").replace("-", "_"): " ".join(w) or True for name, w in options.items()}
-    if not _SLIME & settings.keys():
-        raise SpecError("the text gives no arguments of slime's trainer", "give the script that calls its train.py")
     said = readings("slime", settings)
     if "global_batch_size" in said:
         settings.setdefault("global_batch_size", said["global_batch_size"])

@@ -59,7 +59,7 @@ _OTHERS = re.compile(
 
 def read_nemo(config: ConfigFile) -> ImportedRun:
     """The run that a NeMo configuration describes. Raises SpecError for what is none."""
-    if re.search(r"^\s*(import|from) ", config.text, re.MULTILINE):
+    if config.has_line(r"^\s*(import|from) "):
         record = chosen_recipe(Evaluator(config), config.recipe or _entry(config), ("trainer", "data"))
         if record is None:
             raise SpecError(
@@ -80,7 +80,7 @@ def read_nemo(config: ConfigFile) -> ImportedRun:
 
 def _entry(config: ConfigFile) -> str | None:
     """The function that trains from scratch, where a file has the usual ones."""
-    return "pretrain_recipe" if re.search(r"^def pretrain_recipe\(", config.text, re.MULTILINE) else None
+    return "pretrain_recipe" if config.has_line(r"^def pretrain_recipe\(") else None
 
 
 def _second_version(record: CallRecord) -> ImportedRun:
