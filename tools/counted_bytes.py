@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 from planner.answer import Plan, PricedLayout
 from planner.layout.candidate import Candidate
 from planner.layout.price import order_of
+from planner.physics.stage_memory import products_workspace_bytes
 from planner.probe import torch_build
 from planner.probe.model.peers import apply
 from planner.probe.plan_runs import real_run, stage_asked_for, stand_in_stages
@@ -315,7 +316,8 @@ def count_stage(run: ProbeRun, stage: int, architecture: str) -> CountedStage:
         finally:
             if dist.is_initialized() and not was_initialised:
                 dist.destroy_process_group()
-    counted.peak_bytes, counted.at_peak = account.peak_bytes, account.at_peak
+    workspace_bytes = products_workspace_bytes(architecture)
+    counted.peak_bytes, counted.at_peak = account.peak_bytes + workspace_bytes, account.at_peak
     return counted
 
 

@@ -264,7 +264,7 @@ def _is_another(name: str) -> bool:
 _SETTINGS = re.compile(
     r"(^|\s)--?\w|^\s*(bash|sh|sbatch|source|\.) \S+\.sh\b|MODEL_ARGS|\A\s*[\[{]|^\s*(import|from) ", re.MULTILINE
 )
-"""What a text of options, a script that starts another, a mapping or a program has."""
+"""Marks of a text of options, of a script that starts another, of a mapping and of a program."""
 
 
 def read_file(config: ConfigFile, source: str | None) -> ImportedRun:

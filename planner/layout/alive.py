@@ -281,8 +281,9 @@ def copies_of_gradients(
 ) -> Iterator[LivingTensor]:
     """The bytes of an optimizer's copies of gradients beyond buffers and all that is gone when it runs."""
     copies = copied_gradients_bytes(candidate.pricing, candidate.table, candidate.rank_costs[rank])
-    buffers = fixed_workspace_bytes(candidate.pricing, candidate.table) - products_workspace_bytes(candidate.pricing)
-    more = copies - buffers - sum(row.held.num_bytes for row in gone)
+    buffers = fixed_workspace_bytes(candidate.pricing, candidate.table)
+    stays = products_workspace_bytes(candidate.pricing.cluster.hardware.architecture)
+    more = copies + stays - buffers - sum(row.held.num_bytes for row in gone)
     if more > 0:
         start_s = timeline.makespan_s + candidate.outside.exposed_dp_s
         of_tensor = bool(candidate.pricing.runtime.optimizer_row.workspace[0])

@@ -136,12 +136,12 @@ _WORKSPACE_BYTES = {
 _OLDER_WORKSPACE_BYTES = 8320 << 10
 
 
-def products_workspace_bytes(pricing: Pricing) -> int:
+def products_workspace_bytes(architecture: str) -> int:
     """Bytes in which a rank's products work, always: the forward's thread has its own, and the backward's.
 
     Stages probed on an H100 took 65 to 78 MiB more than their tensors, where this is 64.
     """
-    return 2 * _WORKSPACE_BYTES.get(pricing.cluster.hardware.architecture, _OLDER_WORKSPACE_BYTES)
+    return 2 * _WORKSPACE_BYTES.get(architecture, _OLDER_WORKSPACE_BYTES)
 
 
 def buffers(pricing: Pricing, table: CostTable) -> tuple[Saved, ...]:
@@ -154,8 +154,8 @@ def buffers(pricing: Pricing, table: CostTable) -> tuple[Saved, ...]:
     equally many.
     """
     shape, runtime, hidden = table.shape, pricing.runtime, pricing.model.residual_size
-    products = Saved("workspace of products", (products_workspace_bytes(pricing),), dtype="bytes")
-    beside = (products, *_overlapped(pricing, shape))
+    workspace_bytes = products_workspace_bytes(pricing.cluster.hardware.architecture)
+    beside = (Saved("workspace of products", (workspace_bytes,), dtype="bytes"), *_overlapped(pricing, shape))
     if pricing.training.objective.rollout_stays:
         beside = (*beside, Saved("generation of answers", (generation_bytes(pricing),), dtype="bytes"))
     if int(shape.pp) > 1:
@@ -263,7 +263,7 @@ def between_updates_bytes(pricing: Pricing, table: CostTable, cost: PartCost) ->
     freed = float(cost.gradients_bytes) * (pricing.runtime.family != "megatron")
     freed += objective.scored_alone * float(cost.optimizer_bytes)
     others = max(copied_gradients_bytes(pricing, table, cost), max(scored, generates) - freed)
-    return products_workspace_bytes(pricing) + others
+    return products_workspace_bytes(pricing.cluster.hardware.architecture) + others
 
 
 def generation_bytes(pricing: Pricing) -> float:

@@ -16,7 +16,7 @@ from planner.cli.measurements import read_calibration
 from planner.cli.options import DEFAULT_HARDWARE
 from planner.cli.views import _side, read_question
 from planner.decide.compare import compare, of_plan
-from planner.errors import PlannerError
+from planner.errors import PlannerError, SpecError
 from planner.export.import_run import read as read_configuration
 from planner.layout.runs import evaluate_lines, parse_run
 from planner.observe.history import KeptPrice, prices_of, read_kept
@@ -25,10 +25,10 @@ from planner.observe.log_reader import observe
 from planner.observe.traces.recorded import kinds_of, observation_of, read_recorded
 from planner.plan_file import read_plan
 from planner.report.trace import plan_trace
-from planner.serve.app import _asked_for
+from planner.serve.app import Asked
 from planner.serve.controls import Catalogue, asked, options_of
 from planner.specs.phases import read_lengths
-from planner.specs.reading import load_yaml
+from planner.specs.reading import load_yaml, parse_json
 
 MAX_LINES = 8
 """Lines of a file of runs that are priced: each is a job of its own, and each has its time."""
@@ -122,10 +122,10 @@ def lengths(path: Path) -> object:
 def question(path: Path) -> object:
     """The body of a request to the page, to the question that it asks."""
     try:
-        form, shown, alternative = _asked_for(path.read_bytes())
-    except ValueError:  # answered with 400
+        given = Asked.model_validate(parse_json(path.read_bytes(), "request"))
+    except (SpecError, ValueError):  # answered with 400
         return None
-    return asked(read_question, options_of(form, _catalogue())).key, shown, alternative
+    return asked(read_question, options_of(given.form, _catalogue())).key, given.shown, given.alternative
 
 
 @cache

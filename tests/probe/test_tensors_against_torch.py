@@ -66,8 +66,7 @@ def test_kept_tensors_are_those_that_torch_holds(
     eager = in_eager_torch(plan)
     planned = explore(eager, eager.best, reprice(eager, eager.best), (stage,)).stages[0]
     counted = count_stage(stage_run(plan, eager, stage), stage, "hopper")
-    products_bytes = 64 << 20  # a CPU has no workspace for them
-    assert counted.peak_bytes == pytest.approx(planned.peak_bytes - products_bytes, rel=0.01)
+    assert counted.peak_bytes == pytest.approx(planned.peak_bytes, rel=0.01)
     kept = [tensor for tensor in planned.tensors if tensor.item == "activations"]
     ours, theirs = Counter(allocated(tensor.bytes) for tensor in kept), made[0].kept
     of_microbatch: Counter[object] = Counter()

