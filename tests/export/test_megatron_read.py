@@ -120,6 +120,10 @@ def test_scales_that_are_not_modelled_are_named(options: str, recipe: str | None
     named = [note for note in imported.notes if "--fp8-recipe" in note]
     assert len(named) == noted
     assert all(str(recipe).removeprefix("fp8-") in note for note in named)
+    # --fp8-param-gather is off unless it is given: weights of 16 bits stay beside their copies
+    for more, wide in (("", False), (" --fp8-param-gather", None)):
+        features = own_read(f"{options} --use-distributed-optimizer{more}").run["features"]
+        assert features.get("fp8_params") == (wide if "fp8" in options else None)
 
 
 def test_a_batch_size_left_out_is_one_micro_batch_a_rank() -> None:
