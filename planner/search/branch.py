@@ -56,15 +56,13 @@ from planner.search.ilp.node import (
 )
 from planner.search.priced_shapes import PricedShapes
 from planner.search.rebalance import SHAPES, improved, level_guess_s, level_split
-from planner.shape import FloatArray, IntArray, Shape
+from planner.shape import FloatArray, IntArray
 from planner.specs.training import SearchLimits
 from planner.trainers.rules.recipe import Setting, broken_recipe_rules
 
 if TYPE_CHECKING:
     from planner.search.ilp.program import SolverFailed
 
-PRICED = 32
-"""Number of nodes that are priced together with the one that is solved next."""
 SHARPENED, FIRST_SHARPENED = 2048, 256
 """Number of nodes that are bounded by their own splits together, once a layout is known and before."""
 OPENED = 2048
@@ -153,8 +151,6 @@ class Branch:
             node = frontier.take()
             if node is None or self._late():
                 break
-            if node.prices not in self.tables:
-                self._price([node, *frontier.most_promising(PRICED)])
             self._solve(node)
             if key_of(node.shape) not in self.candidates:
                 frontier.put_aside([node])
@@ -253,7 +249,6 @@ class Branch:
         self.slack = ALTERNATIVE_SLACK
         nodes = few_of_a_key([self._beside(best, node) for frontier in frontiers for node in frontier.runners_up])
         nodes = [node for node in nodes if key_of(node.shape) not in self.candidates][:RUNNERS_UP]
-        self._price(nodes)
         for node in nodes:
             if self._late():
                 break
@@ -276,27 +271,12 @@ class Branch:
         is_known = pricing.selective_modules == node.pricing.selective_modules
         return replace(node, pricing=pricing, choice=choice, priced=node.priced if is_known else None)
 
-    def _price(self, nodes: Sequence[Open]) -> None:
-        """Price the shapes of several nodes together, which takes little longer than one."""
-        new = {node.prices: node for node in nodes if node.prices not in self.tables}
-        alike: dict[tuple[object, ...], list[Open]] = {}
-        for node in new.values():
-            key = (node.prices[:2]) if node.priced is None else (id(node.priced),)
-            alike.setdefault(key, []).append(node)
-        for group in alike.values():
-            first = group[0]
-            if first.priced is None and len(group) == 1:
-                self.tables[first.prices] = first.pricing.table(first.shape)
-                continue
-            if first.priced is not None:
-                together = first.priced.cost_table(np.array([node.row for node in group]))
-            else:
-                together = first.pricing.table(Shape.stacked([node.shape for node in group]))
-            self.tables |= {node.prices: together.take(row) for row, node in enumerate(group)}
-
     def _table(self, node: Open) -> CostTable:
         """The prices of a node's shape."""
-        self._price([node])
+        if node.prices not in self.tables:
+            known, row = node.priced, np.array([node.row])
+            table = node.pricing.table(node.shape) if known is None else known.cost_table(row).take(0)
+            self.tables[node.prices] = table
         return replace(self.tables[node.prices], shape=node.shape)
 
     def _sharp_bound_s(self, nodes: Nodes, rows: IntArray, choice: RecomputeChoice) -> FloatArray:

@@ -404,10 +404,6 @@ class Frontier:
         self._keep(np.arange(len(self._guess_s)) != index)
         return node
 
-    def most_promising(self, number: int) -> list[Open]:
-        """The `number` most promising nodes, which stay in the frontier."""
-        return [self._open(index) for index in np.argsort(self._guess_s, kind="stable")[:number].tolist()]
-
     def _open(self, index: int) -> Open:
         block, row, choice = self._place[index]
         nodes = self._nodes[block]
