@@ -56,7 +56,6 @@ CASES = (
         moves_on=True,
     ),
     Case("layout/given.py", "set ep to 1", _1B + "--ep 8", option="--ep"),
-    Case("search/why/misses.py", "--seq-length {positions}", "-m gpt2 -g 8 --finetune -s 2048"),
     Case("months/whole_run.py", "is the most", _1B + "--spares 100 --tokens 1T"),
     Case("schedule/orders.py", "set vpp to", _1B + "--pp 2 --schedule zb-v", option="--vpp"),
     Case("schedule/orders.py", "set vpp to", _1B + "--pp 2 --vpp 3 --schedule 1f1b", option="--vpp"),

@@ -243,9 +243,9 @@ def _in_one(settings: Settings) -> Settings:
         arguments: Settings = readings("llamafactory-arguments", found)["arguments"]
         found.pop("name", None)
         return found | arguments
-    for name in filter(_SECTION.fullmatch, settings):
+    for name in filter(_SECTION.fullmatch, map(str, settings)):
         # of a file that people part by themselves
-        if isinstance(inner := settings[name], Mapping):
+        if isinstance(inner := settings.get(name), Mapping):
             found |= {"model_name_or_path" if key == "name" else key: value for key, value in found.pop(name).items()}
             found |= {"peft_type": "LORA"} if name.startswith(("lora", "peft")) and "r" in inner else {}
     for section, start in (("fsdp_config", "fsdp_"), ("parallelism_config", "parallelism_config_")):
