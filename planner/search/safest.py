@@ -7,6 +7,7 @@ the fastest, the one comes first that loses least where an assumption fails and 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import replace
 
 from planner.answer import Plan, Recommendation
@@ -25,7 +26,6 @@ from planner.specs.units import gib
 from planner.trainers.load import switches_of
 from planner.trainers.rules.recipe import broken_recipe_rules
 from planner.trainers.spec import RuntimeSpec
-from planner.trainers.stated import Recipe
 from planner.trainers.switches import SWITCHES, written
 
 
@@ -36,12 +36,7 @@ def safer_first(case: Case) -> Iterator[Case]:
     The layout that needs least memory, among the shapes that promise it, says how much can be left free.
     """
     capacity_bytes = case.cluster.hardware.memory_bytes
-    for recipe in _saving(case):
-        held = case.limits.switches if isinstance(case.limits.switches, dict) else {}
-        try:
-            saving = pinned(case.limited(switches={**held, **recipe}))
-        except SpecError:  # it does not go with the job
-            continue
+    for saving in saving_memory(case):
         if 0 < least_state_bytes(saving) <= capacity_bytes:  # 0 where the host has no room for its part
             yield saving
     if case.limits.memory_headroom_gib is not None or least_state_bytes(case) > capacity_bytes:
@@ -53,15 +48,19 @@ def safer_first(case: Case) -> Iterator[Case]:
     yield case.filling
 
 
-def _saving(case: Case) -> Iterator[Recipe]:
-    """Switches that only save memory at each value that needs no consent, where nobody has pinned them."""
-    if case.limits.switches == "default":
+def saving_memory(case: Case) -> Iterator[Case]:
+    """The case with each switch that only saves memory at each value that needs no consent, where nobody pinned it."""
+    stated = case.limits.switches or {}
+    if not isinstance(stated, dict):
         return
     held = pinned_by(case)
     for name, values in switches_of(case.runtime).items():
         row = SWITCHES[name]
         if row.only_saves_memory and name not in held:
-            yield from ({name: value} for value in values[1:] if value not in row.consent)
+            for value in values[1:]:
+                with suppress(SpecError):  # it does not go with the job
+                    if value not in row.consent:
+                        yield pinned(case.limited(switches={**stated, name: value}))
 
 
 def exceeds_risk(plan: Plan, case: Case) -> bool:

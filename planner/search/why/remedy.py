@@ -22,6 +22,7 @@ from planner.schedule.orders import SCHEDULES
 from planner.search.case import Case, Deadline
 from planner.search.enumerate import DEFAULT_SCHEDULES, enumerate_shapes
 from planner.search.recipes import Recipes
+from planner.search.safest import saving_memory
 from planner.search.why.misses import (
     DOES_NOT_FIT,
     NothingFits,
@@ -184,13 +185,16 @@ def _values(case: Case, axis: str) -> list[Any]:
 
 
 def _more_gpus(case: Case, trials: Trials) -> Iterator[Variation]:
-    """The change to the least number of GPUs that is enough."""
+    """The change to the least number of GPUs that is enough, where need be with a switch that saves memory."""
+
+    def fits(num_gpus: int) -> bool:
+        larger = case.on_gpus(num_gpus)
+        return any(trials.fitting(each) for each in (larger, *saving_memory(larger)))
+
     cluster = case.cluster
-    states_bytes = least_state_bytes(case) * cluster.num_gpus
+    states_bytes = min(map(least_state_bytes, (case, *saving_memory(case)))) * cluster.num_gpus
     guess = int(states_bytes / max(cluster.hardware.memory_bytes - case.headroom_bytes, 1.0))
-    enough = fewest_gpus(
-        cluster.num_gpus, cluster.node_size, lambda num_gpus: trials.fitting(case.on_gpus(num_gpus)) is not None, guess
-    )
+    enough = fewest_gpus(cluster.num_gpus, cluster.node_size, fits, guess)
     if enough is None:
         return
     num_nodes, rest = divmod(enough, cluster.node_size)
