@@ -121,3 +121,16 @@ def test_two_jobs_that_are_compared_are_said_to_be_two(tmp_path: Path, capsys: p
     assert main(["compare", str(tmp_path / "a.json"), str(tmp_path / "b.json")]) == 0
     said = " ".join(capsys.readouterr().out.split("What differs")[0].split())
     assert "× as many tokens a second, with another model, 4 × the GPUs, another batch" in said
+
+
+def test_a_layout_in_fewer_chunks_recomputes_what_was_asked_for() -> None:
+    from planner import ClusterSpec, SearchLimits, TrainingSpec, plan
+
+    cluster, training = (
+        ClusterSpec(hardware="gb300", num_gpus=256),
+        TrainingSpec(seq_length=16384, global_batch_size=64),
+    )
+    found = plan("mixtral-8x22b", cluster, training, SearchLimits(recompute=("full",), tp=(2,)), runtime="torch-eager")
+    assert {mode for stage in found.stages for mode in stage.recompute} == {"full"}
+    assert found.search is not None
+    assert found.step.step_s >= found.search.lower_bound_s
