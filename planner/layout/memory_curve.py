@@ -32,6 +32,7 @@ from planner.shape import FloatArray, Shape
 from planner.specs.model import LayerKind
 from planner.specs.training import Recompute
 from planner.specs.units import gib
+from planner.trainers.spec import RuntimeSpec
 
 
 @record
@@ -346,6 +347,10 @@ class Parameter(NamedTuple):
         """Parameters of routed experts."""
         return prod(self.dims) if self.operator.expert else 0.0
 
+    def held(self, runtime: RuntimeSpec) -> float:
+        """Those that are no experts', of which `weight_shards` ranks hold a part each."""
+        return self.dense / runtime.weight_shards
+
 
 def weights(pricing: Pricing, shape: Shape, one: Parameter) -> Iterator[Held]:
     """The rows of a parameter that add up to its part of `weights_bytes`."""
@@ -353,7 +358,7 @@ def weights(pricing: Pricing, shape: Shape, one: Parameter) -> Iterator[Held]:
     if not one.operator.trained:
         yield _frozen(one, shape, pricing)
         return
-    dense, expert = one.dense, one.expert
+    dense, expert = one.held(runtime), one.expert
     wide = 0.0 if one.operator.is_cast else dense + expert
     gathered = float(memory.gathered_weights_bytes(dense + expert, shape, runtime))
     total, plain = (
@@ -370,7 +375,7 @@ def weights(pricing: Pricing, shape: Shape, one: Parameter) -> Iterator[Held]:
     if gathered:
         yield _row(one, " gathered", gathered, BF16)
     if runtime.copies_weights and not one.operator.name.endswith(OF_ADAPTERS):
-        frozen = memory.frozen_bytes(dense, expert, dense if wide else 0.0, shape, runtime, dtype)
+        frozen = memory.frozen_bytes(one.dense, expert, one.dense if wide else 0.0, shape, runtime, dtype)
         yield Held(f"{one.name} of the reference", float(frozen), note="a second copy, frozen")
 
 
@@ -389,7 +394,7 @@ def _frozen(one: Parameter, shape: Shape, pricing: Pricing) -> Held:
 def gradients(pricing: Pricing, shape: Shape, one: Parameter) -> Iterator[Held]:
     """The same of `gradients_bytes`."""
     if one.operator.trained:
-        total = float(memory.gradients_bytes(one.dense, one.expert, shape, pricing.runtime))
+        total = float(memory.gradients_bytes(one.held(pricing.runtime), one.expert, shape, pricing.runtime))
         yield _row(one, " gradient", total, pricing.runtime.gradient_bytes, "with a 16-bit gradient beside the sum")
 
 

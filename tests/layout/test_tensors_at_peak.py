@@ -31,6 +31,7 @@ from planner.specs.model import ModelSpec
 from planner.specs.registry import load_hardware, load_model
 from planner.specs.training import AdapterSpec, Dtype, Parallelism, SearchLimits, TrainingSpec
 from planner.trainers.load import load_runtime
+from planner.trainers.spec import RuntimeSpec
 
 TABLES = beside(__file__)
 
@@ -39,7 +40,7 @@ ITEMS = ("weights", "gradients", "optimizer", "activations", "logits", "workspac
 LAYOUTS_ON_CURVES: tuple[tuple[str, int, str, str, dict[str, Any]], ...] = TABLES["layouts_on_curves"]
 
 
-def plan_of(model: str, num_gpus: int, trainer: str, dtype: str, sizes: dict[str, Any]) -> Plan:
+def plan_of(model: str, num_gpus: int, trainer: str | RuntimeSpec, dtype: str, sizes: dict[str, Any]) -> Plan:
     cluster = ClusterSpec(hardware=load_hardware("h100"), num_gpus=num_gpus)
     training = TrainingSpec(seq_length=4096, global_batch_size=32, dtype=dtype)  # type: ignore[arg-type]
     return evaluate(model, cluster, training, Parallelism(**sizes), runtime=trainer)
@@ -146,6 +147,15 @@ def test_recomputed_layers_keep_their_input_alone() -> None:
     kept = {tensor.name for tensor in stage.tensors if tensor.layer in recomputed and tensor.item == "activations"}
     assert kept == {"layer input"}
     assert all("full" not in tensor.remade_by for tensor in named(stage, "attention norm: input"))
+
+
+def test_ranks_that_share_a_weight_hold_a_part_each() -> None:
+    plan = plan_of("llama-3.1-8b", 8, load_runtime("megatron").with_features({"gtp": 2})[0], "bf16", {"tp": 2, "dp": 4})
+    _, (stage,) = explored(plan, 0)
+    static = [tensor for tensor in stage.tensors if tensor.item in ("weights", "gradients")]
+    assert "others" not in {tensor.name for tensor in static}
+    memory = plan.best.stages[0].memory
+    assert sum(tensor.bytes for tensor in static) == memory.weights_bytes + memory.gradients_bytes
 
 
 def test_narrow_products_keep_their_inputs_cast() -> None:
