@@ -22,7 +22,13 @@ from planner.trainers.switches import SWITCHES, written
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "docs" / "reference"
-_CODES = {0: "an answer", 130: "Ctrl-C"}
+_CODES = {
+    0: "an answer",
+    8: "`plan check`: refused",
+    9: "`plan check`: worse than before",
+    10: "`plan check`: unknown",
+    130: "Ctrl-C",
+}
 
 
 def help_of(command: str = "") -> str:
@@ -66,7 +72,8 @@ def exit_codes() -> str:
     ]
     for kind in sorted(kinds, key=lambda kind: kind.exit_code):
         lines.append(f"| {kind.exit_code} | `{kind.__name__}` | {_sentence(kind.__doc__)} |")
-    return "\n".join([*lines, f"| 130 |  | {_CODES[130]} |", ""])
+    lines += [f"| {code} |  | {says} |" for code, says in _CODES.items() if code]
+    return "\n".join([*lines, ""])
 
 
 def _sentence(text: str | None) -> str:
