@@ -424,5 +424,5 @@ def test_a_refusal_by_bytes_prices_no_seconds(monkeypatch: pytest.MonkeyPatch) -
     gpus = ClusterSpec(hardware=load_hardware("h100"), num_gpus=8)
     with pytest.raises(Infeasible) as refused:
         plan("deepseek-v3", gpus, TrainingSpec(seq_length=4096, global_batch_size=15360))
-    assert "it fits on 192 GPUs" in (refused.value.hint or "")
+    assert "it fits on 64 GPUs" in (refused.value.hint or "")
     assert "--qlora" in (refused.value.hint or "")

@@ -306,8 +306,9 @@ def test_alternating_layers_interleave_with_recompute_of_each_stage() -> None:
 def test_a_rank_that_the_replay_finds_too_full_is_given_less() -> None:
     """Chunks hold unequal numbers of micro-batches: the mean that the program counts is too little on first ranks."""
     limits = SearchLimits(tp=(2,), cp=(1,), pp=(16,), vpp=(5,), micro_batch_size=(1,))
+    model = ModelSpec.model_validate({**load_model("megatron-145.6b").model_dump(), "max_position_embeddings": 4096})
     answer = plan(
-        load_model("megatron-145.6b"), ClusterSpec(hardware=load_hardware("a100-pcie-80gb"), num_gpus=128),
+        model, ClusterSpec(hardware=load_hardware("a100-pcie-80gb"), num_gpus=128),
         TrainingSpec(seq_length=4096, global_batch_size=256), limits=limits, runtime="torch-eager",
     )  # fmt: skip
     assert answer.fits

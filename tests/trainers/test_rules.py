@@ -81,6 +81,12 @@ def test_megatron_refuses(reason: str, name: str, changes: dict[str, Any], field
     assert words in rule.message(model, TRAINING, shape)
 
 
+@pytest.mark.parametrize(("positions", "reason"), [(4096, "seq_length_beyond_positions"), (8192, None)])
+def test_learned_positions_bound_the_sequence_under_every_trainer(positions: int, reason: str | None) -> None:
+    model = changed(LLAMA, position_embedding="learned", max_position_embeddings=positions)
+    assert broken(rules_of("layer_kinds"), model, DENSE) == reason
+
+
 def test_every_megatron_rule_has_a_case() -> None:
     assert {rule.reason for rule in MEGATRON_RULES} == {case[0] for case in TABLES["megatron_refuses"]}
 
