@@ -57,10 +57,9 @@ def saving_memory(case: Case) -> Iterator[Case]:
     for name, values in switches_of(case.runtime).items():
         row = SWITCHES[name]
         if row.only_saves_memory and name not in held:
-            for value in values[1:]:
+            for value in (each for each in values[1:] if each not in row.consent):
                 with suppress(SpecError):  # it does not go with the job
-                    if value not in row.consent:
-                        yield pinned(case.limited(switches={**stated, name: value}))
+                    yield pinned(case.limited(switches={**stated, name: value}))
 
 
 def exceeds_risk(plan: Plan, case: Case) -> bool:

@@ -189,7 +189,7 @@ def _more_gpus(case: Case, trials: Trials) -> Iterator[Variation]:
 
     def fits(num_gpus: int) -> bool:
         larger = case.on_gpus(num_gpus)
-        return any(trials.fitting(each) for each in (larger, *saving_memory(larger)))
+        return any(map(trials.fitting, chain([larger], saving_memory(larger))))
 
     cluster = case.cluster
     states_bytes = min(map(least_state_bytes, (case, *saving_memory(case)))) * cluster.num_gpus
