@@ -64,7 +64,7 @@ def test_each_file_of_an_export_is_read_as_its_plan(planned: Planned, target: st
 )
 def test_machines_and_models_of_ones_own_come_back(target: str, runtime: str, machines: dict[str, Any]) -> None:
     model = ModelSpec.model_validate({**load_model("llama-3.1-8b").model_dump(), "name": "mine", "rope_theta": 1e4})
-    layout = Parallelism(cp=4) if target == "megatron" else Parallelism(tp=4, sequence_parallel=False)
+    layout = Parallelism(cp=2) if target == "megatron" else Parallelism(tp=4, sequence_parallel=False)
     training = TrainingSpec(seq_length=8192, global_batch_size=12 * 4)
     plan = evaluate(model, ClusterSpec(**machines), training, layout, runtime=runtime)
     files = bundle_of(plan, [target], force=True).with_manifest()
