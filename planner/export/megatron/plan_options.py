@@ -86,9 +86,11 @@ def _write_recompute(plan: Plan) -> Arguments:
             "--recompute-modules": layout.recompute_modules or ("core_attn",),
         }
     size = block_size(plan.best, virtual_stages(plan))
-    is_uniform = size is None or all_full(plan.best)
-    method, layers = ("uniform", plan.runtime_spec.layers_at_once) if is_uniform else ("block", size)
-    return {"--recompute-granularity": "full", "--recompute-method": method, "--recompute-num-layers": layers}
+    if size is None or all_full(plan.best):
+        method, size = "uniform", plan.runtime_spec.layers_at_once
+    else:
+        method = "block"
+    return {"--recompute-granularity": "full", "--recompute-method": method, "--recompute-num-layers": size}
 
 
 def _read_stages(options: Options) -> Fields:
