@@ -167,7 +167,7 @@ class Heard:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether an address leads to this machine alone."""
+    """True if an address leads to this machine alone."""
     return host == "localhost" or host.startswith("127.")
 
 
