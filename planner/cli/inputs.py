@@ -26,7 +26,7 @@ from planner.specs.cluster import ClusterSpec, parse_tiers
 from planner.specs.hardware import HardwareSpec, LinkTier
 from planner.specs.machines import with_host, with_network
 from planner.specs.model import ModelSpec
-from planner.specs.problems import among, checked
+from planner.specs.problems import among, checked, with_fields
 from planner.specs.registry import load_hardware, load_model
 from planner.specs.training import (
     OBJECTIVES,
@@ -120,7 +120,7 @@ def read_job(asked: JobOptions, said: set[str] | None = None) -> Job:
     assumed, switches = _assumed(asked.assume or "", runtime)
     cluster = _cluster(asked, hardware, {field: assumed.pop(field) for field in _OF_CLUSTER if field in assumed})
     if assumed:
-        runtime = checked(RuntimeSpec, {**runtime.model_dump(), **assumed}, where="--assume")
+        runtime = with_fields(runtime, assumed, "--assume")
     if asked.calibration is not None:
         calibration = read_calibration(asked.calibration, cluster, runtime.family)
         cluster, runtime = calibration.of_cluster(cluster), calibration.of_runtime(runtime)
@@ -149,9 +149,7 @@ def _cluster(asked: JobOptions, hardware: HardwareSpec, assumed: Fields) -> Clus
     for name, (part, field) in _OF_HARDWARE.items():
         if name in assumed:
             before: Spec = getattr(hardware, part)
-            after = checked(
-                type(before), before.model_dump() | {field: assumed.pop(name)}, "", {field: f"--assume {name}"}
-            )
+            after = with_fields(before, {field: assumed.pop(name)}, "", {field: f"--assume {name}"})
             hardware = hardware.model_copy(update={part: after})
     values = {"hardware": hardware, "num_gpus": asked.gpus, "gpus_per_node": asked.gpus_per_node, **assumed}
     if asked.tier is not None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from planner.answer import Plan
 from planner.errors import SpecError
-from planner.export.launchers import LAUNCH, node_check, preflight, promised
+from planner.export.launchers import LAUNCH, node_check, nodes_of, preflight, promised
 from planner.export.refusal import Inexpressible, Reason, check_fits, priced_for
 from planner.export.targets import LAUNCHERS, TARGETS, TRAINERS, TrainerTarget
 from planner.export.trainer_files import (
@@ -171,7 +171,10 @@ _UNWRITTEN = {
 
 
 def _machines(plan: Plan) -> Fields:
-    """The GPUs and what stands around them, by their profile's name where it says all, and the trainer's version."""
+    """The GPUs and what stands around them, by their profile's name where it says all, and the trainer's version.
+
+    A launcher may start fewer ranks on each node than it has GPUs.
+    """
     cluster, runtime, adapters = plan.cluster, plan.runtime_spec, plan.training.adapters
     hardware, rate = cluster.hardware, cluster.network_gb_per_s
     if cluster.network_tiers:
@@ -181,7 +184,7 @@ def _machines(plan: Plan) -> Fields:
     dated = f"{shipped}@{version}" if version and shipped == runtime.family else None
     said = {
         "hardware": _shipped("hardware", hardware),
-        "gpus_per_node": cluster.gpus_per_node,
+        "gpus_per_node": cluster.gpus_per_node or (cluster.node_size if nodes_of(plan)[0] > 1 else None),
         "inter_node": rate and f"{8 * rate} Gb/s per GPU",
         "runtime": dated,
         "runtime_fields": coefficients(load_runtime(dated or shipped).for_adapters(adapters), runtime) or None,

@@ -196,7 +196,7 @@ def held(tensor: Saved, dtype: str = "bf16", operator: str = "") -> Held:
 def kept_tensors(pricing: Pricing, shape: Shape, items: Sequence[Item], mode: Recompute = "none") -> list[Held]:
     """The rows that add up to the part's `live_bytes` under a recompute mode."""
     if mode == "full":
-        tokens = shape.shard_tokens * (1 - pricing.offloaded_share)
+        tokens = shape.shard_tokens * (1 - pricing.offloaded_share) / pricing.layers_at_once(shape)
         rows = [held(Saved("layer input", (tokens, pricing.model.hidden_size)))]
     else:
         recomputed = frozenset(pricing.selective_modules if mode == "selective" else ())
@@ -477,7 +477,12 @@ def _recomputed(pricing: Pricing, shape: Shape, part: Part) -> Iterator[Held]:
     """Tensors that the layer's forward gives once more, and those that comes back from host memory."""
     if part.mode != "none":
         plain = kept_tensors(pricing, shape, part.layer_items)
-        yield from without(plain, kept_tensors(pricing, shape, part.layer_items, part.mode))
+        again = without(plain, kept_tensors(pricing, shape, part.layer_items, part.mode))
+        yield from again
+        others = float(pricing.layers_at_once(shape)) - 1 if part.mode == FULL else 0.0
+        if others:
+            more = others * sum(row.num_bytes for row in again)
+            yield Held("the same of other layers", more, note=f"{others:g} more layers are recomputed together with it")
 
 
 def _own(pricing: Pricing, items: Sequence[Item], gone_bytes: float) -> Iterator[Held]:

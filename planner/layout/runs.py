@@ -21,7 +21,7 @@ from planner.specs.cluster import ClusterSpec
 from planner.specs.hardware import HardwareSpec
 from planner.specs.machines import with_host, with_network
 from planner.specs.model import ModelSpec
-from planner.specs.problems import checked, spec_error
+from planner.specs.problems import checked, spec_error, with_fields
 from planner.specs.reading import NotJsonError, json_value, kind_of
 from planner.specs.registry import load_hardware, load_model, model_names
 from planner.specs.training import AdapterSpec, DocumentLength, Dtype, ObjectiveSpec, Parallelism, TrainingSpec
@@ -184,7 +184,7 @@ def parse_run(data: dict[str, Any], where: str = "run") -> Run:
     dated = runtime_of_its_day(spec.runtime, hardware.architecture, model, spec.parallelism, used)
     runtime, unknown = described(dated, hardware, model, used)
     if spec.runtime_fields:
-        runtime = checked(RuntimeSpec, {**runtime.model_dump(), **spec.runtime_fields}, f"{where}: run: runtime_fields")
+        runtime = with_fields(runtime, spec.runtime_fields, f"{where}: run: runtime_fields")
     model = as_built(model, runtime)
     if spec.moe_imbalance is None:
         training |= imbalance_of(model, features, runtime, spec.adapters is not None).fields

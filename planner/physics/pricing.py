@@ -279,9 +279,10 @@ class Pricing:
         The backward runs the recomputed forward too, and the tensors that this forward saves are not kept until then.
         """
         inputs = self.runtime.checkpointed_parts * BF16 * shape.shard_tokens
-        live: Number = inputs * self.model.residual_size * self._pool
+        together = self.layers_at_once(shape)
+        live: Number = inputs * self.model.residual_size * self._pool / together
         if mode != "full":
-            live = self._kept_bytes(items, frozenset(self.selective_modules))
+            together, live = 1, self._kept_bytes(items, frozenset(self.selective_modules))
         elif share := self.offloaded_share:
             if self.counts_seconds:
                 plain = replace(plain, **self._pass_seconds(items, shape, plain, share * live))
@@ -295,8 +296,13 @@ class Pricing:
             plain,
             **{name: getattr(plain, name) + again_s for name, again_s in seconds.items()},
             live_bytes=live,
-            transient_bytes=plain.transient_bytes + plain.live_bytes - live,
+            transient_bytes=plain.transient_bytes + together * (plain.live_bytes - live),
         )
+
+    def layers_at_once(self, shape: Shape) -> Number:
+        """Layers that are recomputed together, of a chunk's in the mean; the first alone keeps its input."""
+        chunk = self.model.num_hidden_layers / (shape.pp * shape.vpp)
+        return maximum(minimum(self.runtime.layers_at_once, chunk), 1)
 
     def replayed_items(self, items: Sequence[Item], mode: Recompute) -> Sequence[Item]:
         """Items of a layer whose forward runs once more in the backward."""

@@ -18,13 +18,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from math import inf
+from math import ceil, inf
 
 import numpy as np
 
 from planner.answer import Plan, PricedLayout
 from planner.errors import SolverError, SpecError
-from planner.layout.candidate import Candidate, Split
+from planner.layout.candidate import FULL, Candidate, Split
 from planner.layout.evaluate import whole_run_of
 from planner.layout.price import layout_again, reprice
 from planner.physics.cost import PartCost
@@ -62,14 +62,16 @@ def level_guess_s(nodes: Nodes) -> FloatArray:
 def level_split(candidate: Candidate) -> Split:
     """A split whose ranks take about as long as each other: the rank that takes least gets the next layer.
 
-    A rank's chunks are as equal as possible. If they cannot be equal, the first rank has fewer layers in its first
-    chunk and the other ranks in their last; a layer too many is in the rank's first chunk.
+    It recomputes as the candidate's own split does: all layers, or as many of each rank. A rank's chunks are as equal
+    as possible. If they cannot be equal, the first rank has fewer layers in its first chunk and the other ranks in
+    their last; a layer too many is in the rank's first chunk.
     """
     shape, model, table = candidate.shape, candidate.pricing.model, candidate.table
     pp, vpp, layers = int(shape.pp), int(shape.vpp), model.num_hidden_layers
-    base = candidate.split.base
-    counted = candidate.pricing.kind_counts
-    mean_s = sum(float(table.layers[kind, base].total_s) * count for kind, count in counted.items()) / layers
+    own, counted = candidate.split, candidate.pricing.kind_counts
+    first = own.recompute_num_layers
+    mode = own.recompute if first is None else own.base
+    mean_s = sum(float(table.layers[kind, mode].total_s) * count for kind, count in counted.items()) / layers
     beside = np.zeros(pp)
     beside[0] += float(table.embedding.total_s)
     last: list[PartCost] = [table.head, *([table.mtp] if table.mtp is not None else [])]
@@ -83,7 +85,10 @@ def level_split(candidate: Candidate) -> Split:
     chunk = max(round(layers / (pp * vpp)), 1)
     rows = [_chunks(int(count), vpp, chunk, first=rank == 0, may_be_empty=may_be_empty and rank in (0, pp - 1))
             for rank, count in enumerate(num_layers)]  # fmt: skip
-    return Split(tuple(rows[rank][row] for row in range(vpp) for rank in range(pp)), base)
+    split = Split(tuple(rows[rank][row] for row in range(vpp) for rank in range(pp)), own.base)
+    if own.recompute != FULL:
+        return split
+    return split.recomputing(model, first and ceil(first * len(own.counts) / (pp * vpp)))
 
 
 def _chunks(count: int, vpp: int, chunk: int, *, first: bool, may_be_empty: bool) -> list[int]:

@@ -217,13 +217,15 @@ class Recipes:
 
 
 def pinned(case: Case) -> Case:
-    """The case with the switches that its limits pin set in its runtime.
+    """The case with the switches that its limits pin set in its runtime, which recomputes layers one by one: screens
+    take this for what needs least.
 
     Raises SpecError for a switch or a value that the trainer does not have, and for switches that exclude each other.
     """
     recipe = case.limits.switches
     held = recipe if isinstance(recipe, dict) else {}
-    case = replace(case, runtime=as_consented(case.runtime, (*held, *case.limits.allow)))
+    one_by_one = switched(case.runtime, {"recompute_layers_at_once": 1})
+    case = replace(case, runtime=as_consented(one_by_one, (*held, *case.limits.allow)))
     if not isinstance(recipe, dict) or not recipe:
         return case
     for name, value in recipe.items():

@@ -155,8 +155,7 @@ def _chunks(candidate: Candidate) -> int:
 
 def _simplest(candidate: Candidate, most_s: float, case: Case) -> Candidate:
     """The candidate in the fewest chunks a rank with which it fits and takes no longer than `most_s`."""
-    # a level split recomputes no layer in full, which may be what was asked for
-    if int(candidate.shape.vpp) == 1 or candidate.made_order is not None or candidate.split.recomputed:
+    if int(candidate.shape.vpp) == 1 or candidate.made_order is not None:
         return candidate
     options = schedule_options(candidate.shape, case.model, case.limits, candidate.pricing.runtime)
     fewer = [option for option in options if option[0].vpp < candidate.shape.vpp and option[1] in _PLAIN]

@@ -41,8 +41,9 @@ from planner.trainers.switches import SWITCHES, written
 
 FEW_ROWS = 100_000
 """Rows of raw axes that are searched at once under one recipe, without a first layout to beat."""
-CONTENDERS = 3
-"""Candidates nearly as fast as the best around which switches are moved too."""
+CONTENDERS, RANKED = 3, 10
+"""Steps nearly as short as the best's around whose layouts switches are moved too, and candidates that are looked at:
+of those that take equally long, which are alike, the first stands for all."""
 
 
 def plan(
@@ -161,9 +162,10 @@ def _ranked(rounds: list[FoundLayouts], best: Candidate, recipes: Recipes, deadl
             if key not in known or (other.step_s < known[key].step_s and known[key] is not best):
                 known[key] = other
     most = recipes.case.limits.top
-    ranked = sorted(known.values(), key=lambda other: other.step_s)[: most + 1]
+    ranked = sorted(known.values(), key=lambda other: other.step_s)[: max(most, RANKED) + 1]
     others = sorted((_with_recipe_of(best, other, recipes) for other in ranked), key=lambda other: other.step_s)
-    near = [other for other in others if other.step_s < best.step_s * (1 + REPLAN_GAIN)][:CONTENDERS]
+    unlike = {f"{other.step_s:.9g}": other for other in reversed(others)}
+    near = [other for other in reversed(unlike.values()) if other.step_s < best.step_s * (1 + REPLAN_GAIN)][:CONTENDERS]
     if len(rounds[0].pricings) == 1:  # with one bundle, recipes are too much alike for that
         near = [other for other in near if other.step_s < best.step_s * (1 - LEAST_GAIN)]
     fastest = min((recipes.refined(other, deadline) for other in near), key=lambda o: o.step_s, default=best)

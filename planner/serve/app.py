@@ -58,7 +58,7 @@ from planner.trainers.spec import RuntimeSpec
 from planner.trainers.stated import switched
 from planner.trainers.switches import SWITCHES, written
 
-State = Literal["same", "all", "final"]
+State = Literal["same", "so far", "final"]
 _NARROWEST_GAP = 1e-4
 """The gap asked for at least, as far as the bar of progress goes."""
 
@@ -151,7 +151,7 @@ def _briefly(plan: Plan, question: Question, state: State) -> str:
     if search is None:
         return "Priced"
     gap = f"gap {percent(search.gap, 2)}"
-    return f"{'So far' if state == 'all' else 'Proven' if is_proven(search) else 'Best found'}, {gap}"
+    return f"{'So far' if state == 'so far' else 'Proven' if is_proven(search) else 'Best found'}, {gap}"
 
 
 def _encoded(form: Form) -> str:
@@ -266,7 +266,7 @@ class Service:
         return _panel_line(await asyncio.to_thread(plan_panel, again, question, form, "same"), "same")
 
     def _shown(self, found: Found, question: Question, form: Form, alternative: int) -> str:
-        state: State = "final" if found.is_final else "all"
+        state: State = "final" if found.is_final else "so far"
         if isinstance(found.answer, PlannerError):
             return _panel_line(error_panel(found.answer, form, question), state)
         return _panel_line(plan_panel(found.answer, question, form, state, alternative), state)

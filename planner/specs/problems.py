@@ -204,6 +204,11 @@ def checked(model: type[S], values: Mapping[str, Any], where: str = "", spelling
         raise SpecError(error.message.removeprefix(": "), error.hint) from None
 
 
+def with_fields(before: S, fields: Mapping[str, Any], where: str = "", spelling: Mapping[str, str] | None = None) -> S:
+    """The spec with these fields instead, which are read as `checked` reads them."""
+    return checked(type(before), {**before.model_dump(), **fields}, where, spelling)
+
+
 def with_numbers(model: type[BaseModel], values: Any) -> Any:
     """The values with texts such as `8k` or `400Gb/s` as the numbers that they are, in the unit that the field ends in.
 

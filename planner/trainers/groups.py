@@ -235,6 +235,8 @@ class Memory(Group):
     """Layers of which all that they keep for the backward waits in host memory."""
     shards_states_over_groups: bool = False
     """States of the optimizer are sharded over all ranks under ZeRO-3, weights and gradients over those of a group."""
+    layers_at_once: PositiveInt = 1
+    """Layers that are recomputed together where whole layers are: the first keeps its input, all are held at once."""
     weight_shards: PositiveInt = 1
     """Ranks of unlike data that share the weights and gradients of a tensor-parallel rank, beside what ZeRO shards."""
     widens_gradients: bool = False

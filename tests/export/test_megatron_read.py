@@ -173,7 +173,8 @@ def read_options(options: str) -> ImportedRun:
 def test_its_own_words_for_the_layout(options: str, expected: dict[str, Any]) -> None:
     imported = read_options(options)
     assert imported.run["num_gpus"] == 16
-    assert {name: layout_of(imported).get(name) for name in expected} == expected
+    said = imported.run["features"] | layout_of(imported)
+    assert {name: said.get(name) for name in expected} == expected
 
 
 def test_its_own_words_for_the_model() -> None:

@@ -21,7 +21,9 @@ from planner.export.import_run import read_configuration
 from planner.export.imported_run import ImportedRun
 from planner.export.refusal import Inexpressible
 from planner.export.targets import SOURCES, TRAINERS
+from planner.layout.alive import explore
 from planner.layout.evaluate import evaluate
+from planner.layout.price import reprice
 from planner.layout.runs import parse_run
 from planner.search.search import plan
 from planner.specs.cluster import ClusterSpec
@@ -31,6 +33,7 @@ from planner.specs.registry import load_hardware, load_model, model_names
 from planner.specs.training import Parallelism, SearchLimits, TrainingSpec
 from planner.trainers.generations import imbalance_of
 from planner.trainers.load import load_runtime
+from planner.trainers.stated import switched
 
 TABLES = beside(__file__)
 
@@ -64,7 +67,7 @@ def test_each_file_of_an_export_is_read_as_its_plan(planned: Planned, target: st
 )
 def test_machines_and_models_of_ones_own_come_back(target: str, runtime: str, machines: dict[str, Any]) -> None:
     model = ModelSpec.model_validate({**load_model("llama-3.1-8b").model_dump(), "name": "mine", "rope_theta": 1e4})
-    layout = Parallelism(cp=4) if target == "megatron" else Parallelism(tp=4, sequence_parallel=False)
+    layout = Parallelism(cp=2) if target == "megatron" else Parallelism(tp=4, sequence_parallel=False)
     training = TrainingSpec(seq_length=8192, global_batch_size=12 * 4)
     plan = evaluate(model, ClusterSpec(**machines), training, layout, runtime=runtime)
     files = bundle_of(plan, [target], force=True).with_manifest()
@@ -82,6 +85,22 @@ def test_numbers_of_ones_own_trainer_come_back(planned: Planned, tmp_path: Path,
     bundle = bundle_of(plan, ["megatron"])
     assert bundle.job["runtime_fields"] == numbers
     assert there_and_back(plan, bundle.with_manifest()).is_same
+
+
+def test_layers_recomputed_together_keep_one_input() -> None:
+    job = load_model("llama-3.1-8b"), ClusterSpec(hardware=load_hardware("h100"), num_gpus=8)
+    training, layout = TrainingSpec(seq_length=8192, global_batch_size=16), Parallelism(pp=2, tp=2, recompute="full")
+    runtimes = [switched(load_runtime("megatron"), {"recompute_layers_at_once": count}) for count in (1, 4)]
+    plans = [evaluate(*job, training, layout, runtime=runtime) for runtime in runtimes]
+    one, four = (plan.best.stages[0].memory for plan in plans)
+    input_bytes = 2 * 8192 * 4096 // 2
+    assert one.activations_bytes - four.activations_bytes == 2 * (16 - 4) * input_bytes, "two micro-batches in flight"
+    assert four.workspace_bytes > one.workspace_bytes + 3 * 10 * input_bytes
+    assert plans[0].step.step_s == plans[1].step.step_s
+    for target in ("megatron", "bridge"):
+        assert there_and_back(plans[1], bundle_of(plans[1], [target]).with_manifest()).is_same
+    (stage,) = explore(plans[1], plans[1].best, reprice(plans[1], plans[1].best), [0]).stages
+    assert "others" not in {tensor.name for tensor in stage.tensors if tensor.item in ("activations", "workspace")}
 
 
 def test_the_rate_of_a_manifest_stays_with_its_gpus() -> None:

@@ -126,12 +126,10 @@ def test_two_jobs_that_are_compared_are_said_to_be_two(tmp_path: Path, capsys: p
 def test_a_layout_in_fewer_chunks_recomputes_what_was_asked_for() -> None:
     from planner import ClusterSpec, SearchLimits, TrainingSpec, plan
 
-    cluster, training = (
-        ClusterSpec(hardware="gb300", num_gpus=256),
-        TrainingSpec(seq_length=16384, global_batch_size=64),
-    )
-    limits = SearchLimits(recompute=("full",), tp=(2,))
-    found = plan("mixtral-8x22b", cluster, training, limits=limits, runtime="torch-eager")
+    cluster = ClusterSpec(hardware="a100", num_gpus=128)
+    limits = SearchLimits(recompute=("full",), pp=(8,))
+    found = plan("llama-3.1-70b", cluster, TrainingSpec(seq_length=8192, global_batch_size=1024), limits=limits)
+    assert found.best.recommendation.chunks < found.best.recommendation.fastest_chunks
     assert {mode for stage in found.stages for mode, count in stage.recompute.items() if count} == {"full"}
     assert found.search is not None
     assert found.step.step_s >= found.search.lower_bound_s

@@ -88,7 +88,7 @@ def test_a_loss_in_chunks_has_its_gradients_in_chunks() -> None:
     chunked = load_runtime("torchtitan").with_features({"liger": "loss"})[0]
     held = transient_bytes([op for op in operators_of(head(model, shape, chunked)) if op.name == "head"], chunked)
     hidden_bytes = 2 * 2**17 * 4096
-    of_liger = chunked.with_features({"liger_loss": True})[0]
+    of_liger = chunked.with_features({"chunked_loss": "liger"})[0]
     passes = [
         op.backward_factor for each in (chunked, of_liger) for op in operators_of(head(model, shape, each)) if op.n
     ]

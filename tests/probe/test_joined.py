@@ -194,12 +194,13 @@ def test_ranks_that_disagree_say_so_at_once(name: str, plan_file: str, tmp_path:
 
 
 def test_a_rank_that_is_there_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    hosted = tcp_store("127.0.0.1", 0, PATIENCE_S, is_host=True)
-    with pytest.raises(OSError, match="refused"):  # which listens there alone
-        socket.create_connection(("127.0.0.2", hosted.port))
-    environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": hosted.port, "TORCHELASTIC_USE_AGENT_STORE": True}
+    hosted = tcp_store("localhost", free_port(), PATIENCE_S, is_host=True)
+    environment = {"MASTER_ADDR": "localhost", "MASTER_PORT": hosted.port, "TORCHELASTIC_USE_AGENT_STORE": True}
     for name, value in environment.items():
         monkeypatch.setenv(name, str(value))
+    for port in (hosted.port, *(launch_joined.Bell(rank).server.getsockname()[1] for rank in (0, 1))):
+        with pytest.raises(OSError, match="refused"):  # which listen there alone
+            socket.create_connection(("127.0.0.2", port))
     dist.PrefixStore("attempt 0", hosted).set("world size", "2")
     launch_joined.meet(1, 2, PATIENCE_S)
     with pytest.raises(ProbeError, match="rank 1 was started twice"):

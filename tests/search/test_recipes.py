@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -153,6 +153,17 @@ def test_pins_that_cannot_be_are_refused(switches: dict[str, Any], says: str) ->
     limits = problem.limits.model_copy(update={"switches": switches})
     with pytest.raises(SpecError, match=says):
         pinned(Case(load_model("deepseek-v3"), problem.cluster, problem.training, problem.runtime, limits))
+
+
+def test_switches_are_moved_around_other_layouts_than_those_alike() -> None:
+    """Five ways to number the ranks of one layout took all places, and its neighbour's cp_comm_type stayed."""
+    cluster, training = (
+        ClusterSpec(hardware="mi355x", num_gpus=256),
+        TrainingSpec(seq_length=2048, global_batch_size=128),
+    )
+    job = partial(plan, "qwen3-235b-a22b", cluster, training, runtime="primus-megatron")
+    pinned_s = job(limits=SearchLimits(top=1, cp=(2,), pp=(4,), ep=(64,))).step.step_s
+    assert job(limits=SearchLimits(top=1)).step.step_s <= pinned_s
 
 
 def test_switches_that_a_runtime_has_by_hand_stay() -> None:

@@ -86,8 +86,11 @@ def _write_recompute(plan: Plan) -> Arguments:
             "--recompute-modules": layout.recompute_modules or ("core_attn",),
         }
     size = block_size(plan.best, virtual_stages(plan))
-    method, layers = ("uniform", 1) if size is None or all_full(plan.best) else ("block", size)
-    return {"--recompute-granularity": "full", "--recompute-method": method, "--recompute-num-layers": layers}
+    if size is None or all_full(plan.best):
+        method, size = "uniform", plan.runtime_spec.layers_at_once
+    else:
+        method = "block"
+    return {"--recompute-granularity": "full", "--recompute-method": method, "--recompute-num-layers": size}
 
 
 def _read_stages(options: Options) -> Fields:

@@ -31,6 +31,7 @@ from planner.probe.rank.groups import (
     Heard,
     failures_in,
     hanging_rank,
+    is_loopback,
     refuse_all,
     results_in,
     tcp_store,
@@ -121,14 +122,14 @@ def meet(rank: int, world_size: int, timeout_s: float) -> Any:
     def come() -> None:
         try:
             found.set_result(_came(rank, world_size, timeout_s))
-        except RuntimeError as error:
+        except (RuntimeError, OSError) as error:
             found.set_exception(error)
 
     threading.Thread(target=come, daemon=True).start()
     try:  # what takes the call and is no store lets torch wait for ever
         store, came, expected = found.result(timeout_s + RING_S)
-    except (RuntimeError, TimeoutError) as error:
-        taken = "EADDRINUSE" in str(error)
+    except (RuntimeError, OSError) as error:
+        taken = "address already in use" in str(error).lower()
         what = f"port {port} is taken" if taken else f"nobody answers at {host}:{port} for {timeout_s:.0f} s"
         raise ProbeError(
             f"rank {rank} of {world_size} does not meet the others: {what}",
@@ -151,14 +152,14 @@ class Bell:
     """A port on which a rank answers as long as its process runs."""
 
     def __init__(self, rank: int) -> None:
-        two = socket.has_dualstack_ipv6()
-        self.server = socket.create_server(
-            ("", 0), family=socket.AF_INET6 if two else socket.AF_INET, dualstack_ipv6=two
-        )
         host = meeting_place()[0]
         if rank:  # rank 0 is known by the address at which all meet
             with socket.create_connection(meeting_place(), RING_S) as way:
                 host = way.getsockname()[0]
+        alone = is_loopback(host)
+        two = not alone and socket.has_dualstack_ipv6()
+        family = socket.AF_INET6 if two else socket.AF_INET
+        self.server = socket.create_server((host if alone else "", 0), family=family, dualstack_ipv6=two)
         self.address = f"{host}|{self.server.getsockname()[1]}"
         threading.Thread(target=self._answer, daemon=True).start()
 

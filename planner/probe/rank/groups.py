@@ -166,10 +166,19 @@ class Heard:
             self.words[rank] = told
 
 
+def is_loopback(host: str) -> bool:
+    """True if an address leads to this machine alone."""
+    return host == "localhost" or host.startswith("127.")
+
+
 def tcp_store(host: str, port: int, timeout_s: float, is_host: bool = False) -> Any:
-    """A connection to the store in which ranks meet, or the store itself (`is_host`); port 0 takes a free one, and
-    listens at that address alone."""
-    limit, own = timedelta(seconds=timeout_s), None if port else socket.create_server((host, port)).detach()
+    """A connection to the store in which ranks meet, or the store itself (`is_host`), whose port 0 takes a free one.
+
+    It listens at this machine's own address alone where ranks meet there, else at all: the name by which others know
+    this machine may lead itself to another address.
+    """
+    limit, alone = timedelta(seconds=timeout_s), is_host and is_loopback(host)
+    own = socket.create_server((host, port)).detach() if alone else None
     return cast(Any, dist).TCPStore(
         host, port, is_master=is_host, timeout=limit, wait_for_workers=False, master_listen_fd=own
     )
