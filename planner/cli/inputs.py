@@ -329,6 +329,7 @@ def _training(
     seq_length = batches.get("seq_length", seq_length)
     values = {
         "seq_length": seq_length, "global_batch_size": objective.row.num_sequences, "adapters": adapters,
+        "starts_trained": asked.finetune,
         "objective": objective, "tokens": None if asked.tokens is None else count_of("tokens", asked.tokens),
         **batches, "operations": _operations(asked),
     }  # fmt: skip

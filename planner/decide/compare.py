@@ -144,12 +144,13 @@ def _listed(counts: list[int]) -> str:
 
 
 def _terms(plan: Plan) -> dict[str, float]:
-    """The breakdown of the step, and its compute cut further, on the rank that decides how long the step is."""
+    """The breakdown of the step, and its compute cut as that of all ranks is: the busiest one may hold no head."""
     breakdown = plan.step.breakdown.model_dump()
     candidate = reprice(plan, plan.best)
-    cut = compute_terms(candidate, candidate.run().busiest)
-    rest_s = breakdown.pop("compute_s") - sum(cut.values())
-    return cut | {"other_compute_s": cut["other_compute_s"] + rest_s} | breakdown
+    ranks = [compute_terms(candidate, rank) for rank in range(plan.parallelism.pp)]
+    cut = {term: sum(of_rank[term] for of_rank in ranks) for term in ranks[0]}
+    scale = breakdown.pop("compute_s") / sum(cut.values())
+    return {term: scale * seconds for term, seconds in cut.items()} | breakdown
 
 
 def of_probe(result: ProbeResult, name: str) -> Compared:

@@ -12,7 +12,7 @@ from planner.answer import Plan
 from planner.errors import SpecError
 from planner.export.launchers import LAUNCH, node_check, nodes_of, preflight, promised
 from planner.export.refusal import Inexpressible, Reason, check_fits, priced_for
-from planner.export.targets import LAUNCHERS, TARGETS, TRAINERS, TrainerTarget
+from planner.export.targets import ALSO_CALLED, LAUNCHERS, TARGETS, TRAINERS, TrainerTarget
 from planner.export.trainer_files import (
     IMAGE,
     IMAGE_OF_AMD,
@@ -220,7 +220,7 @@ def default_folder(plan: Plan, bundle: Bundle) -> str:
 def _targets(to: str | Iterable[str]) -> list[str]:
     """Names of targets, each once; SpecError where one is unknown or there are none."""
     given = to.split(",") if isinstance(to, str) else to
-    names = list(dict.fromkeys(name.strip() for name in given))
+    names = list(dict.fromkeys(ALSO_CALLED.get(name.strip(), name.strip()) for name in given))
     unknown = [name for name in names if name not in TARGETS]
     if unknown or not names:
         name = unknown[0] if unknown else ""

@@ -7,17 +7,23 @@ from collections.abc import Iterable
 from itertools import groupby
 
 from planner.answer import Plan
-from planner.export.trainer_files import settings
+from planner.export.trainer_files import notes_of, settings
 from planner.months.losses import load_facts
 from planner.months.whole_run import save_interval_s
 from planner.record import record
-from planner.specs.base import Texts
+from planner.specs.base import Fields, Texts
 from planner.specs.model import ModelSpec
 from planner.specs.model_parts import OptimizerDefaults
 from planner.trainers.rules.facts import has_groups, has_local_base, has_usual_scale
 
 TOKENS_PER_PARAMETER = 20
 """Tokens for each active parameter where no number is planned: Hoffmann et al. (arXiv:2203.15556)."""
+TUNING_STEPS = 1000
+"""Steps of a fine-tuning whose plan states no tokens. A first value."""
+TUNING_RATE = 2e-5
+"""Rate of a fine-tuning of whole models: the default of TRL's SFTConfig."""
+TUNING: Fields = {"learning_rate": TUNING_RATE, "min_learning_rate": 0.0, "decay_style": "linear"}
+"""The fields of an optimizer that fine-tuning does not have from the model's pre-training."""
 _RATES = ((10e9, 3e-4, 3e-5), (100e9, 1.5e-4, 1.5e-5), (math.inf, 8e-5, 8e-6))
 """Active parameters up to which a rate, and its tenth at the end, are usual: Llama 3 (arXiv:2407.21783, Table 3)."""
 _WARMUP_STEPS = 2000
@@ -80,10 +86,14 @@ class RunSettings:
 def run_settings(plan: Plan) -> RunSettings:
     """The settings of the plan's run: planned, published with the model, or defaults that the notes name."""
     training, model = plan.training, plan.model
-    tokens = training.tokens or TOKENS_PER_PARAMETER * model.num_active_parameters
-    num_steps = max(1, round(tokens / training.tokens_per_step))
     published = model.spec.training.optimizer if model.spec.training else None
     optimizer = published or _defaults(model.num_active_parameters)
+    usual_tokens = TOKENS_PER_PARAMETER * model.num_active_parameters
+    if training.starts_trained:
+        optimizer = optimizer.model_copy(update=TUNING)
+        usual_tokens = TUNING_STEPS * training.tokens_per_step
+    tokens = training.tokens or usual_tokens
+    num_steps = max(1, round(tokens / training.tokens_per_step))
     ranks = plan.parallelism.num_gpus_used
     save_interval_steps = max(1, round(_save_interval_s(plan) / plan.best.step.step_s))
     kept_saves = max(1, round(_BETWEEN_KEPT_SAVES_S / (save_interval_steps * plan.best.step.step_s)))
@@ -97,10 +107,11 @@ def run_settings(plan: Plan) -> RunSettings:
         evaluation_interval_steps=math.ceil(_FORWARD_SHARE * EVALUATION_STEPS / evaluated),
         init_timeout_minutes=max(_TIMEOUT_MINUTES, 5 * math.ceil(_INIT_S_PER_RANK * ranks / 300)),
         timeout_minutes=_TIMEOUT_MINUTES,
-        notes=(
-            f"{num_steps:,} steps: {_tokens(tokens)} tokens" + ("" if training.tokens else
-            f", {TOKENS_PER_PARAMETER} for each active parameter, since the plan states none (--tokens)"),
-            f"optimizer and learning rate: {optimizer.source or 'defaults for models of this size, none is published'}",
+        notes=tuple(
+            notes_of(
+                "run", plan, num_steps=num_steps, tokens=_tokens(tokens), optimizer=optimizer,
+                tokens_per_parameter=TOKENS_PER_PARAMETER,
+            )
         ),
     )  # fmt: skip
 
@@ -121,8 +132,9 @@ def _defaults(num_active_parameters: float) -> OptimizerDefaults:
 
 
 def _tokens(number: float) -> str:
-    """A number of tokens in billions or trillions."""
-    return f"{number / 1e12:.3g}T" if number >= 1e12 else f"{number / 1e9:.3g}B"
+    """A number of tokens in millions, billions or trillions."""
+    scale, unit = (1e12, "T") if number >= 1e12 else (1e9, "B") if number >= 1e9 else (1e6, "M")
+    return f"{number / scale:.3g}{unit}"
 
 
 ROTARY_BASE = 10_000.0

@@ -185,6 +185,11 @@ TRAINERS = {trainer.name: trainer for trainer in _TRAINERS if trainer.writer is 
 LAUNCHERS = {launcher.name: launcher for launcher in _LAUNCHERS}
 TARGETS = (*TRAINERS, *LAUNCHERS)
 """Names for `--to`."""
+ALSO_CALLED = {
+    **dict.fromkeys(("trl", "huggingface", "transformers", "accelerate"), "hf"),
+    **dict.fromkeys(("nemo", "megatron-bridge"), "bridge"), "megatron-lm": "megatron",
+}  # fmt: skip
+"""Trainers around a target, or its name in full, and the target."""
 READERS = {trainer.name: trainer for trainer in _TRAINERS if trainer.reader is not None}
 SOURCES = tuple(READERS)
 """Names for `--from`."""

@@ -382,7 +382,7 @@ def weights(pricing: Pricing, shape: Shape, one: Parameter) -> Iterator[Held]:
 def _frozen(one: Parameter, shape: Shape, pricing: Pricing) -> Held:
     """The row of a weight that adapters leave as it is, in as many bits as it is kept in."""
     runtime = pricing.runtime
-    wide = 0.0 if one.operator.is_cast else one.dense
+    wide = 0.0 if one.operator.is_cast else one.dense + one.expert
     dtype = pricing.training.dtype
     total = float(memory.frozen_bytes(one.dense, one.expert, wide, shape, runtime, dtype))
     width = runtime.frozen_wide_bytes if wide else memory.frozen_weight_bytes(runtime, dtype)

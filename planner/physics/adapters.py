@@ -172,11 +172,12 @@ def _adapted(
     kept = [tensor for tensor in item.saved if not tensor.for_weight and (is_read or not tensor.is_cast)]
     # an adapter reads its input in 16 bits, and what keeps the input keeps it so
     kept = [tensor._replace(gemm_input=False) for tensor in kept if not tensor.cast_copy]
-    frozen = replace(item, trained=False, saved=tuple(kept))
+    is_packed = item.is_cast and adapters.base_bits < 16
+    stays_wide = is_packed and item.expert and not runtime.packs_experts
+    frozen = replace(item, trained=False, saved=tuple(kept), wide=item.wide or stays_wide)
     if item.family in ("embedding", "bias"):
         frozen = replace(frozen, backward_bytes=0)
-    is_packed = item.is_cast and adapters.base_bits < 16
-    if is_packed:
+    if is_packed and not stays_wide:
         yield _unpacked(item, runtime)
     if item.kind != "gemm" or item.name not in targets:
         yield frozen

@@ -314,21 +314,21 @@ class Exchanges:
         """
         trained = part.trained_dense_parameters, part.trained_expert_parameters
         gather_s = self.gather_s(*trained, shape)
+        each = memory.gathered_frozen_bytes(part, self.runtime)
         if any_of(part.frozen_parameters):
-            gather_s = gather_s + self._frozen_s(part.frozen_parameters, part.frozen_expert_parameters, shape)
+            gather_s = gather_s + self._frozen_s(part.frozen_parameters, part.frozen_expert_parameters, shape, each)
         if self.runtime.plain_forwards:
-            once_s = self._frozen_s(part.reference_parameters, part.reference_expert_parameters, shape)
+            once_s = self._frozen_s(part.reference_parameters, part.reference_expert_parameters, shape, each)
             # a step gathers twice, for its forward and its backward, and once for each forward without a gradient
             gather_s = gather_s + self.runtime.plain_forwards / 2 * once_s
         return self.reduce_s(*trained, shape), gather_s
 
-    def _frozen_s(self, parameters: Number, expert: Number, shape: Shape) -> Number:
-        """Seconds to gather frozen weights, `expert` of them of routed experts, as they are kept; 0 below ZeRO-3."""
-        num_bytes = self.runtime.gathered_frozen_bytes
+    def _frozen_s(self, parameters: Number, expert: Number, shape: Shape, num_bytes: Number) -> Number:
+        """Seconds to gather frozen weights of `num_bytes` each, `expert` of them of routed experts; 0 below ZeRO-3."""
         exchanged_s = self._data_parallel_s(parameters - expert, expert, shape, num_bytes, reduces=False)
         return (exchanged_s + self._copied_s(parameters - expert, expert, shape, num_bytes)) * (shape.zero_stage == 3)
 
-    def _copied_s(self, dense: Number, expert: Number, shape: Shape, num_bytes: float) -> Number:
+    def _copied_s(self, dense: Number, expert: Number, shape: Shape, num_bytes: Number) -> Number:
         """Seconds to copy this rank's shards of weights from the host, where they wait, before they are gathered."""
         if not self.runtime.parameter_offload:
             return 0.0
@@ -353,7 +353,7 @@ class Exchanges:
         exchanged_s = self._data_parallel_s(dense, expert, shape, 1 if in_fp8 else BF16, reduces=False)
         return exchanged_s * sharded + self._copied_s(dense, expert, shape, BF16)
 
-    def _data_parallel_s(self, dense: Number, expert: Number, shape: Shape, num_bytes: float, reduces: bool) -> Number:
+    def _data_parallel_s(self, dense: Number, expert: Number, shape: Shape, num_bytes: Number, reduces: bool) -> Number:
         seconds: Number = 0.0
         tensors = self.runtime.gathers_tensors and not reduces
         # one parameter at a time, ZeRO-3's exchanges are small

@@ -70,6 +70,12 @@ def frozen_weights_bytes(part: PartCost, shape: Shape, runtime: RuntimeSpec, dty
     return frozen_bytes(part.frozen_parameters - expert, expert, part.frozen_wide_parameters, shape, runtime, dtype)
 
 
+def gathered_frozen_bytes(part: PartCost, runtime: RuntimeSpec) -> Number:
+    """Bytes of a frozen weight of a part, in the mean, as ZeRO-3 gathers it: as it is kept, in 16 bits at most."""
+    packed = min(runtime.frozen_weight_bytes, BF16)
+    return packed + (BF16 - packed) * part.frozen_wide_parameters / maximum(part.frozen_parameters, 1)
+
+
 def static_bytes(part: PartCost, shape: Shape, runtime: RuntimeSpec, dtype: str) -> tuple[Number, Number, Number]:
     """Bytes of weights, gradients and optimizer of a part whose parameters are counted."""
     dense, expert = part.trained_dense_parameters, part.trained_expert_parameters

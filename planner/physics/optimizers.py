@@ -79,11 +79,15 @@ def state_costs(
     """Bytes and seconds of the states of an optimizer other than AdamW, by fields of a part's cost."""
     if runtime.optimizer == "adamw":
         return {}
+    dense, expert = (
+        [tensor for op in operators_of(items) if op.expert == routed for tensor in tensors_of(op, hidden_size)]
+        for routed in (False, True)
+    )
     return {
-        "state_bytes": state_bytes(items, hidden_size, runtime, expert=False),
-        "expert_state_bytes": state_bytes(items, hidden_size, runtime, expert=True),
-        "state_update_s": state_update_s(items, hidden_size, shape.tp, hardware, runtime, expert=False),
-        "expert_state_update_s": state_update_s(items, hidden_size, shape.etp, hardware, runtime, expert=True),
+        "state_bytes": state_bytes(dense, runtime),
+        "expert_state_bytes": state_bytes(expert, runtime),
+        "state_update_s": state_update_s(dense, hidden_size, shape.tp, hardware, runtime),
+        "expert_state_update_s": state_update_s(expert, hidden_size, shape.etp, hardware, runtime),
     }
 
 
@@ -102,23 +106,22 @@ def update_s(part: PartCost, shape: Shape, hardware: HardwareSpec, runtime: Runt
     return gpu_s + host_update_s(hardware, offloaded, runtime) + clipped_s
 
 
-def state_bytes(items: Sequence[Item], hidden_size: int, runtime: RuntimeSpec, expert: bool) -> Number:
-    """Bytes of the states that a part's experts, or all its other operators, keep on the GPU."""
-    tensors = _tensors(items, hidden_size, expert)
+def state_bytes(tensors: Sequence[Tensor], runtime: RuntimeSpec) -> Number:
+    """Bytes of the states of a part's tensors that stay on the GPU."""
     return sum(states_of(tensor, runtime).resident_bytes for tensor in tensors)
 
 
 def state_update_s(
-    items: Sequence[Item], hidden_size: int, tp: Number, hardware: HardwareSpec, runtime: RuntimeSpec, expert: bool
+    tensors: Sequence[Tensor], hidden_size: int, tp: Number, hardware: HardwareSpec, runtime: RuntimeSpec
 ) -> Number:
-    """Seconds to update a part's experts, or all its other parameters, on one GPU.
+    """Seconds to update a part's tensors on one GPU.
 
     States that leave a full GPU come back and leave again in every step, over the host's link: the seconds are those
     of a GPU that has no room for any.
     """
     row = runtime.optimizer_row
     total: Number = 0.0
-    for tensor in _tensors(items, hidden_size, expert):
+    for tensor in tensors:
         num_bytes = update_bytes(row, runtime, tensor.kind == "matrix") * tensor.elements
         total = total + stream_s(hardware, num_bytes, 0, "optimizer")
         total = total + 2 * states_of(tensor, runtime).paged_bytes / hardware.host.bytes_per_s
@@ -143,12 +146,6 @@ def workspace_bytes(items: Sequence[Item], hidden_size: int, runtime: RuntimeSpe
         for tensor in tensors_of(op, hidden_size):
             largest = maximum(largest, tensor.elements)
     return each * largest
-
-
-def _tensors(items: Sequence[Item], hidden_size: int, expert: bool) -> Iterator[Tensor]:
-    for op in operators_of(items):
-        if op.expert == expert:
-            yield from tensors_of(op, hidden_size)
 
 
 def _orthogonal_s(tensor: Tensor, hidden_size: int, tp: Number, hardware: HardwareSpec, row: Optimizer) -> Number:

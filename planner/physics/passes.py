@@ -230,12 +230,8 @@ class Passes:
 
     def hidden_exchanges_s(self, items: Sequence[Item], shape: Shape) -> Number:
         """Seconds of a part's expert exchanges, forward and backward, that another micro-batch can hide."""
-        hidden_s: Number = 0.0
-        for exchange in collectives_of(items):
-            if exchange.overlap == "ep":
-                tiers_s = self._tiers_s(exchange, shape)
-                hidden_s = hidden_s + self._hidden_of_experts_s(exchange, tiers_s)
-        return hidden_s
+        of_experts = (exchange for exchange in collectives_of(items) if exchange.overlap == "ep")
+        return sum(self._hidden_of_experts_s(exchange, self._tiers_s(exchange, shape)) for exchange in of_experts)
 
     def _taken_fraction(self) -> float:
         """Share of the GPU that the kernels of a hidden expert exchange take from the products beside it."""

@@ -424,7 +424,7 @@ class Pricing:
         is_gathered = (zero == 3) * alone * (shape.shard_size > 1)
         # ZeRO-3 copies weights out of the gathered buffer in both passes, and gradients into one to be scattered; a
         # pipeline stage does so once a step
-        frozen_moved = 2 * runtime.frozen_weight_bytes * counted.frozen_parameters
+        frozen_moved = 2 * memory.gathered_frozen_bytes(counted, runtime) * counted.frozen_parameters
         seconds["forward_s"] = seconds["forward_s"] + kernels.stream_s(
             hardware, (2 * BF16 * trained + frozen_moved) * is_gathered, 1
         )

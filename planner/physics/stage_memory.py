@@ -183,7 +183,7 @@ def buffers(pricing: Pricing, table: CostTable) -> tuple[Saved, ...]:
 
 def _gathered_elements(part: PartCost, runtime: RuntimeSpec) -> float:
     """Elements of 16 bits that the gathered weights of a layer take; frozen ones are gathered as they are kept."""
-    return float(part.parameters - part.frozen_parameters * (1 - runtime.gathered_frozen_bytes / BF16))
+    return float(part.parameters - part.frozen_parameters * (1 - memory.gathered_frozen_bytes(part, runtime) / BF16))
 
 
 def _overlapped(pricing: Pricing, shape: Shape) -> tuple[Saved, ...]:

@@ -37,7 +37,7 @@ def trained(plan: Plan) -> Texts:
     """The parameters that are trained, and what the frozen ones are kept in."""
     return tuple(
         sentences(
-            "small_trained", adapters=plan.training.adapters, vision=plan.model.spec.vision,
+            "small_trained", plan=plan, adapters=plan.training.adapters, vision=plan.model.spec.vision,
             total=plan.model.num_parameters, trained=plan.model.num_trained_parameters or 0,
         )
     )  # fmt: skip
@@ -102,7 +102,7 @@ def memory_items(plan: Plan) -> dict[str, int]:
     """Bytes of the items of the fullest GPU's memory, and of what is left of it."""
     memory, capacity = plan.best.worst_stage.memory, plan.cluster.hardware.memory_bytes
     adapters = plan.training.adapters
-    base = f"base weights, {adapters.base_bits} bits" if adapters else ""
+    base = "base weights" if adapters else ""
     own = "adapters" if adapters else "weights"
     items = (
         (base, memory.frozen_weights_bytes),

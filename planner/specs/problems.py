@@ -19,11 +19,11 @@ from planner.specs.units import parse_number, parse_whole, unit_of
 
 
 def closest(name: str, known: Iterable[str]) -> list[str]:
-    """Up to three known names: those that end in the word, such as sizes, else those spelt most like it.
+    """Up to three known names: the shortest that end in the word, such as sizes, else those spelt most like it.
 
     Names that begin with the word, such as those of a family, come before others.
     """
-    word, names = name.lower(), sorted(known)
+    word, names = name.lower(), sorted(known, key=lambda other: (len(other), other))
     ending = [other for other in names if word and word in other.split("-")[1:]][:3]
     of_family = [other for other in names if word and other.startswith(word)]
     return ending or difflib.get_close_matches(word, of_family or names, n=3, cutoff=0.0 if of_family else 0.5)

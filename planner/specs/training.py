@@ -214,6 +214,8 @@ class TrainingSpec(Spec):
     """Times that each example is seen."""
     adapters: AdapterSpec | None = None
     """Adapters that are trained in the place of the weights (LoRA, QLoRA); null: all weights are trained."""
+    starts_trained: bool = False
+    """The weights begin as somebody trained them (`--finetune`): exports ask for them, and a step takes as long."""
     objective: ObjectiveSpec = ObjectiveSpec()
     """The loss that is trained on: of the next token, or of pairs of answers beside a reference model."""
     operations: OperationsSpec = OperationsSpec()

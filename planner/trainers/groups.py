@@ -318,6 +318,9 @@ class FineTuning(Group):
     """Bytes per frozen weight of a linear layer (`for_adapters`)."""
     frozen_wide_bytes: Rate = 2.0
     """Bytes per frozen weight of all others: embedding, head, norms, routers."""
+    packs_experts: bool = True
+    """Weights of routed experts are in as few bits as those of other products; without: in 16, in a trainer without ep
+    (transformers 5 stacks them, and bitsandbytes packs nn.Linear alone: its issue 1849)."""
     adapters_in_fp32: bool = False
     """Adapters, their gradients and their moments are in fp32 (peft); without: as this trainer keeps other weights."""
     packed_adapters_in_fp32: bool = False
@@ -348,11 +351,6 @@ class FineTuning(Group):
     """Models of the same size beside that are not trained, in 16 bits."""
     copies_weights: bool = False
     """A reference model's weights stand beside those that are trained, frozen and sharded as these are."""
-
-    @property
-    def gathered_frozen_bytes(self) -> float:
-        """Bytes per frozen weight that ZeRO-3 gathers: as few as it is kept in, and no more than 16 bits."""
-        return min(self.frozen_weight_bytes, 2.0)
 
 
 class Overlaps(Group):

@@ -170,6 +170,7 @@ def test_nodes_are_gpus_of_the_hardware() -> None:
 
 def test_finetune_trains_all_weights_under_the_trainer_of_adapters() -> None:
     tuned = job(gpus=8, finetune=True)
+    assert tuned.training.starts_trained
     assert (tuned.runtime, tuned.training.adapters, tuned.training.seq_length) == ("hf", None, 2048)
     assert tuned.training.global_batch_size == 16
     # transformers' classes leave it out

@@ -147,6 +147,8 @@ def test_an_alternative(saved: str, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_refusals_are_one_error_with_every_reason(saved: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["export", saved, "--to", "trl"]) == 2
+    assert "error: hf cannot express this plan" in capsys.readouterr().err
     assert main(["export", saved, "--to", "torchtitan"]) == 2
     err = capsys.readouterr().err
     assert "error: torchtitan cannot express this plan: zero_stage:" in err

@@ -245,6 +245,14 @@ def test_defaults_say_that_they_are(planned: Planned) -> None:
     assert run_settings(planned("qwen2.5-72b", 64, tp=4, pp=4)).optimizer.learning_rate == 1.5e-4
 
 
+def test_fine_tuning_learns_slowly_and_asks_for_weights(planned: Planned) -> None:
+    plan = planned("llama-3.1-8b", 16)
+    tuned = plan.training.model_copy(update={"starts_trained": True})
+    run = run_settings(plan.model_copy(update={"training": tuned}))
+    assert (run.optimizer.learning_rate, run.num_steps) == (2e-5, 1000)
+    assert "CHECKPOINTS" in run.notes[2]
+
+
 def test_a_short_run_warms_up_for_a_tenth_of_it(planned: Planned) -> None:
     run = run_settings(planned("llama-3.1-8b", 16, batch=64, tokens=64 * 2048 * 50))
     assert (run.num_steps, run.warmup_steps) == (50, 5)

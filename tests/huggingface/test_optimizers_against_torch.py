@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from torch.utils._pytree import tree_flatten  # noqa: E402
 
 from planner.physics.operators import Operator  # noqa: E402
-from planner.physics.optimizers import state_bytes  # noqa: E402
+from planner.physics.optimizers import state_bytes, tensors_of  # noqa: E402
 from planner.trainers.load import load_runtime  # noqa: E402
 from planner.trainers.optimizers import OPTIMIZERS  # noqa: E402
 
@@ -96,7 +96,7 @@ def _counted_bytes(name: str, width: int, shape: tuple[int, ...]) -> float:
         op = Operator(name="norm", kind="elementwise", family="norm", parameters=shape[0])
     else:
         op = Operator(name="up", kind="gemm", m=1, n=shape[0], k=shape[1], parameters=shape[0] * shape[1])
-    return float(state_bytes([op], 4096, runtime, expert=False))
+    return float(state_bytes(list(tensors_of(op, 4096)), runtime))
 
 
 @pytest.mark.thorough(3)

@@ -13,6 +13,7 @@ from tables import beside
 from toys import Problem, legal_counts, toy_cluster, toy_model, toy_problem, toy_training
 
 from planner.answer import Plan, RunCost
+from planner.decide.compare import of_plan
 from planner.layout.candidate import Candidate, Split, activation_peaks_bytes, by_rank
 from planner.layout.evaluate import evaluate
 from planner.layout.price import reprice
@@ -308,6 +309,9 @@ def test_each_term_is_of_what_it_names() -> None:
     assert 0.2 < recomputed["recompute_s"] / (plain["products_s"] + plain["attention_s"]) < 0.5
     assert narrow["products_s"] < 0.75 * plain["products_s"]
     assert narrow["attention_s"] == pytest.approx(plain["attention_s"])
+    # plans are compared by what all ranks compute: the busiest one may hold neither embedding nor head
+    light_ends = plan_of("8b", layers_per_stage=(8, 9, 9, 6), **DENSE)
+    assert terms_of(light_ends)["ends_s"] == 0 < of_plan(light_ends, "plan").terms["ends_s"]
 
 
 SHORT_AND_LONG: Lengths = ((512, 0.5), (1024, 0.5))

@@ -80,14 +80,23 @@ def test_they_add_up_to_the_peak_and_to_the_plans_items(job: Any) -> None:
         assert sum(tensor.bytes for tensor in kept) == curve.allocated_bytes[-1]
 
 
-@pytest.mark.parametrize(("bits", "recompute"), [(4, "none"), (16, "none"), (16, "full")])
-def test_frozen_weights_have_rows_and_neither_gradients_nor_states(bits: int, recompute: Any) -> None:
+OLMOE_EXPERTS = 16 * 64 * 3 * 2048 * 1024
+FROZEN = [
+    ("llama-3.2-1b", 4, "none"),
+    ("llama-3.2-1b", 16, "none"),
+    ("llama-3.2-1b", 16, "full"),
+    ("olmoe-1b-7b", 4, "none"),
+]
+
+
+@pytest.mark.parametrize(("name", "bits", "recompute"), FROZEN)
+def test_frozen_weights_have_rows_and_neither_gradients_nor_states(name: str, bits: int, recompute: Any) -> None:
     cluster = ClusterSpec(hardware=load_hardware("h100"), num_gpus=2)
     adapters = AdapterSpec.model_validate({"base_bits": bits})
     training = TrainingSpec(seq_length=2048, global_batch_size=4, adapters=adapters)
     # a recomputed layer's backward finds what the head kept gone
     runtime = load_runtime("hf").with_features({"liger": recompute == "full"})[0]
-    plan = evaluate("llama-3.2-1b", cluster, training, Parallelism(recompute=recompute), runtime=runtime)
+    plan = evaluate(name, cluster, training, Parallelism(recompute=recompute), runtime=runtime)
     _, (stage,) = explored(plan, 0)
     planned = plan.best.stages[0].memory
     assert sum(tensor.bytes for tensor in stage.tensors) == stage.peak_bytes == planned.peak_allocated_bytes
@@ -96,6 +105,9 @@ def test_frozen_weights_have_rows_and_neither_gradients_nor_states(bits: int, re
         assert listed == getattr(planned, f"{item}_bytes"), item
     frozen = [tensor for tensor in stage.tensors if tensor.name.endswith(" frozen")]
     assert sum(tensor.bytes for tensor in frozen) == pytest.approx(planned.frozen_weights_bytes, rel=1e-6)
+    # bitsandbytes packs no experts that transformers stacks
+    experts = sum(tensor.bytes for tensor in frozen if tensor.name.startswith("experts"))
+    assert experts == (2 * OLMOE_EXPERTS if name.startswith("olmoe") else 0)
     others = [tensor.name for tensor in stage.tensors if tensor.item in ("gradients", "optimizer")]
     assert others
     assert all("lora_" in name for name in others)

@@ -286,7 +286,7 @@ def _product(rows: int, columns: int, **more: object) -> Operator:
 
 
 def _bytes(op: Operator, optimizer: str, runtime: str = "hf") -> float:
-    return float(state_bytes([op], 4096, _runtime(runtime, optimizer), expert=op.expert))
+    return float(state_bytes(list(tensors_of(op, 4096)), _runtime(runtime, optimizer)))
 
 
 @pytest.mark.parametrize(
@@ -333,7 +333,7 @@ def test_an_iteration_of_newton_and_schulz_has_the_flops_of_its_three_products()
     plain = runtime.model_copy(update={"optimizer": "sgd-momentum"})
 
     def seconds(which: RuntimeSpec, tp: int = 1) -> float:
-        return float(state_update_s([_product(long // tp, short)], 4096, tp, H100, which, expert=False))
+        return float(state_update_s(list(tensors_of(_product(long // tp, short), 4096)), 4096, tp, H100, which))
 
     fraction = H100.efficiency.gemm.forward_fraction
     products = [(short, short, long), (short, short, short), (short, long, short)]

@@ -176,7 +176,7 @@ def test_the_items_of_memory_add_up_to_the_gpu() -> None:
         items = small.memory_items(made)
         assert sum(items.values()) == made.cluster.hardware.memory_bytes
         names = [name for name in items if name.startswith("base weights")]
-        assert names == ([] if bits is None else [f"base weights, {bits} bits"])
+        assert names == ([] if bits is None else ["base weights"])
     base = {bits: tuned(bits=bits).best.worst_stage.memory.frozen_weights_bytes for bits in (4, 16)}
     assert 0 < base[4] < base[16] == pytest.approx(2 * tuned().model.num_parameters, rel=1e-6)
 

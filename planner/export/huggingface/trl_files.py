@@ -17,7 +17,7 @@ from planner.export.huggingface.tuning_settings import (
 from planner.export.keyed_settings import table
 from planner.export.launchers import node_environment, nodes_of
 from planner.export.refusal import notes_on_price
-from planner.export.run_settings import FIRST_RUN_STEPS
+from planner.export.run_settings import FIRST_RUN_STEPS, TUNING_RATE
 from planner.export.stages import check_expressible
 from planner.export.trainer_files import (
     ExportFile,
@@ -89,8 +89,8 @@ def _names(plan: Plan) -> Fields:
 
 
 ARGUMENTS_FILE = "training_arguments.yaml"
-FULL_RATE, ADAPTER_RATE = 2e-5, 2e-4
-"""Learning rates: SFTConfig's own default, and ten times that for adapters, as TRL's guide to peft has it."""
+ADAPTER_RATE = 10 * TUNING_RATE
+"""Rate of adapters, as TRL's guide to peft has it."""
 _ATTENTION = {"fastest": "flash_attention_3", "flash": "flash_attention_2", "flash1": "flash_attention_2"}
 
 
@@ -106,7 +106,7 @@ def attention_name(runtime: RuntimeSpec, model: ModelSpec, architecture: str = "
 
 def training_arguments(plan: Plan) -> Fields:
     """Fields of SFTConfig or DPOConfig, and of TrainingArguments."""
-    rate = FULL_RATE if plan.training.adapters is None else ADAPTER_RATE
+    rate = TUNING_RATE if plan.training.adapters is None else ADAPTER_RATE
     return settings("hf-arguments", plan, is_dpo=plan.training.objective.name == "dpo", rate=rate, **_names(plan))
 
 
@@ -139,7 +139,7 @@ def export_hf(plan: Plan) -> TrainerFiles:
     """
     of_layout = (*rules_of("export half"), *rules_for(plan.runtime_spec))
     check_expressible(plan, "hf", rules_of("export hf"), of_layout, **_names(plan))
-    notes = notes_of("hf", plan, full_rate=FULL_RATE, adapter_rate=ADAPTER_RATE) + notes_on_price(plan)
+    notes = notes_of("hf", plan, full_rate=TUNING_RATE, adapter_rate=ADAPTER_RATE) + notes_on_price(plan)
     comments = header(plan, WRITTEN_FOR, notes)
     files = (
         ExportFile(ARGUMENTS_FILE, comments + as_yaml(training_arguments(plan))),
