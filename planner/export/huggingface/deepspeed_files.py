@@ -180,7 +180,9 @@ def read_deepspeed(config: ConfigFile) -> ImportedRun:
     imported.notes.append("a DeepSpeed configuration names no model, sequence length or pipeline: add them as options")
     if run["dtype"] is None:
         run["dtype"] = "bf16"
-        imported.notes.append("neither bf16 nor fp16 is enabled, so that it trains in fp32: priced as bf16")
+        is_left = any(section(data, name).get("enabled") == "auto" for name in ("bf16", "fp16"))
+        why = "is enabled, so that it trains in fp32" if not is_left else "is settled: auto leaves it to the trainer"
+        imported.notes.append(f"neither bf16 nor fp16 {why}: priced as bf16")
     batch, micro_batch = run["global_batch_size"], layout.get("micro_batch_size")
     steps = imported.microbatches_per_rank or 1
     layout.setdefault("micro_batch_size", 1)

@@ -149,7 +149,7 @@ def run_of_arguments(keyed: KeyedSettings, config: ConfigFile, tool: Dialect | N
     if run["num_gpus"] is None and re.search(r"\bFast(Language|Vision)?Model\.from_pretrained", config.text):
         run["num_gpus"], imported.assumed["num_gpus"] = 1, "1, as Unsloth trains without a launcher"
     _read_launch(imported, settings, config, tool, not keyed.script.words and tool.name in _BY_ACCELERATE)
-    given = [str(settings[name]) for name in (*_MODEL, "model_type") if settings.get(name)]
+    given = [str(settings[name]) for name in (*_MODEL, "model_type") if settings.get(name) not in (None, "", True)]
     # ms-swift's type of a model names it where its folder does not
     set_model(imported, next(filter(model_called, given), given[0] if given else None), settings)
     settings |= {"quantized_checkpoint": True} if any(map(_QUANTIZED.search, given)) else {}
@@ -253,6 +253,9 @@ def _in_one(settings: Settings) -> Settings:
         names = {name for name in map(str, settings) if name.startswith(start)} - {"fsdp_config", "fsdp_version"}
         if names and not isinstance(inner, str):
             found[section] = {**(inner or {}), **{name: found.pop(name) for name in settings if name in names}}
+    if "sft_type" in found and "batch_size" in found:
+        # as ms-swift called it until its third version
+        found.setdefault("per_device_train_batch_size", found.pop("batch_size"))
     said: Settings = readings("launched-arguments", found)["arguments"]
     return {name: value for name, value in found.items() if name not in _SPELLED["of_launch"]} | said
 
@@ -279,7 +282,7 @@ def _read_sharding(imported: ImportedRun, settings: Fields, config: ConfigFile) 
             imported.put(readings("zero-by-name", settings, name=str(name), stage=int(named[1])))
         else:
             imported.unknown["deepspeed"] = f"{name} is not beside the file: ZeRO 0 is assumed"
-    elif any(map(settings.get, ("fsdp", "fsdp_config", "fsdp_version"))):
+    elif run["runtime"] != DEEPSPEED_RUNTIME and any(map(settings.get, ("fsdp", "fsdp_config", "fsdp_version"))):
         section: Fields = {name: settings.get(name) for name in ("fsdp_config", "fsdp")}
         for name in [name for name, value in section.items() if str(value).endswith(".json")]:
             if (inner := deepspeed_beside(config, section[name])) is None:

@@ -116,6 +116,8 @@ def _second_version(record: CallRecord) -> ImportedRun:
         unsaid.pop("model.seq_length", None)
     imported = run_of_fields("nemo", unsaid | fields, _world(nodes or 1, devices), named, fields)
     imported.ignore(_ROW.is_harmless)
+    if own is not None:
+        imported.unknown[record.kind] = "what it sets is in no file beside this one"
     imported.model_name = kind
     read_peft(imported, record.fields.get("peft"))
     _ROW.sort(imported, unread, (), lambda path, value: path.startswith("peft") or is_empty(value) or value == "")
