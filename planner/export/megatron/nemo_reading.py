@@ -142,8 +142,8 @@ def _plugins(record: CallRecord) -> Fields:
                     "mixed_precision.fp8": fp8,
                     "mixed_precision.fp8_recipe": plugin.get("fp8_recipe") or "delayed",
                 }
-            in_fp32 = plugin.get("grad_reduce_in_fp32")
-            return fields | ({} if in_fp32 is None else {"mixed_precision.grad_reduce_in_fp32": in_fp32})
+            said = {name: plugin.get(name) for name in ("grad_reduce_in_fp32", "fp8_param_gather")}
+            return fields | {f"mixed_precision.{name}": value for name, value in said.items() if value is not None}
     return {}
 
 
