@@ -12,7 +12,6 @@ from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
 from itertools import takewhile
-from textwrap import dedent
 from typing import Any
 
 from planner.errors import SpecError
@@ -140,7 +139,7 @@ def settings_of(config: ConfigFile, calls: re.Pattern[str] | None = None) -> Key
 
     Raises SpecError for what is broken.
     """
-    text = dedent(config.text)
+    text = config.text
     if text.lstrip().startswith("{") and not has_line(text, r"^\s*#"):
         data = json_of(text, "give the file of arguments")
         return KeyedSettings(data if isinstance(data, dict) else {}, Script())

@@ -419,10 +419,10 @@ def chosen_recipe(evaluator: Evaluator, recipe: str | None, marks: Texts) -> Cal
     if len(found) > 1:
         listed = ", ".join([*found][:60])
         raise SpecError(f"the file holds {len(found)} recipes", f"add --recipe NAME: one of {listed}")
-    handed = {id(value): value for call in evaluator.unfollowed for value in (*call.arguments, *call.fields.values())}
-    started = {key: value for key, value in handed.items() if _is_recipe(value, marks)}
     # what a function hands on, as to `pretrain` or `run.run`, where it returns nothing
-    return next(iter(found.values()), None) or (next(iter(started.values())) if len(started) == 1 else None)
+    handed = (value for call in evaluator.unfollowed for value in (*call.arguments, *call.fields.values()))
+    started = {id(value): value for value in handed if _is_recipe(value, marks)}
+    return next(iter((found or (started if len(started) == 1 else {})).values()), None)
 
 
 def _is_recipe(value: Any, marks: Texts) -> bool:

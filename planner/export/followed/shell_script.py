@@ -77,10 +77,12 @@ def read_shell(text: str, files: Files = lambda name: None) -> Script:
         script.words = max(script.lost, key=len)  # a list of options below a text
         script.lost.remove(script.words)
     alone = re.sub(r"[\\\s]+", " ", "".join(_PARTED.findall(text)))
-    told = {"command before": " ".join(chain(*script.lost)), "line, and does not pass on": alone.strip()}
-    script.unpassed = {f"bash ends the {where}": words[:200] for where, words in told.items() if words}
-    if changed := _other_training(script):
-        script.unpassed["another training of the script"] = " ".join(changed)[:200]
+    told = {
+        "bash ends the command before": " ".join(chain(*script.lost)),
+        "bash ends the line, and does not pass on": alone.strip(),
+        "another training of the script": " ".join(_other_training(script)),
+    }
+    script.unpassed = {where: words[:200] for where, words in told.items() if words}
     script.words = _behind_srun(script.words, script.directives)
     script.variables = {name: words for name, words in variables.items() if name[0].isalpha()}
     for option, key, name in _BEHIND_OPTION.findall(text):

@@ -253,9 +253,6 @@ def _in_one(settings: Settings) -> Settings:
         names = {name for name in map(str, settings) if name.startswith(start)} - {"fsdp_config", "fsdp_version"}
         if names and not isinstance(inner, str):
             found[section] = {**(inner or {}), **{name: found.pop(name) for name in settings if name in names}}
-    if "sft_type" in found and "batch_size" in found:
-        # as ms-swift called it until its third version
-        found.setdefault("per_device_train_batch_size", found.pop("batch_size"))
     said: Settings = readings("launched-arguments", found)["arguments"]
     return {name: value for name, value in found.items() if name not in _SPELLED["of_launch"]} | said
 
