@@ -361,7 +361,7 @@ def number(settings: Said, *names: str) -> int | None:
         if value not in (None, "", "auto", "null"):
             refuse_unset(name, value)
             try:
-                return int(float(value))
+                return int(float(str(value)))
             except (TypeError, ValueError, OverflowError):
                 raise SpecError(f"{name}: {value!r:.60} is no number", "write a number") from None
     return None

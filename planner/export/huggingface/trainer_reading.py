@@ -334,8 +334,6 @@ def read_torchtune(config: ConfigFile) -> ImportedRun:
     positive = partial(positive_number, settings, unsaid=(None, -1))
     imported.put(readings("torchtune", settings, positive=positive, **names, **tables))
     imported.model_name = component
-    if any(path.startswith("dataset.") for path in settings) and not settings.get("dataset.packed"):
-        imported.note_unpacked()
     parts = {path: value for path, value in settings.items() if path.startswith("model.") or "." not in path}
     row.sort(imported, {**data, **parts}, (), lambda name, value: False)
     row.assume(imported, row.left_out(settings))
