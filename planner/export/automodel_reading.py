@@ -101,19 +101,13 @@ def read_nemo_rl(config: ConfigFile) -> ImportedRun:
     settings = resolved(_merged(config))
     if not any(path.startswith("policy.") for path in settings):
         raise SpecError("no settings of a policy", "give the file that --config names, or put it beside the script")
-    gpus = readings("nemo-rl-cluster", settings)["num_gpus"]
-    said = {name: settings.get(f"policy.{name}.enabled") for name in ("megatron_cfg", "dtensor_cfg")}
-    # where neither says it, the part is meant whose sizes are given
-    unsaid = any(path.startswith("policy.megatron_cfg.") for path in settings) and not is_on(said["dtensor_cfg"])
-    is_megatron = unsaid if said["megatron_cfg"] is None else is_on(said["megatron_cfg"])
+    said = readings("nemo-rl-cluster", settings)
+    gpus, is_megatron = said["num_gpus"], said["is_megatron"]
     imported = _of_megatron(settings, gpus) if is_megatron else _of_automodel("nemo-rl", settings, gpus)
     imported.source = "nemo-rl"
-    tunes = re.search(r"\brun_(sft|dpo|rm)\b", config.text)
-    kinds = {path.partition(".")[0] for path in settings} & {"sft", "dpo", "rm"}
-    kind = tunes[1] if tunes else next(iter(kinds), "")
     layout = imported.run["parallelism"]
-    known = {"kind": kind, "cp": layout.get("cp", 1), "micro": layout["micro_batch_size"], "is_megatron": is_megatron}
-    imported.put(readings("nemo-rl", settings, **known))
+    known = {"text": config.text, "cp": layout.get("cp", 1), "micro": layout["micro_batch_size"]}
+    imported.put(readings("nemo-rl", settings, is_megatron=is_megatron, **known))
     return imported
 
 

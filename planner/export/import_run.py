@@ -13,6 +13,7 @@ from dataclasses import field, replace
 from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
+from textwrap import dedent
 from typing import Any, get_args
 
 from pydantic import BaseModel, Field, TypeAdapter, ValidationError, field_validator
@@ -269,7 +270,7 @@ _SETTINGS = re.compile(
 
 def read_file(config: ConfigFile, source: str | None) -> ImportedRun:
     """The run of a configuration, as `read` gives it; of a manifest, that of the script it starts."""
-    plain = _of_list(_of_notebook(config.text))
+    plain = _of_list(_of_notebook(dedent(config.text)))
     config = replace(config, text=_of_program(plain))
     is_program = config.text is not plain
     job = job_of(config.text)

@@ -251,6 +251,9 @@ def _of_script(config: ConfigFile, calls: re.Pattern[str] | None) -> KeyedSettin
             said, program = _of_python(text, calls, settings), text
             settings, unread = {**said.settings, **settings}, {**said.unread, **unread}
     gpus = num_gpus({n.replace("_", "-"): w for n, w in options.items()}, script)
+    cards = ",".join(script.variables.get("CUDA_VISIBLE_DEVICES", [])).count(",") + 1
+    if gpus and gpus < cards:
+        unread["CUDA_VISIBLE_DEVICES"] = f"{cards} for {gpus} ranks: a rank on several GPUs is priced as on one"
     unread = {name: why for name, why in unread.items() if name not in settings}
     return KeyedSettings(settings, script, gpus, unread, program)
 
@@ -274,17 +277,22 @@ def _of_python(text: str, calls: re.Pattern[str] | None, given: Settings | None 
             keywords.setdefault("model_name_or_path", node.args[0])
         if loads and "Fast" in name:
             keyed.settings["use_unsloth"] = True
+            if not keywords.keys() & _WIDTHS:
+                # as Unsloth loads a model unasked
+                keyed.settings["load_in_4bit"] = True
         if is_asked and (learned := _LEARNED.search(name)) is not None:
             keyed.settings["stage"] = learned[1].lower()
         if re.search(r"Lo[Rr][aA]Config$|get_peft_model$", name) and ("r" in keywords or "lora" in name.lower()):
             keyed.settings["peft_type"] = "LORA"
         said = {key: _literal(expression, names) for key, expression in keywords.items()}
         keyed.settings |= {key: value for key, value in said.items() if value is not ...}
-        for key in said.keys() - keyed.settings.keys() - _OBJECTS:
+        for key in [key for key in said if key not in keyed.settings and key not in _OBJECTS]:
             keyed.unread[key] = f"{ast.unparse(keywords[key])[:80]} (line {keywords[key].lineno})"
     return keyed
 
 
+_WIDTHS = {"load_in_4bit", "load_in_8bit", "load_in_16bit", "load_in_fp8", "full_finetuning"}
+"""Keywords that say how wide the weights are that Unsloth loads."""
 _LEARNED = re.compile(r"\b(DPO|KTO|ORPO|CPO|GRPO|RLOO|PPO|Reward|PRM|GKD)(Config|Trainer)$")
 """Calls of TRL that say what is learned, where it is not the next token."""
 _OBJECTS = frozenset(table()["huggingface"]["objects"].split())
@@ -311,6 +319,10 @@ def _default(call: ast.Call) -> ast.expr | None:
     return next((keyword.value for keyword in call.keywords if keyword.arg == "default"), None)
 
 
+_PASSES = r"(os\.)?(getenv|environ\.get) 1|(int|float|str) 0"
+"""Calls whose value is their last argument, behind so many: what a variable is where the surroundings set none."""
+
+
 def _literal(node: ast.expr, names: Mapping[str, ast.expr]) -> Any:
     """A literal, a dtype of torch, or what a name or a field is given; … for anything else."""
     for _ in range(5):
@@ -324,6 +336,8 @@ def _literal(node: ast.expr, names: Mapping[str, ast.expr]) -> Any:
                 return value if value is ... else not value
             case ast.Call() if re.search(r"is_bf(loat)?16_supported$", ast.unparse(node.func)):
                 return True
+            case ast.Call(args=[*others, last]) if re.fullmatch(_PASSES, f"{ast.unparse(node.func)} {len(others)}"):
+                node = last
             case ast.Dict(keys=keys, values=values):
                 # what a call makes is read where it is made
                 inner = [(key, _literal(value, names)) for key, value in zip(keys, values, strict=True)]
@@ -347,7 +361,7 @@ def number(settings: Said, *names: str) -> int | None:
         if value not in (None, "", "auto", "null"):
             refuse_unset(name, value)
             try:
-                return int(float(value))
+                return int(float(str(value)))
             except (TypeError, ValueError, OverflowError):
                 raise SpecError(f"{name}: {value!r:.60} is no number", "write a number") from None
     return None

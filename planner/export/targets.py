@@ -164,7 +164,7 @@ _TRAINERS = (
     TrainerTarget(
         "huggingface", None, "huggingface.trainer_reading:read_trainer",
         mark=r"per[_-]device[_-]train[_-]batch[_-]size|^(model_class|finetuning_type|infer_backend|export_dir):|TrainingArguments\("
-        r"|(SFT|DPO|KTO|ORPO|CPO|GRPO|RLOO|Reward)(Config|Trainer)\(|--model_name_or_path|^base_model:|FastLanguageModel\."
+        r"|(SFT|DPO|KTO|ORPO|CPO|GRPO|RLOO|Reward)(Config|Trainer)\(|--model_name_or_path|^base_model:|Fast(Language|Vision)?Model\."
         r"|accelerate launch|\"peft_type\":|\b(swift|trl)\s+(sft|pt|rlhf|dpo|grpo|kto)\b"
         r"|llamafactory-cli train|swift/cli/|\baxolotl(\.cli\.train| train)\b",
     ),

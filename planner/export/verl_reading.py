@@ -17,7 +17,6 @@ from planner.export.keyed_settings import (
     flat,
     is_on,
     mapping_of,
-    number,
     overrides_of,
     readings,
     refused_settings,
@@ -40,9 +39,9 @@ def read_verl(config: ConfigFile) -> ImportedRun:
     model = first(settings, _MODEL + "path", "model.path", "model.partial_pretrain")
     if not settings:
         raise SpecError("the text overrides none of verl's settings", "give the script that calls verl.trainer")
-    is_megatron = any(".megatron." in name for name in settings) or "megatron" in words
-    is_megatron |= settings.get("engine.strategy") == "megatron" or settings.get("engine") == "megatron"
-    imported = (_of_megatron if is_megatron else _of_fsdp)(settings, str(model or ""), is_rl)
+    place = readings("verl-place", settings, words=words)
+    is_megatron = place["is_megatron"]
+    imported = (_of_megatron if is_megatron else _of_fsdp)(settings, str(model or ""), is_rl, place["num_gpus"])
     known = {"layout": imported.run["parallelism"], "gpus": imported.run["num_gpus"]}
     imported.put(readings("verl", settings, is_rl=is_rl, **known))
     for name in ("verl",) if is_megatron else ("verl", "verl-fsdp"):
@@ -69,12 +68,7 @@ def _overrides(config: ConfigFile) -> tuple[Settings, str]:
     return found, " ".join(word for word in words if word.endswith((".yaml", "megatron_trainer", "megatron")))
 
 
-def _num_gpus(settings: Settings) -> int | None:
-    nodes, each = number(settings, "trainer.nnodes") or 1, number(settings, "trainer.n_gpus_per_node")
-    return nodes * each if each else None
-
-
-def _of_megatron(settings: Settings, model: str, is_rl: bool) -> ImportedRun:
+def _of_megatron(settings: Settings, model: str, is_rl: bool, gpus: int | None) -> ImportedRun:
     starts = (f"{_ACTOR}megatron.", "engine.", f"{_ACTOR}optim.override_optimizer_config.",
               "optim.override_optimizer_config.", f"{_ACTOR}optim.", "optim.")  # fmt: skip
     keys, names = Settings(), Named()
@@ -88,7 +82,7 @@ def _of_megatron(settings: Settings, model: str, is_rl: bool) -> ImportedRun:
     micro = f"{_ACTOR}ppo_micro_batch_size_per_gpu" if is_rl else "data.micro_batch_size_per_gpu"
     if settings.get(micro):
         keys["micro_batch_size"] = settings[micro]
-    imported = read_keys("verl-megatron", keys, _num_gpus(settings), model=model)
+    imported = read_keys("verl-megatron", keys, gpus, model=model)
     imported.rename({**names, "micro_batch_size": micro})
     if rank := first(settings, f"{_MODEL}lora.rank", f"{_MODEL}lora_rank", "model.lora.rank"):
         targets = first(settings, f"{_MODEL}lora.target_modules", "model.lora.target_modules")
@@ -99,10 +93,10 @@ def _of_megatron(settings: Settings, model: str, is_rl: bool) -> ImportedRun:
     return imported
 
 
-def _of_fsdp(settings: Settings, model: str, is_rl: bool) -> ImportedRun:
+def _of_fsdp(settings: Settings, model: str, is_rl: bool, gpus: int | None) -> ImportedRun:
     """FSDP around a model of transformers."""
     said = readings("verl-fsdp", settings, model=model, is_rl=is_rl)
-    imported = run_of_arguments(KeyedSettings(said["arguments"], Script(), _num_gpus(settings)), ConfigFile(""), _ROW)
+    imported = run_of_arguments(KeyedSettings(said["arguments"], Script(), gpus), ConfigFile(""), _ROW)
     imported.put(said)
     imported.source = "verl"
     imported.assumed = {}

@@ -51,6 +51,9 @@ def test_accelerate_with_deepspeed(tmp_path: Path) -> None:
     assert (inline.run["runtime"], inline.run["dtype"], layout_of(inline)["zero_stage"]) == ("deepspeed", "fp16", 2)
     assert inline.run["features"]["optimizer_offload"] == 1.0
     assert inline.complete(hardware="h100", model="llama-2-7b", seq_length=4096)["global_batch_size"] == 32
+    (tmp_path / "accelerate_config.yaml").write_text("distributed_type: DEEPSPEED\ndeepspeed_config: {zero_stage: 2}\n")
+    (tmp_path / "a.sh").write_text("accelerate launch a.py --model_name_or_path Qwen/Qwen3-8B --fsdp_save_full true\n")
+    assert layout_of(read(tmp_path / "a.sh"))["zero_stage"] == 2
     (tmp_path / "zero3.json").write_text(json.dumps({"zero_optimization": {"stage": 3}, "bf16": {"enabled": True}}))
     (tmp_path / "a.yaml").write_text(
         "distributed_type: DEEPSPEED\ndeepspeed_config: {deepspeed_config_file: zero3.json}\n"

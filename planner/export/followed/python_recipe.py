@@ -415,12 +415,15 @@ def chosen_recipe(evaluator: Evaluator, recipe: str | None, marks: Texts) -> Cal
     free = {name: f for name, f in (own or known).items() if name[0] != "_" and not f.has_parameters}
     annotated = {name: f for name, f in free.items() if re.search("Config|Partial", f.returns)}
     records = {name: evaluator.call(name) for name in annotated or free}
-    found = {
-        name: record
-        for name, record in records.items()
-        if isinstance(record, CallRecord) and any(record.get(mark) is not None for mark in marks)
-    }
+    found = {name: record for name, record in records.items() if _is_recipe(record, marks)}
     if len(found) > 1:
         listed = ", ".join([*found][:60])
         raise SpecError(f"the file holds {len(found)} recipes", f"add --recipe NAME: one of {listed}")
-    return next(iter(found.values()), None)
+    # what a function hands on, as to `pretrain` or `run.run`, where it returns nothing
+    handed = (value for call in evaluator.unfollowed for value in (*call.arguments, *call.fields.values()))
+    started = {id(value): value for value in handed if _is_recipe(value, marks)}
+    return next(iter((found or (started if len(started) == 1 else {})).values()), None)
+
+
+def _is_recipe(value: Any, marks: Texts) -> bool:
+    return isinstance(value, CallRecord) and any(value.get(mark) is not None for mark in marks)

@@ -77,14 +77,30 @@ def read_shell(text: str, files: Files = lambda name: None) -> Script:
         script.words = max(script.lost, key=len)  # a list of options below a text
         script.lost.remove(script.words)
     alone = re.sub(r"[\\\s]+", " ", "".join(_PARTED.findall(text)))
-    told = {"command before": " ".join(chain(*script.lost)), "line, and does not pass on": alone.strip()}
-    script.unpassed = {f"bash ends the {where}": words[:200] for where, words in told.items() if words}
+    told = {
+        "bash ends the command before": " ".join(chain(*script.lost)),
+        "bash ends the line, and does not pass on": alone.strip(),
+        "another training of the script": " ".join(_other_training(script)),
+    }
+    script.unpassed = {where: words[:200] for where, words in told.items() if words}
     script.words = _behind_srun(script.words, script.directives)
     script.variables = {name: words for name, words in variables.items() if name[0].isalpha()}
     for option, key, name in _BEHIND_OPTION.findall(text):
         if name not in script.variables and (option or key or not AROUND.search(name)):
             script.unset.setdefault(option or key or f"${name}", name)
     return script
+
+
+_DECIDES = re.compile(r"--?[A-Za-z][\w-]*|(?:\S*=)?(?:\d+|\S+\.(?:py|ya?ml|json))")
+"""Words of a command that may decide what it costs: an option, a whole number, a file."""
+
+
+def _other_training(script: Script) -> list[str]:
+    """What decides in another command of as many options, or half as many, and is not in the one that is read."""
+    least = max(2.0, _num_options(script.words) / 2)
+    others = (words for words in script.commands if words != script.words and _num_options(words) >= least)
+    changed = ([word for word in words if word not in script.words and _DECIDES.fullmatch(word)] for words in others)
+    return next(filter(None, changed), [])
 
 
 _OPTION_WORD = r"(?:--[A-Za-z]|\+{0,2}[A-Za-z_]\w*(?:\.\w+)+=)"
@@ -181,7 +197,8 @@ class _Reader:
         """Keep the directives of a script's text, under those of the script that starts it."""
         self.script.directives = directives = _directives(text) | self.script.directives
         for variable, asked in _SHELL["slurm"].items():
-            if (said := next(filter(None, map(directives.get, asked.split())), "")).isdigit():
+            said = next(filter(None, map(directives.get, asked.split())), "").rpartition(":")[2]
+            if said.isdigit():
                 self.words.variables[variable] = [said]
 
     def block(self, block: ShellBlock) -> bool | None:

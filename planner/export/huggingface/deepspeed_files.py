@@ -173,25 +173,12 @@ def read_deepspeed(config: ConfigFile) -> ImportedRun:
     pipeline = config.beside(_PIPELINE) or ""
     imported = new_run("deepspeed", DEEPSPEED_RUNTIME, model=exported_model(pipeline), dtype=None)
     apply_deepspeed(imported, data)
-    run, layout = imported.run, imported.run["parallelism"]
+    layout = imported.run["parallelism"]
     layout |= _pipeline(pipeline)
     row.assume(imported, row.left_out(flat(data)))
     imported.refused = refused_settings(data, "deepspeed")
-    imported.notes.append("a DeepSpeed configuration names no model, sequence length or pipeline: add them as options")
-    if run["dtype"] is None:
-        run["dtype"] = "bf16"
-        imported.notes.append("neither bf16 nor fp16 is enabled, so that it trains in fp32: priced as bf16")
-    batch, micro_batch = run["global_batch_size"], layout.get("micro_batch_size")
-    steps = imported.microbatches_per_rank or 1
-    layout.setdefault("micro_batch_size", 1)
-    imported.microbatches_per_rank = steps if micro_batch and not batch else None
-    if batch and micro_batch:
-        dp, rest = divmod(batch, micro_batch * steps)
-        if rest:
-            imported.refused.append(f"train_batch_size is no multiple of {micro_batch} × {steps}")
-        imported.notes.append(f"{batch} sequences, micro-batches of {micro_batch}, {steps} a step: dp {dp}")
-        layout["dp"] = max(1, dp)
-        run["num_gpus"] = layout["dp"] * layout["tp"] * layout.get("pp", 1) * layout.get("cp", 1)
+    known = {"dtype": imported.run["dtype"], "batch": imported.run["global_batch_size"], "layout": layout}
+    imported.put(readings("deepspeed-alone", data, section=section, steps=imported.microbatches_per_rank or 1, **known))
     return imported
 
 

@@ -149,7 +149,7 @@ def run_of_arguments(keyed: KeyedSettings, config: ConfigFile, tool: Dialect | N
     if run["num_gpus"] is None and re.search(r"\bFast(Language|Vision)?Model\.from_pretrained", config.text):
         run["num_gpus"], imported.assumed["num_gpus"] = 1, "1, as Unsloth trains without a launcher"
     _read_launch(imported, settings, config, tool, not keyed.script.words and tool.name in _BY_ACCELERATE)
-    given = [str(settings[name]) for name in (*_MODEL, "model_type") if settings.get(name)]
+    given = [str(settings[name]) for name in (*_MODEL, "model_type") if settings.get(name) not in (None, "", True)]
     # ms-swift's type of a model names it where its folder does not
     set_model(imported, next(filter(model_called, given), given[0] if given else None), settings)
     settings |= {"quantized_checkpoint": True} if any(map(_QUANTIZED.search, given)) else {}
@@ -279,7 +279,7 @@ def _read_sharding(imported: ImportedRun, settings: Fields, config: ConfigFile) 
             imported.put(readings("zero-by-name", settings, name=str(name), stage=int(named[1])))
         else:
             imported.unknown["deepspeed"] = f"{name} is not beside the file: ZeRO 0 is assumed"
-    elif any(map(settings.get, ("fsdp", "fsdp_config", "fsdp_version"))):
+    elif run["runtime"] != DEEPSPEED_RUNTIME and any(map(settings.get, ("fsdp", "fsdp_config", "fsdp_version"))):
         section: Fields = {name: settings.get(name) for name in ("fsdp_config", "fsdp")}
         for name in [name for name, value in section.items() if str(value).endswith(".json")]:
             if (inner := deepspeed_beside(config, section[name])) is None:
@@ -334,8 +334,6 @@ def read_torchtune(config: ConfigFile) -> ImportedRun:
     positive = partial(positive_number, settings, unsaid=(None, -1))
     imported.put(readings("torchtune", settings, positive=positive, **names, **tables))
     imported.model_name = component
-    if any(path.startswith("dataset.") for path in settings) and not settings.get("dataset.packed"):
-        imported.note_unpacked()
     parts = {path: value for path, value in settings.items() if path.startswith("model.") or "." not in path}
     row.sort(imported, {**data, **parts}, (), lambda name, value: False)
     row.assume(imported, row.left_out(settings))

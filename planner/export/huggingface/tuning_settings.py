@@ -105,7 +105,7 @@ def read_fine_tuning(imported: ImportedRun, settings: Fields, **known: Any) -> N
     """
     run, layout, said = imported.run, imported.run["parallelism"], tuning(settings)
     imported.unknown |= said["unknown"]
-    if said["adapts"] or str(settings.get("peft_type")).upper() == "LORA":
+    if said["adapts"]:
         run["adapters"], unknown = read_adapters(settings)
         imported.unknown |= unknown
     for kind in _KINDS:

@@ -245,7 +245,8 @@ def _read_recipe(config: ConfigFile) -> ImportedRun:
     bases = BASES.get(base, BASES[""]) if is_alone else {}
     unasked = {path: value for path, value in bases.items() if path not in fields}
     script = launched_on(int(match[1]) if (match := re.search(r"_(\d{1,9})gpus?_", name)) else None)
-    imported = _run({**unasked, **fields}, script, name, _hub_name(record.fields.get("model")))
+    named = base if is_alone and base not in BASES and model_of_recipe(base) else name
+    imported = _run({**unasked, **fields}, script, named, _hub_name(record.fields.get("model")))
     imported.assume(unasked)
     if is_alone and base not in BASES:
         imported.unknown[base] = "what it sets is in no file beside this one"

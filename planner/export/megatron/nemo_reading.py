@@ -48,6 +48,7 @@ def as_fields(given: Said) -> Fields:
 _LAUNCHER = beginnings(table()["megatron"]["launchers"])
 _HELPERS: Named = table()["nemo"]["keywords"]
 """Keywords of the functions that NeMo's recipes make a trainer with, where these are in no file beside the recipe."""
+_RECIPES: dict[str, Fields] = table()["nemo"]["recipes"]
 _MAX_DEPTH = 60
 _BESIDE = re.compile(r"trainer\.|model\.(?!(optim\.(overlap_(grad|param)_sync|grad_sync_dtype)|tokenizer\.\w+)$)\w+\.")
 """Settings beside the model's own, but for those that are read."""
@@ -68,12 +69,16 @@ def read_nemo(config: ConfigFile) -> ImportedRun:
         return _second_version(record)
     if re.search(r"(trainer|model)\.(strategy|config|devices|num_nodes)", config.text):
         script = read_script(config)
-        imported = _second_version(_record_of_overrides(script.words))
+        record, options = _record_of_overrides(script.words), options_of(script.words)
+        factory, _, said = next(iter(options.get("--factory", [])), "").partition("(")
+        if factory:
+            # the function behind this name, with its arguments
+            record.kind = f"{factory}.{'finetune' if 'finetune' in script.words else 'pretrain'}_recipe"
+            record.fields |= {name: int(number) for name, number in re.findall(r"(num_\w+)\s*=\s*(\d+)", said)}
+        imported = _second_version(record)
         imported.ignore(_LAUNCHER.match)
-        imported.run["num_gpus"] = imported.run["num_gpus"] or num_gpus(options_of(script.words), script)
-        factory = re.search(r"--factory[ =]['\"]?(\w+)", config.text)
-        if factory is not None and imported.run["model"] is None:
-            imported.run["model"], imported.model_name = model_called(factory[1]), factory[1]
+        imported.notes += [] if factory else ["what the recipe sets beside these overrides is not read"]
+        imported.run["num_gpus"] = imported.run["num_gpus"] or num_gpus(options, script)
         return imported
     return _first_version(config.text)
 
@@ -100,12 +105,13 @@ def _second_version(record: CallRecord) -> ImportedRun:
     optimizer = record.get("optim")
     if isinstance(optimizer, CallRecord) and re.search(r"distributed_fused_adam|Megatron", optimizer.kind):
         fields.setdefault("optimizer.use_distributed_optimizer", True)
-    nodes = record.get("trainer.num_nodes") or record.get("num_nodes")
-    names = ("trainer.devices", "trainer.num_gpus_per_node", "num_gpus_per_node")
-    devices = next(filter(None, map(record.get, names)), None)
     kind = model.kind.rpartition(".")[2] if isinstance(model, CallRecord) else ""
-    # a recipe of NeMo's own that lies in no file here
-    own = re.search(r"(\w+)\.(?:pretrain|finetune)_recipe$", record.kind)
+    # a recipe of NeMo's own that lies in no file here; those of fine-tuning differ by their arguments
+    own = re.search(r"(\w*)\.?(?:pretrain|finetune)_recipe$", record.kind)
+    row = _RECIPES.get(own[1], {}) if own and "pretrain" in own[0] else {}
+    nodes = record.get("trainer.num_nodes") or record.get("num_nodes") or row.get("nodes", 1)
+    names = ("trainer.devices", "trainer.num_gpus_per_node", "num_gpus_per_node")
+    devices = next(filter(None, map(record.get, names)), 8 if own else None)
     named = model_called(kind) or (model_called(own[1]) if own else None)
     defaults = model.defaults if isinstance(model, CallRecord) else {}
     # models drop nothing unless their class says so; sequences are those of the data
@@ -114,8 +120,13 @@ def _second_version(record: CallRecord) -> ImportedRun:
         del unsaid["model.hidden_dropout"]
     if "dataset.seq_length" in fields:
         unsaid.pop("model.seq_length", None)
-    imported = run_of_fields("nemo", unsaid | fields, _world(nodes or 1, devices), named, fields)
+    fast = record.get("performance_mode") is True
+    unasked = readings("nemo-recipe", row, fast=fast)["fields"] if row else {}
+    imported = run_of_fields("nemo", unsaid | unasked | fields, _world(nodes, devices), named, fields)
     imported.ignore(_ROW.is_harmless)
+    imported.assume({path: value for path, value in unasked.items() if path not in fields})
+    if own is not None and not row:
+        imported.unknown[record.kind] = "what it sets is in no file beside this one"
     imported.model_name = kind
     read_peft(imported, record.fields.get("peft"))
     _ROW.sort(imported, unread, (), lambda path, value: path.startswith("peft") or is_empty(value) or value == "")
@@ -140,8 +151,8 @@ def _plugins(record: CallRecord) -> Fields:
                     "mixed_precision.fp8": fp8,
                     "mixed_precision.fp8_recipe": plugin.get("fp8_recipe") or "delayed",
                 }
-            in_fp32 = plugin.get("grad_reduce_in_fp32")
-            return fields | ({} if in_fp32 is None else {"mixed_precision.grad_reduce_in_fp32": in_fp32})
+            said = {name: plugin.get(name) for name in ("grad_reduce_in_fp32", "fp8_param_gather")}
+            return fields | {f"mixed_precision.{name}": value for name, value in said.items() if value is not None}
     return {}
 
 

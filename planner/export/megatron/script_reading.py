@@ -95,13 +95,17 @@ def read_megatron(config: ConfigFile) -> ImportedRun:
     for name in ("TOKENIZER_MODEL", "TOKENIZER", "HF_MODEL_CKPT"):
         if name in script.variables and not text(options, "--tokenizer-model"):
             options["--tokenizer-model"] = script.variables[name]
+    program = next((word for word in script.words if re.fullmatch(r"[\w./-]*\.py", word)), None)
     if not any(name in options for name in (*_SIZES, *PATTERNS)):
-        program = next((word for word in script.words if re.fullmatch(r"[\w./-]*\.py", word)), None)
         starts = f": it starts {program}, a program of its own" if program else ""
         raise SpecError(f"the script passes no Megatron-LM arguments{starts}", _what_it_is(words, starts))
-    if not is_megatron_deepspeed(options):
-        return run_of(options, script, "megatron")
-    imported = run_of(as_megatron(options), script, "megatron-deepspeed", DEEPSPEED_OPTIONS)
+    is_deepspeed = is_megatron_deepspeed(options)
+    source, also_read = ("megatron-deepspeed", DEEPSPEED_OPTIONS) if is_deepspeed else ("megatron", ())
+    imported = run_of(as_megatron(options) if is_deepspeed else options, script, source, also_read)
+    if program and not re.search(_ROW["own_programs"], program):
+        imported.notes.append(f"it starts {program[-80:]}: what that program sets by itself is not read")
+    if not is_deepspeed:
+        return imported
     imported.run["runtime"] = "megatron-deepspeed"
     read_zero(options, _deepspeed_config(options, script, config), imported)
     if "--embed-layernorm" in options and imported.run["model"] is not None:
