@@ -263,8 +263,8 @@ def _write_snapshot(answer: MemoryAnswer, stage: MemoryOfStage, candidate: Candi
     from planner.schedule.replay import replay
 
     timeline = replay(candidate.order, candidate.durations)
-    step = step_of(candidate, timeline, memory_curves(candidate, timeline)[stage.stage])
-    write_bytes(path, snapshot(step.tensors, step.events, stage.stage, answer.model), force)
+    tensors, events = step_of(candidate, timeline, memory_curves(candidate, timeline)[stage.stage])
+    write_bytes(path, snapshot(tensors, events, stage.stage, answer.model), force)
     _log.info("wrote %s, stage %d: open it at pytorch.org/memory_viz", path, stage.stage)
 
 
