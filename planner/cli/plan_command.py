@@ -183,7 +183,7 @@ def replan_command(asked: SearchOptions, path: str, keep: str | None, saving: Sa
     plan = found.plan.model_copy(update={"command": command_line(asked)}) if found.resume.choices else found.plan
     if save(plan, saving):
         return
-    tell({**plan.to_json(), "resume": found.resume.to_json()} if saving.json else render_resume(found.resume, plan))
+    tell(replace(found, plan=plan).to_json() if saving.json else render_resume(found.resume, plan))
 
 
 def _check_running(asked: SearchOptions, path: str) -> None:

@@ -102,8 +102,6 @@ def _drawn(data: Fields, where: str, form: Shown, alternative: int | None) -> Re
         from planner.decide.job import Resume
         from planner.report.runs import render_resume
 
-        for row in data["resume"].get("spares", ()):
-            row.pop("gpu_hours", None)
         return render_resume(checked(Resume, data["resume"], where), plan_of(data, where))
     if not (keys >= _IMPORTED or keys >= {"schema_version", "best"}):
         hint = "save a plan with plan --model 8b --gpus 64 -o plan.json"
