@@ -29,6 +29,8 @@ from planner.trainers.load import AXES, Axis, Checkpoint, checkpoint_of
 Kind = Literal["split", "reshard", "wait", "stay"]
 """`split`: the old layout with another number of data-parallel ranks. `reshard`: any layout. `wait`: the old layout on
 the old GPUs, once they are back. `stay`: the old layout, where GPUs were added."""
+ORDER: tuple[Kind, ...] = ("stay", "split", "reshard", "wait")
+"""The order in which they are shown."""
 Loads = Literal["as_is", "resave", "convert", "ready"]
 """The way to the checkpoint: as its files are; written again by a job that keeps its axes; converted by a tool; only
 where it was saved in the other format."""

@@ -14,6 +14,7 @@ from typing import Any
 
 from planner.answer import BatchOffer, Layout, Plan
 from planner.decide.job import (
+    ORDER,
     Answer,
     Before,
     Choice,
@@ -191,7 +192,6 @@ LEAST_BATCH_GAIN = 0.02
 """Least share of the tokens a second for which another batch is a choice, as for `Plan.batch_offer`."""
 ALIKE = 0.01
 """Relative difference below which losses count as equal, so that the choice that changes less is recommended."""
-_ORDER: tuple[Kind, ...] = ("stay", "split", "reshard", "wait")
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,8 +233,10 @@ def replan(
     best, chosen = next(pair for pair in timed if _loss(pair[1], job) <= least + ALIKE * abs(least))
     near = [choice for way in ways.near if _gains(choice := _timed(way, ways, clock), timed)]
     waits = [_wait(clock)] if job.shrinks else []
-    choices = sorted([*(choice for _, choice in timed), *near, *waits], key=lambda c: _ORDER.index(c.kind))
-    answer = best.plan.model_copy(update={"batch_offer": _offer(near)})
+    choices = sorted([*(choice for _, choice in timed), *near, *waits], key=lambda c: ORDER.index(c.kind))
+    gaining = max(near, key=lambda choice: choice.tokens_per_s, default=None)
+    offer = gaining and BatchOffer(**{name: getattr(gaining, name) for name in BatchOffer.model_fields})
+    answer = best.plan.model_copy(update={"batch_offer": offer})
     exposed = Exposed(replace(job, old=answer))
     rows, cheapest = exposed.spare_nodes()
     resume = _resume(job, choices, choices.index(chosen)).model_copy(
@@ -310,14 +312,6 @@ def _gains(near: Choice, timed: Sequence[tuple[Way, Choice]]) -> bool:
     """True for a batch nearby that gives enough more tokens a second than the same kind of way, or staying, without."""
     same = [choice.tokens_per_s for _, choice in timed if choice.kind in (near.kind, "stay")]
     return near.tokens_per_s > (1 + LEAST_BATCH_GAIN) * max(same, default=0.0)
-
-
-def _offer(near: Sequence[Choice]) -> BatchOffer | None:
-    """The batch nearby that gives most tokens a second."""
-    if not near:
-        return None
-    best = max(near, key=lambda choice: choice.tokens_per_s)
-    return BatchOffer(global_batch_size=best.global_batch_size, step_s=best.step_s, tokens_per_s=best.tokens_per_s)
 
 
 def _resume(job: ResumedJob, choices: Sequence[Choice], recommended: int) -> Resume:

@@ -6,15 +6,15 @@ converted where its files ask for that; batches near the one asked for are tried
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import islice
 from typing import Any
 
-from planner.answer import Layout, Plan
-from planner.decide.job import Closed, Kind, Loads, ResumedJob, way_to_load
+from planner.answer import Plan
+from planner.decide.job import ORDER, Closed, Kind, Loads, ResumedJob, way_to_load
 from planner.decide.phases import plan_of, refused
 from planner.errors import Infeasible, SolverError
 from planner.layout.candidate import Candidate
@@ -26,47 +26,7 @@ from planner.search.case import Case
 from planner.search.layouts import find_layouts
 from planner.search.search import search
 from planner.search.why.remedy import with_remedy
-from planner.shape import NEAR_FRACTION, SIZES, divisors
-
-MOST_BATCHES = 2
-"""Batches for which layouts are searched; each takes a few tenths of a second."""
-
-
-def near_batches(job: ResumedJob, layouts: Sequence[Layout]) -> list[int]:
-    """Batches within NEAR_FRACTION, one for each of the most promising numbers of replicas, the best first.
-
-    The score of a batch for dp replicas is the best, over numbers of stages, of
-
-        (dp · ranks of a copy / GPUs) · k / (k + (pp − 1) / chunks) · layers / (pp · ⌈layers / pp⌉) · (1 − |Δ batch|)
-
-    with k micro-batches for each replica: GPUs that work, times a pipeline that is full, times stages that are level,
-    less the change of the batch. Tensor and context parallelism, and the least ranks of a copy that fit, are those of
-    `layouts`. It is a screen: the search decides.
-    """
-    batch, best = job.case.training.global_batch_size, dict[int, tuple[float, int]]()
-    for dp, near, score in _scores(job, layouts):
-        if near != batch:
-            best[dp] = max(best.get(dp, (0.0, 0)), (score * (1 - abs(near / batch - 1)), near))
-    return list(dict.fromkeys(near for _, near in sorted(best.values(), reverse=True)))[:MOST_BATCHES]
-
-
-def _scores(job: ResumedJob, layouts: Sequence[Layout]) -> Iterator[tuple[int, int, float]]:
-    """A number of replicas, a batch and its score, for each number of stages."""
-    batch, num_gpus, layers = job.case.training.global_batch_size, job.num_gpus, job.case.model.num_hidden_layers
-    interleaves = "interleaved-1f1b" in job.case.runtime.schedules
-    least = min(one.tp * one.cp * one.pp for one in layouts)
-    size = min(one.micro_batch_size for one in layouts)
-    for ranks, experts in {(one.tp * one.cp, one.ep * one.etp) for one in layouts}:
-        for pp in range(1, layers + 1):
-            dp = num_gpus // (ranks * pp)
-            if ranks * pp < least or not dp or ranks * dp % experts:
-                continue
-            level = dp * ranks * pp / num_gpus * layers / (pp * -(-layers // pp))
-            first, last = (batch * (1 + sign * NEAR_FRACTION) / (dp * size) for sign in (-1, 1))
-            for k in range(max(1, math.ceil(first)), math.floor(last) + 1):
-                chunks = max(1, layers // pp) if interleaves and k % pp == 0 else 1
-                yield dp, k * dp * size, level * k / (k + (pp - 1) / chunks)
-
+from planner.shape import NEAR_FRACTION, SIZES, divisors, liked_batch
 
 MOVED = ("dp", "micro_batch_size", "shard_size")
 """Axes that a split may move."""
@@ -284,7 +244,6 @@ class Ways:
         self.nothing: Infeasible | None = None
         """The error of a search that found nothing."""
         self.open = _different([*self._stay(), *self._split(), *self._reshard()])
-        self.near = _different([*self.open, *self._near()])[len(self.open) :]
 
     def loading(self, candidate: Candidate) -> Loads | None:
         """The way in which a layout loads the checkpoint; None if it cannot."""
@@ -322,20 +281,24 @@ class Ways:
         else:
             self.closed.append(Closed(kind=kind, reason=found))
 
-    def _near(self) -> Iterator[Way]:
-        """The fastest way of each kind under a batch nearby, unless the user asks for another batch than the old."""
-        job = self.job
+    @cached_property
+    def near(self) -> list[Way]:
+        """The fastest way of each kind under a batch nearby, unless the user asks for another batch than the old: that
+        of a split, or the one that most of the GPUs divide."""
+        job, batch = self.job, self.job.case.training.global_batch_size
         if job.moves_batch:
-            return
-        least = max((int(way.candidate.shape.dp) for way in self.open if way.kind != "reshard"), default=0)
-        if (split := split_near(job, least)) is not None and self.loading(split) is not None:
-            yield Way("split", split)
-        for searched in (way.found for way in self.open if way.found is not None):
-            layouts = [job.layout, searched.parallelism, *(other.parallelism for other in searched.alternatives)]
-            others = [fastest_for(job, batch) for batch in near_batches(job, layouts)]
-            loadable = [other for other in others if other is not None and self.loading(other) is not None]
-            if loadable:
-                yield Way("reshard", max(loadable, key=tokens_per_s))
+            return []
+        split = split_near(
+            job, max((int(way.candidate.shape.dp) for way in self.open if way.kind != "reshard"), default=0)
+        )
+        ways = [] if split is None else [Way("split", split)]
+        batches = {*(way.batch for way in ways), liked_batch(batch, job.num_gpus) or batch} - {batch}
+        others = [fastest_for(job, other) for other in sorted(batches) if any(way.found for way in self.open)]
+        ways += [Way("reshard", other) for other in others if other is not None]
+        ways = [way for way in ways if self.loading(way.candidate) is not None]
+        fastest = {way.kind: way for way in sorted(ways, key=lambda way: way.tokens_per_s)}
+        near = [fastest[kind] for kind in ORDER if kind in fastest]
+        return _different([*self.open, *near])[len(self.open) :]
 
     def infeasible(self) -> Infeasible:
         """The error of a job that cannot go on at all, with a remedy where one is found."""
@@ -343,7 +306,8 @@ class Ways:
         case = case_of(job)
         if self.nothing is None or isinstance(case, str):
             why = "; ".join(f"{closed.kind}: {closed.reason}" for closed in self.closed)
-            return Infeasible(f"{says}: {why}", self._enough())
+            last = "wait for the lost GPUs" if job.shrinks else "leave -b out, and the job stays as it is"
+            return Infeasible(f"{says}: {why}", last)
         told = with_remedy(self.nothing, case, job.deadline)
         option = (told.remedy or {}).get("options", ["", ""])
         axis = option[0].removeprefix("--").replace("-", "_")
@@ -351,16 +315,6 @@ class Ways:
         return Infeasible(
             f"{says}: {told.message}", hint, told.rejections, nearest=told.nearest, remedy=told.remedy
         )  # fmt: skip
-
-    def _enough(self) -> str:
-        """The fewest whole nodes, up to those of the old layout, on which a split can load the checkpoint."""
-        job, size = self.job, self.job.case.cluster.node_size
-        used = (job.copy_gpus * dp for dp in range(1, job.layout.dp + 1))
-        for num_gpus in (each if each < size else -(-each // size) * size for each in used):
-            found = split_for(job.on(num_gpus))
-            if num_gpus < job.old.cluster.num_gpus and isinstance(found, Candidate) and self.loading(found) is not None:
-                return f"--gpus {num_gpus} is enough"
-        return "wait for the lost GPUs" if job.shrinks else "leave -b out, and the job stays as it is"
 
 
 def _interim(job: ResumedJob) -> Candidate | None:
