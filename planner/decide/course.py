@@ -145,7 +145,7 @@ class Course:
 
     def stops(self, number: int, before: Key, after: Key) -> bool:
         """True where a new job has to start between two layouts."""
-        return number > 0 and (before != after or not self.phases[number].goes_on_from(self.phases[number - 1]))
+        return number > 0 and bool(before != after or self.phases[number].changes_from(self.phases[number - 1]))
 
     def loads(self, number: int, before: Key, after: Key) -> Loads | None:
         """The way in which a layout loads the checkpoint of the phase before; None if it cannot.
@@ -299,7 +299,7 @@ def _change(course: Course, number: int, chosen: Sequence[Key]) -> LayoutChange:
         before=course.phases[number - 1].name,
         after=course.phases[number].name,
         resharded=before[0] != after[0],
-        why=_why(course, number),
+        why=", ".join(course.phases[number].changes_from(course.phases[number - 1])) or "layout",
         from_layout=str(_run(course, number - 1, before).layout.parallelism),
         to_layout=str(_run(course, number, after).layout.parallelism),
         gains_days=saved,
@@ -327,18 +327,6 @@ def _saved_as(course: Course, number: int, before: Key, after: Key) -> str:
         return ""
     row = checkpoint_of(course.found[number - 1].plan.runtime_spec, course.layouts[before][0].parallelism.zero_stage)
     return "" if row.rewritten is None else row.rewritten.ready or row.rewritten.says
-
-
-def _why(course: Course, number: int) -> str:
-    """The thing that a job cannot change as it runs; `layout` where the layout alone is another."""
-    now, before = course.phases[number].case, course.phases[number - 1].case
-    changes = {
-        "sequence": now.training.seq_length != before.training.seq_length,
-        "dtype": now.training.dtype != before.training.dtype,
-        "GPUs": now.cluster != before.cluster,
-        "switches": (now.limits.switches, now.limits.allow) != (before.limits.switches, before.limits.allow),
-    }
-    return ", ".join(name for name, changed in changes.items() if changed) or "layout"
 
 
 def _total(course: Course, phases: Sequence[PhaseAnswer], chosen: Sequence[Key]) -> RunTotal:
