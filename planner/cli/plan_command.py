@@ -183,7 +183,7 @@ def replan_command(asked: SearchOptions, path: str, keep: str | None, saving: Sa
     plan = found.plan.model_copy(update={"command": command_line(asked)}) if found.resume.choices else found.plan
     if save(plan, saving):
         return
-    tell({**plan.to_json(), "resume": found.resume.to_json()} if saving.json else render_resume(found.resume, plan))
+    tell(replace(found, plan=plan).to_json() if saving.json else render_resume(found.resume, plan))
 
 
 def _check_running(asked: SearchOptions, path: str) -> None:
@@ -280,20 +280,18 @@ def _options(asked: PlanOptions, spec: PhaseSpec) -> PlanOptions:
 def _batches(spec: PhaseSpec, last: int, seq_length: int) -> Iterator[Batch]:
     """The batches of a phase, the last one at the end."""
     from planner.decide.phases import Batch
+    from planner.shape import divisors
 
     ramp, left = spec.rampup, float(spec.tokens or 0)
     if spec.steps is not None:
         left = float(spec.steps) * last * seq_length
     if ramp is not None:
         if ramp.start >= last or (last - ramp.start) % ramp.by:
-            near = (
-                max(d for d in range(1, min(ramp.by, last) + 1) if (last - ramp.start) % d == 0)
-                if ramp.start < last
-                else 1
-            )
             raise SpecError(
                 f"rampup: from {ramp.start:,} by {ramp.by:,} does not reach the batch of {last:,} sequences",
-                f"write by: {near}" if ramp.start < last else f"let it begin below {last:,}, or leave rampup out",
+                f"write by: {divisors(last - ramp.start, ramp.by)[-1]}"
+                if ramp.start < last
+                else f"let it begin below {last:,}, or leave rampup out",
             )
         samples = float(ramp.samples) if ramp.samples is not None else float(ramp.tokens or 0) / seq_length
         sizes = ramp.batches(last)

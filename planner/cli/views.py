@@ -102,8 +102,6 @@ def _drawn(data: Fields, where: str, form: Shown, alternative: int | None) -> Re
         from planner.decide.job import Resume
         from planner.report.runs import render_resume
 
-        for row in data["resume"].get("spares", ()):
-            row.pop("gpu_hours", None)
         return render_resume(checked(Resume, data["resume"], where), plan_of(data, where))
     if not (keys >= _IMPORTED or keys >= {"schema_version", "best"}):
         hint = "save a plan with plan --model 8b --gpus 64 -o plan.json"
@@ -263,8 +261,8 @@ def _write_snapshot(answer: MemoryAnswer, stage: MemoryOfStage, candidate: Candi
     from planner.schedule.replay import replay
 
     timeline = replay(candidate.order, candidate.durations)
-    step = step_of(candidate, timeline, memory_curves(candidate, timeline)[stage.stage])
-    write_bytes(path, snapshot(step.tensors, step.events, stage.stage, answer.model), force)
+    tensors, events = step_of(candidate, timeline, memory_curves(candidate, timeline)[stage.stage])
+    write_bytes(path, snapshot(tensors, events, stage.stage, answer.model), force)
     _log.info("wrote %s, stage %d: open it at pytorch.org/memory_viz", path, stage.stage)
 
 

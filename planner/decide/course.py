@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from planner.answer import Interval, Plan, PricedLayout
+from planner.answer import Plan, PricedLayout
 from planner.decide.job import CONVERSIONS, Loads, transfer, way_to_load
 from planner.decide.phases import (
     GRID,
@@ -145,7 +145,7 @@ class Course:
 
     def stops(self, number: int, before: Key, after: Key) -> bool:
         """True where a new job has to start between two layouts."""
-        return number > 0 and (before != after or not self.phases[number].goes_on_from(self.phases[number - 1]))
+        return number > 0 and bool(before != after or self.phases[number].changes_from(self.phases[number - 1]))
 
     def loads(self, number: int, before: Key, after: Key) -> Loads | None:
         """The way in which a layout loads the checkpoint of the phase before; None if it cannot.
@@ -221,11 +221,10 @@ def _no_layout(phase: Phase, plan: PhaseLayouts, reason: str) -> SpecError:
     """The error of a batch that grows in steps which no layout found can run, with steps that the best one can."""
     sizes = plan.plan.parallelism
     quantum = sizes.dp * sizes.micro_batch_size * (sizes.pp if sizes.vpp > 1 else 1)
-    first, last = phase.batches[0].global_batch_size, phase.batches[-1].global_batch_size
+    first, *_, last = (batch.global_batch_size for batch in phase.batches)
     start = max(round(first / quantum), 1) * quantum
-    wanted = phase.batches[min(1, len(phase.batches) - 1)].global_batch_size - first
-    steps = [by for by in range(quantum, max(last - start, quantum) + 1, quantum) if (last - start) % by == 0]
-    by = min(steps, key=lambda by: abs(by - wanted), default=quantum)
+    wanted = phase.batches[1].global_batch_size - first if len(phase.batches) > 1 else quantum
+    by = math.gcd(last - start, max(round(wanted / quantum), 1) * quantum)
     return SpecError(
         f"phase {phase.name}: rampup: no layout found runs every batch: {reason}",
         f"rampup: {{from: {start}, by: {by}, …}} suits the best layout of {last:,} sequences",
@@ -300,7 +299,7 @@ def _change(course: Course, number: int, chosen: Sequence[Key]) -> LayoutChange:
         before=course.phases[number - 1].name,
         after=course.phases[number].name,
         resharded=before[0] != after[0],
-        why=_why(course, number),
+        why=", ".join(course.phases[number].changes_from(course.phases[number - 1])) or "layout",
         from_layout=str(_run(course, number - 1, before).layout.parallelism),
         to_layout=str(_run(course, number, after).layout.parallelism),
         gains_days=saved,
@@ -330,53 +329,37 @@ def _saved_as(course: Course, number: int, before: Key, after: Key) -> str:
     return "" if row.rewritten is None else row.rewritten.ready or row.rewritten.says
 
 
-def _why(course: Course, number: int) -> str:
-    """The thing that a job cannot change as it runs; `layout` where the layout alone is another."""
-    now, before = course.phases[number].case, course.phases[number - 1].case
-    changes = {
-        "sequence": now.training.seq_length != before.training.seq_length,
-        "dtype": now.training.dtype != before.training.dtype,
-        "GPUs": now.cluster != before.cluster,
-        "switches": (now.limits.switches, now.limits.allow) != (before.limits.switches, before.limits.allow),
-    }
-    return ", ".join(name for name, changed in changes.items() if changed) or "layout"
-
-
 def _total(course: Course, phases: Sequence[PhaseAnswer], chosen: Sequence[Key]) -> RunTotal:
     """Sums over phases and the stops before them, in which GPUs cost as much as in the phase."""
-    shares = [phase.stop_s / SECONDS_PER_DAY / phase.days for phase in phases]
-    ends = [_ends(course, number, phase, chosen) for number, phase in enumerate(phases)]
-    days = sum(phase.days * (1 + share) for phase, share in zip(phases, shares, strict=True))
+    spans = [_span(course, number, phase, chosen) for number, phase in enumerate(phases)]
+    low, days, high = (sum(ends) for ends in zip(*spans, strict=True))
 
-    def total(name: str) -> float | None:
-        values = [getattr(phase, name) for phase in phases]
-        known = all(value is not None for value in values)
-        return sum(value * (1 + share) for value, share in zip(values, shares, strict=True)) if known else None
+    def total(name: str, end: int = 1) -> float | None:
+        values = [(getattr(phase, name), span[end] / phase.days) for phase, span in zip(phases, spans, strict=True)]
+        return None if any(value is None for value, _ in values) else sum(value * share for value, share in values)
 
-    def between(a_day: Sequence[float]) -> Interval:
-        low, high = (sum(x * end[side] for x, end in zip(a_day, ends, strict=True)) for side in (0, 1))
-        return low, high
-
-    usd = total("usd")
+    usd_low, usd_high = total("usd", 0), total("usd", 2)
     return RunTotal(
         tokens=sum(phase.tokens for phase in phases),
         days=days,
-        days_interval=between([1.0] * len(ends)),
+        days_interval=(low, high),
         gpu_hours=total("gpu_hours") or 0.0,
-        usd=usd,
-        usd_interval=None if usd is None else between([(phase.usd or 0.0) / phase.days for phase in phases]),
+        usd=total("usd"),
+        usd_interval=None if usd_low is None or usd_high is None else (usd_low, usd_high),
         mwh=total("mwh"),
         stops_s=sum(phase.stop_s for phase in phases),
         effective_fraction=sum(phase.days * phase.effective_fraction for phase in phases) / days,
     )
 
 
-def _ends(course: Course, number: int, phase: PhaseAnswer, chosen: Sequence[Key]) -> Interval:
-    """Days of a phase and of the stop before it, at either end of their intervals."""
+def _span(course: Course, number: int, phase: PhaseAnswer, chosen: Sequence[Key]) -> tuple[float, float, float]:
+    """Days of a phase and of the stop before it, with both ends of their interval."""
     low, high = phase.days_interval or (phase.days, phase.days)
-    if not course.stops(number, chosen[number - 1], chosen[number]):
-        return low, high
-    stop = course.stop(number, chosen[number - 1], chosen[number])
-    assert stop is not None, "a course was chosen that can be loaded"
-    (low_s, high_s), beside_s = stop.interval_s, phase.stop_s - stop.value_s
-    return low + (low_s + beside_s) / SECONDS_PER_DAY, high + (high_s + beside_s) / SECONDS_PER_DAY
+    stop_s = (0.0, 0.0, 0.0)
+    if course.stops(number, chosen[number - 1], chosen[number]):
+        stop = course.stop(number, chosen[number - 1], chosen[number])
+        assert stop is not None, "a course was chosen that can be loaded"
+        low_s, high_s = stop.interval_s
+        stop_s = (phase.stop_s - stop.value_s + low_s, phase.stop_s, phase.stop_s - stop.value_s + high_s)
+    low_s, value_s, high_s = (seconds / SECONDS_PER_DAY for seconds in stop_s)
+    return low + low_s, phase.days + value_s, high + high_s

@@ -5,23 +5,22 @@ The seconds until it trains stand here too, and what it loses until its old layo
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import ConfigDict, Field
 
-from planner.answer import Difference, Interval, Layout, Plan
+from planner.answer import Interval, Layout, Plan
 from planner.errors import SpecError
 from planner.layout.candidate import Candidate
 from planner.layout.price import reprice
 from planner.months.losses import Fact, Losses, Taken, losses_of, stated
-from planner.months.whole_run import Standstill, break_even_s, going_on_s, return_pays_s, waiting_s
+from planner.months.whole_run import Spares, Standstill, break_even_s, going_on_s, return_pays_s, waiting_s
 from planner.search.case import Case, Deadline
 from planner.search.recipes import pinned
-from planner.specs.base import Fields, Named, Spec, Texts
+from planner.specs.base import Named, Spec, Texts
 from planner.specs.cluster import ClusterSpec
 from planner.specs.problems import check_names
 from planner.specs.training import SearchLimits, TrainingSpec
@@ -30,6 +29,8 @@ from planner.trainers.load import AXES, Axis, Checkpoint, checkpoint_of
 Kind = Literal["split", "reshard", "wait", "stay"]
 """`split`: the old layout with another number of data-parallel ranks. `reshard`: any layout. `wait`: the old layout on
 the old GPUs, once they are back. `stay`: the old layout, where GPUs were added."""
+ORDER: tuple[Kind, ...] = ("stay", "split", "reshard", "wait")
+"""The order in which they are shown."""
 Loads = Literal["as_is", "resave", "convert", "ready"]
 """The way to the checkpoint: as its files are; written again by a job that keeps its axes; converted by a tool; only
 where it was saved in the other format."""
@@ -63,7 +64,9 @@ class Closed(Spec):
 
 
 class Choice(Spec):
-    """One way to go on."""
+    """One way to go on; fields that older versions saved are passed over."""
+
+    model_config = ConfigDict(extra="ignore")
 
     kind: Kind
     layout: str
@@ -94,8 +97,6 @@ class Choice(Spec):
     """Seconds that a job must run after its return to the old layout for that to pay; null for no shorter step."""
     lost_until_repair_s: float | None = None
     """Seconds of training at the old rate that are lost until the old layout runs again, after the usual repair."""
-    lost_until_repair_s_interval: tuple[Difference, Difference] | None = None
-    """The same for the ends of the repair's interval; below 0 where more is trained than at the old rate."""
     convergence: Texts = ()
     """Changes that may affect what is learned: batch, order of the data, numerics."""
     execution: Texts = ()
@@ -120,21 +121,6 @@ class Failure(Spec):
     gpu_hours_per_day: float
     """The expected loss."""
     source: str
-
-
-class SpareNodes(Spec):
-    """A number of spare nodes, and what it costs a day in GPU-hours."""
-
-    num_nodes: int
-    num_idle: int
-    """Nodes among them that the plan leaves idle, which cost nothing more."""
-    none_free_fraction: float
-    idle_gpu_hours: float
-    lost_gpu_hours: float
-
-    @property
-    def gpu_hours(self) -> float:
-        return self.idle_gpu_hours + self.lost_gpu_hours
 
 
 class Before(Spec):
@@ -167,7 +153,8 @@ class Resume(Spec):
     recommended: int
     """Index of the choice that is saved: it keeps the batch asked for."""
     failures: tuple[Failure, ...] = ()
-    spares: tuple[SpareNodes, ...] = ()
+    spares: tuple[Spares, ...] = ()
+    """The daily cost of each number of spare nodes, from none to beyond the cheapest."""
     num_idle_nodes: int = 0
     """Whole nodes of the recommended plan that no rank uses."""
     num_spare_nodes_cheapest: int | None = None
@@ -179,13 +166,6 @@ class Resume(Spec):
     def chosen(self) -> Choice:
         """The recommended choice."""
         return self.choices[self.recommended]
-
-    def to_json(self) -> Fields:
-        """Plain data, with the sum of each number of spare nodes."""
-        data = self.model_dump(mode="json")
-        for row, nodes in zip(data["spares"], self.spares, strict=True):
-            row["gpu_hours"] = nodes.gpu_hours
-        return data
 
 
 @dataclass(frozen=True)
@@ -292,18 +272,6 @@ def transfer(losses: Losses) -> Fact:
     return Fact(value=seconds[0], low=seconds[1], high=seconds[2], source=rate.source)
 
 
-def _told(still: Standstill) -> dict[str, object]:
-    """The seconds of a standstill as fields of a choice."""
-    parts = {name: part.value for name, part in still.parts.items()}
-    return {"back_s": still.value_s, "back_s_interval": still.interval_s, "seconds": parts}
-
-
-def _lost(repair: Fact, lost_s: Callable[[float], float]) -> dict[str, object]:
-    """Seconds lost until the repair, and at the ends of its interval."""
-    interval = (lost_s(repair.low), lost_s(repair.high))
-    return {"lost_until_repair_s": lost_s(repair.value), "lost_until_repair_s_interval": interval}
-
-
 @dataclass(frozen=True, slots=True)
 class Clock:
     """The seconds of one job that resumes."""
@@ -317,72 +285,58 @@ class Clock:
         """The figures on the old GPUs."""
         return losses_on(self.job, self.job.layout.num_gpus_used)
 
-    def standstill(self, num_gpus: int, loads: Loads) -> Standstill:
-        """From the failure until a layout on some GPUs trains; from the planned stop where GPUs were added."""
-        losses = losses_on(self.job, num_gpus)
-        first = {"save": transfer(self.old)} if self.job.grows else {"detection": losses.detection_s}
-        return Standstill({**first, **self._rewriting(loads), "start": losses.restart_s, "read": transfer(losses)})
-
-    def _rewriting(self, loads: Loads) -> dict[str, Fact]:
-        """The parts that come before the start of a job whose checkpoint has to be written again or converted."""
-        if loads == "convert":
-            return {"convert": transfer(self.old).times(CONVERSIONS)}
-        if loads != "resave" or self.interim is None:
-            return {}
-        interim = losses_on(self.job, int(self.interim.shape.num_ranks))
-        moved = transfer(interim)
-        return {
-            "start of the split": interim.restart_s,
-            "read by the split": moved,
-            "step of the split": stated(self.interim.step_s),
-            "save by the split": moved,
-        }
-
-    def timed(self, choice: Choice) -> Choice:
-        """A choice that goes on, with its seconds and break-evens."""
-        if choice.kind == "stay":
-            return choice
-        still = self.standstill(choice.num_gpus_used, choice.loads)
-        update = _told(still)
-        if choice.loads in ("resave", "convert"):
-            update["ready_back_s"] = self.standstill(choice.num_gpus_used, "as_is").value_s
-        more = self._growing(still, choice) if self.job.grows else self._shrinking(still, choice)
-        return choice.model_copy(update=update | more)
-
-    def _growing(self, still: Standstill, choice: Choice) -> dict[str, object]:
-        """The seconds that the job has to run on: v·b / (v − v₀), with v₀ trained meanwhile at the old rate."""
-        fraction = choice.rate_fraction
-        return {"break_even_wait_s": still.value_s * fraction / (fraction - 1) if fraction > 1 else None}
-
-    def _shrinking(self, still: Standstill, choice: Choice) -> dict[str, object]:
-        fraction, back_s = choice.rate_fraction, still.value_s
-        save_s = transfer(losses_on(self.job, choice.num_gpus_used)).value
-        return_s = save_s + self.again_s
-        repair = self.old.repair_s
-        pays_s = return_pays_s(return_s, fraction)
-        return {
-            "break_even_wait_s": break_even_s(back_s, fraction, save_s),
-            "return_pays_s": pays_s if math.isfinite(pays_s) else None,
-            **_lost(repair, lambda repair_s: float(going_on_s(repair_s, back_s, fraction, return_s))),
-        }
+    @property
+    def again(self) -> dict[str, Fact]:
+        """The parts in which the old layout starts and reads a checkpoint."""
+        return {"start": self.old.restart_s, "read": transfer(self.old)}
 
     @property
     def again_s(self) -> float:
-        """Seconds in which the old layout starts and reads a checkpoint."""
-        return self.old.restart_s.value + transfer(self.old).value
-
-    def waiting(self, choice: Choice) -> Choice:
-        """The choice to wait: seconds beside the wait, and what is lost in the usual one."""
-        old = self.old
-        still = Standstill({"start": old.restart_s, "read": transfer(old)})
-        lost = _lost(old.repair_s, lambda repair_s: float(waiting_s(repair_s, old.detection_s.value, still.value_s)))
-        return choice.model_copy(update=_told(still) | lost)
+        return Standstill(self.again).value_s
 
     @property
     def standby(self) -> Standstill:
         """From the failure until the old layout trains again where spare nodes stand in."""
         old = self.old
         return Standstill({"detection": old.detection_s, "start": old.standby_restart_s, "read": transfer(old)})
+
+    def standstill(self, num_gpus: int, loads: Loads) -> Standstill:
+        """From the failure until a layout on some GPUs trains; from the planned stop where GPUs were added."""
+        losses = losses_on(self.job, num_gpus)
+        parts = {"save": transfer(self.old)} if self.job.grows else {"detection": losses.detection_s}
+        if loads == "convert":
+            parts["convert"] = transfer(self.old).times(CONVERSIONS)
+        elif loads == "resave" and self.interim is not None:
+            interim = losses_on(self.job, int(self.interim.shape.num_ranks))
+            parts |= {"start of the split": interim.restart_s, "read by the split": transfer(interim)}
+            parts |= {"step of the split": stated(self.interim.step_s), "save by the split": transfer(interim)}
+        return Standstill({**parts, "start": losses.restart_s, "read": transfer(losses)})
+
+    def figures(self, kind: Kind, num_gpus: int, loads: Loads, fraction: float) -> dict[str, Any]:
+        """The seconds of a way and its break-evens, at a fraction of the old rate.
+
+        Where GPUs were added, the job has to run on for v·b / (v − v₀) seconds, with v₀ trained meanwhile at the old
+        rate.
+        """
+        if kind == "stay":
+            return {}
+        old, repair_s = self.old, self.old.repair_s.value
+        still = Standstill(self.again) if kind == "wait" else self.standstill(num_gpus, loads)
+        back_s, parts = still.value_s, {name: part.value for name, part in still.parts.items()}
+        told: dict[str, Any] = {"back_s": back_s, "back_s_interval": still.interval_s, "seconds": parts}
+        if loads in ("resave", "convert"):
+            told["ready_back_s"] = self.standstill(num_gpus, "as_is").value_s
+        if kind == "wait":
+            told["lost_until_repair_s"] = float(waiting_s(repair_s, old.detection_s.value, back_s))
+        elif self.job.grows:
+            told["break_even_wait_s"] = back_s * fraction / (fraction - 1) if fraction > 1 else None
+        else:
+            save_s = parts["read"]
+            return_s = save_s + self.again_s
+            told["break_even_wait_s"] = break_even_s(back_s, fraction, save_s)
+            told["return_pays_s"] = return_pays_s(return_s, fraction)
+            told["lost_until_repair_s"] = float(going_on_s(repair_s, back_s, fraction, return_s))
+        return told
 
     @property
     def sources(self) -> Named:

@@ -217,18 +217,24 @@ class Phase:
         """The largest batch that divides all of its batches."""
         return math.gcd(*(batch.global_batch_size for batch in self.batches))
 
-    def goes_on_from(self, before: Phase) -> bool:
-        """True where a running job can go on from the phase before: the batch and the data alone may differ."""
-        ours, theirs = self.case, before.case
-        same = {"global_batch_size": 1, "tokens": None, "document_lengths": None}
-        trains_alike = ours.training.model_copy(update=same) == theirs.training.model_copy(update=same)
-        return trains_alike and ours.cluster == theirs.cluster and self.has_runtime_of(before)
+    def changes_from(self, other: Phase) -> list[str]:
+        """The things that differ from another phase and that no running job changes: all but the batch and the data."""
+        ours, theirs = self.case, other.case
+        same = {"global_batch_size": 1, "tokens": None, "document_lengths": None, "seq_length": 1, "dtype": "bf16"}
+        one, two = (case.training.model_copy(update=same) for case in (ours, theirs))
+        changes = {
+            "sequence": ours.training.seq_length != theirs.training.seq_length,
+            "dtype": ours.training.dtype != theirs.training.dtype,
+            "GPUs": ours.cluster != theirs.cluster,
+            "switches": (ours.runtime, ours.limits) != (theirs.runtime, theirs.limits),
+            "layout": one != two,
+        }
+        return [name for name, changed in changes.items() if changed]
 
     def has_runtime_of(self, other: Phase) -> bool:
-        """True where the same recipe may run: dtype, trainer and stated switches are the same."""
-        ours, theirs = self.case, other.case
-        stated = [(case.training.dtype, case.runtime, case.limits, case.cluster.hardware) for case in (ours, theirs)]
-        return stated[0] == stated[1]
+        """True where the same recipe may run: dtype, trainer, stated switches and the kind of GPU are the same."""
+        is_same_gpu = self.case.cluster.hardware == other.case.cluster.hardware
+        return is_same_gpu and not {"dtype", "switches"} & {*self.changes_from(other)}
 
 
 @dataclass(frozen=True, slots=True)

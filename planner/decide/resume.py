@@ -14,24 +14,23 @@ from typing import Any
 
 from planner.answer import BatchOffer, Layout, Plan
 from planner.decide.job import (
+    ORDER,
     Answer,
     Before,
     Choice,
     Clock,
-    Closed,
     Failure,
     Kind,
     Loads,
     Resume,
     ResumedJob,
-    SpareNodes,
     losses_on,
+    transfer,
 )
 from planner.decide.ways import Way, Ways, fastest_for, loading, split_for, tokens_per_s
 from planner.layout.candidate import Candidate
-from planner.layout.confidence import memory_width, oom_probability
 from planner.layout.price import price_layout
-from planner.months.losses import FailureKind, Losses, failure_kinds
+from planner.months.losses import Losses, failure_kinds
 from planner.months.whole_run import (
     Spares,
     best_interval_s,
@@ -69,32 +68,22 @@ def needs_of(job: ResumedJob, candidate: Candidate, loads: Loads) -> Iterator[st
         yield row.data
 
 
-def convergence_of(job: ResumedJob, candidate: Candidate) -> Iterator[str]:
-    """The changes that may affect what is learned."""
+def changes_of(job: ResumedJob, candidate: Candidate, layout: Layout) -> Iterator[tuple[bool, str]]:
+    """Everything that changes, and whether it may affect what is learned; the rest affects seconds and bytes alone,
+    and the order in which sums are rounded."""
     old, new = job.old.training.global_batch_size, candidate.pricing.training.global_batch_size
     if old != new:
-        yield f"batch {old:,} → {new:,} ({new / old - 1:+.1%})"
+        yield True, f"batch {old:,} → {new:,} ({new / old - 1:+.1%})"
     if job.checkpoint.data and candidate.shape.dp != job.layout.dp:
-        yield "order of the data"
-    yield from (words for words, touches in _switches(job) if touches)
-
-
-def execution_of(job: ResumedJob, layout: Layout) -> Iterator[str]:
-    """The changes that affect seconds and bytes alone; sums are rounded in another order."""
+        yield True, "order of the data"
     for axis in AXES:
-        old, new = getattr(job.layout, axis), getattr(layout, axis)
-        if old != new:
-            yield f"{axis} {old} → {new}"
-    yield from (words for words, touches in _switches(job) if not touches)
-
-
-def _switches(job: ResumedJob) -> Iterator[tuple[str, bool]]:
-    """The switches that the user moved, and whether one of the two values changes numerics."""
-    for name in switches_of(job.old.runtime_spec):
-        row = SWITCHES[name]
-        old, new = row.value_of(job.old.runtime_spec), row.value_of(job.case.runtime)
-        if old != new:
-            yield f"{name} {written(old)} → {written(new)}", old in row.consent or new in row.consent
+        before, after = getattr(job.layout, axis), getattr(layout, axis)
+        if before != after:
+            yield False, f"{axis} {before} → {after}"
+    for row in map(SWITCHES.__getitem__, switches_of(job.old.runtime_spec)):
+        value, moved = row.value_of(job.old.runtime_spec), row.value_of(job.case.runtime)
+        if value != moved:
+            yield value in row.consent or moved in row.consent, f"{row.name} {written(value)} → {written(moved)}"
 
 
 SECONDS_PER_HOUR = 3600
@@ -128,99 +117,81 @@ class Exposed:
         """Whole nodes of the GPUs given that no rank uses: they can stand in for lost ones."""
         return self.job.layout.num_gpus_spare // self.job.case.cluster.node_size
 
-    @property
-    def num_spare_nodes(self) -> int:
-        return self.num_idle_nodes + (self.job.case.training.operations.num_spare_nodes or 0)
-
     def failures(self) -> tuple[Failure, ...]:
         """All kinds of failures, with the answer to each that loses least."""
-        kinds = failure_kinds(self.losses, self.job.case.cluster)
-        return tuple(self._failure(kind) for kind in kinds if kind.per_day.value > 0)
-
-    def _failure(self, kind: FailureKind) -> Failure:
         losses, rate = self.losses, self.job.old.step.tokens_per_s
-        clock = Clock(self.job)
-        answer, still_s, left = self._answer(kind, clock)
         rhythm = rhythm_of(replace(losses, num_spare_nodes=None), lambda fact: fact.value)
-        work_s = best_interval_s(rhythm) / 2 + float(rhythm.write_s)
-        lost_s = work_s + still_s
-        return Failure(
-            taken=kind.taken,
-            num_nodes=kind.num_nodes,
-            per_day=kind.per_day.value,
-            per_day_interval=(kind.per_day.low, kind.per_day.high),
-            job=answer,
-            lost_s=lost_s,
-            tokens_per_s=left * rate,
-            gpu_hours_per_day=kind.per_day.value * lost_s * losses.num_gpus / SECONDS_PER_HOUR,
-            source=kind.source,
-        )
+        work_s, rows = best_interval_s(rhythm) / 2 + float(rhythm.write_s), []
+        for kind in failure_kinds(losses, self.job.case.cluster):
+            if kind.per_day.value > 0:
+                answer, still_s, left = self._answer(kind.num_nodes)
+                per_day, lost_s = kind.per_day, work_s + still_s
+                row = Failure(
+                    taken=kind.taken,
+                    num_nodes=kind.num_nodes,
+                    per_day=per_day.value,
+                    per_day_interval=(per_day.low, per_day.high),
+                    job=answer,
+                    lost_s=lost_s,
+                    tokens_per_s=left * rate,
+                    gpu_hours_per_day=per_day.value * lost_s * losses.num_gpus / SECONDS_PER_HOUR,
+                    source=kind.source,
+                )
+                rows.append(row)
+        return tuple(rows)
 
-    def _answer(self, kind: FailureKind, clock: Clock) -> tuple[Answer, float, float]:
+    def _answer(self, num_nodes: int) -> tuple[Answer, float, float]:
         """The job's answer, the seconds at its full rate that it loses, and the share of the rate until the repair."""
-        used, old = self.job.layout.num_gpus_used, clock.old
-        if not kind.num_nodes:
+        clock, used = Clock(self.job), self.job.layout.num_gpus_used
+        if not num_nodes:
             return "restarts", clock.standstill(used, "as_is").value_s, 1.0
-        if kind.num_nodes <= self.num_spare_nodes:
+        if num_nodes <= self.num_idle_nodes + (self.job.case.training.operations.num_spare_nodes or 0):
             return "stands_in", clock.standby.value_s, 1.0
-        waits_s = float(waiting_s(old.repair_s.value, old.detection_s.value, clock.again_s))
-        found = self.fallback(kind.num_nodes, clock, searches=True)
-        if found is None:
-            return "waits", waits_s, 0.0
-        return_s = clock.standstill(used, "as_is").parts["read"].value + clock.again_s
-        goes_on_s = float(going_on_s(old.repair_s.value, found.back_s, found.rate_fraction, return_s))
-        return (found.answer, goes_on_s, found.rate_fraction) if goes_on_s < waits_s else ("waits", waits_s, 0.0)
+        repair_s = clock.old.repair_s.value
+        waits_s = float(waiting_s(repair_s, clock.old.detection_s.value, clock.again_s))
+        found = self.fallback(num_nodes, searches=True)
+        if found is not None:
+            return_s = transfer(clock.old).value + clock.again_s
+            goes_on_s = float(going_on_s(repair_s, found.back_s, found.rate_fraction, return_s))
+            if goes_on_s < waits_s:
+                return found.answer, goes_on_s, found.rate_fraction
+        return "waits", waits_s, 0.0
 
-    def fallback(self, num_nodes: int, clock: Clock, searches: bool) -> _Fallback | None:
+    def fallback(self, num_nodes: int, searches: bool) -> _Fallback | None:
         """The fastest layout without some nodes: split, or, if it is searched for, any that can be loaded."""
         if (num_nodes, searches) not in self._known:
-            self._known[num_nodes, searches] = self._found(num_nodes, clock, searches)
+            found = self._fallbacks(num_nodes, searches)
+            self._known[num_nodes, searches] = max(found, key=lambda each: each.rate_fraction, default=None)
         return self._known[num_nodes, searches]
 
-    def _found(self, num_nodes: int, clock: Clock, searches: bool) -> _Fallback | None:
-        size = self.job.case.cluster.node_size
+    def _fallbacks(self, num_nodes: int, searches: bool) -> Iterator[_Fallback]:
         # idle nodes are the first to be used up
-        left = self.job.num_gpus - num_nodes * size
-        if left < size:
-            return None
+        left, interim = self.job.num_gpus - num_nodes * self.job.case.cluster.node_size, None
+        if left < self.job.case.cluster.node_size:
+            return
         job = self.job.on(left)
-        split, rate, found = split_for(job), self.job.old.step.tokens_per_s, list[_Fallback]()
-        if not isinstance(split, str) and (loads := loading(job, split, False)) is not None:
-            num_gpus = int(split.shape.num_ranks)
-            clock = Clock(clock.job, split)
-            found.append(_Fallback("splits", tokens_per_s(split) / rate, clock.standstill(num_gpus, loads).value_s))
         other = fastest_for(job, job.case.training.global_batch_size) if searches else None
-        if other is not None and (loads := loading(job, other, bool(found))) is not None:
-            still = clock.standstill(int(other.shape.num_ranks), loads)
-            found.append(_Fallback("reshards", tokens_per_s(other) / rate, still.value_s))
-        return max(found, key=lambda each: each.rate_fraction, default=None)
+        tried: tuple[tuple[Answer, Candidate | str | None], ...] = (("splits", split_for(job)), ("reshards", other))
+        for answer, found in tried:
+            if isinstance(found, Candidate) and (loads := loading(job, found, interim is not None)) is not None:
+                still = Clock(self.job, interim).standstill(int(found.shape.num_ranks), loads)
+                yield _Fallback(answer, tokens_per_s(found) / self.job.old.step.tokens_per_s, still.value_s)
+                interim = found
 
-    def spare_nodes(self) -> tuple[tuple[SpareNodes, ...], int]:
+    def spare_nodes(self) -> tuple[tuple[Spares, ...], int]:
         """The daily cost of each number of spare nodes, from none to beyond the cheapest, and the cheapest number."""
-        clock, size = Clock(self.job), self.job.case.cluster.node_size
-        lost_alone = self.num_idle_nodes + 1
-        found = self.fallback(lost_alone, clock, searches=not self.num_idle_nodes)
+        size, idle = self.job.case.cluster.node_size, self.num_idle_nodes
+        found = self.fallback(idle + 1, searches=not idle)
         losses = replace(self.losses, rate_without_node_fraction=min(1.0, found.rate_fraction) if found else 0.0)
-        cheapest = cheapest_spares(losses, size, self.num_idle_nodes).num_nodes
-        shown = range(max(cheapest, self.num_idle_nodes, losses.num_spare_nodes_advised) + MORE_SHOWN)
-        rows = (spares(losses, number, size, self.num_idle_nodes) for number in shown)
-        return tuple(self._shown(row) for row in rows), cheapest
-
-    def _shown(self, row: Spares) -> SpareNodes:
-        return SpareNodes(
-            num_nodes=row.num_nodes,
-            num_idle=min(row.num_nodes, self.num_idle_nodes),
-            none_free_fraction=row.none_free_fraction,
-            idle_gpu_hours=row.idle_gpu_hours,
-            lost_gpu_hours=row.lost_gpu_hours,
-        )
+        cheapest = cheapest_spares(losses, size, idle).num_nodes
+        shown = range(max(cheapest, idle, losses.num_spare_nodes_advised) + MORE_SHOWN)
+        return tuple(spares(losses, number, size, idle) for number in shown), cheapest
 
 
 LEAST_BATCH_GAIN = 0.02
 """Least share of the tokens a second for which another batch is a choice, as for `Plan.batch_offer`."""
 ALIKE = 0.01
 """Relative difference below which losses count as equal, so that the choice that changes less is recommended."""
-_ORDER: tuple[Kind, ...] = ("stay", "split", "reshard", "wait")
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,7 +203,7 @@ class Replanned:
 
     def to_json(self) -> dict[str, object]:
         """The plan's JSON with the ways under `resume`."""
-        return {**self.plan.to_json(), "resume": self.resume.to_json()}
+        return {**self.plan.to_json(), "resume": self.resume.model_dump(mode="json")}
 
 
 def replan(
@@ -261,40 +232,61 @@ def replan(
     least = min(_loss(choice, job) for _, choice in timed)
     best, chosen = next(pair for pair in timed if _loss(pair[1], job) <= least + ALIKE * abs(least))
     near = [choice for way in ways.near if _gains(choice := _timed(way, ways, clock), timed)]
-    waits = [clock.waiting(_wait(job))] if job.shrinks else []
-    choices = sorted([*(choice for _, choice in timed), *near, *waits], key=lambda c: _ORDER.index(c.kind))
-    answer = best.plan.model_copy(update={"batch_offer": _offer(near)})
-    resume = _resume(job, tuple(choices), choices.index(chosen), tuple(ways.closed))
-    return Replanned(answer, _with_failures(resume, Exposed(replace(job, old=answer))))
+    waits = [_wait(clock)] if job.shrinks else []
+    choices = sorted([*(choice for _, choice in timed), *near, *waits], key=lambda c: ORDER.index(c.kind))
+    gaining = max(near, key=lambda choice: choice.tokens_per_s, default=None)
+    offer = gaining and BatchOffer(**{name: getattr(gaining, name) for name in BatchOffer.model_fields})
+    answer = best.plan.model_copy(update={"batch_offer": offer})
+    exposed = Exposed(replace(job, old=answer))
+    rows, cheapest = exposed.spare_nodes()
+    resume = _resume(job, choices, choices.index(chosen)).model_copy(
+        update={
+            "closed": tuple(ways.closed),
+            "failures": exposed.failures(),
+            "spares": rows,
+            "num_idle_nodes": exposed.num_idle_nodes,
+            "num_spare_nodes_cheapest": cheapest,
+            "num_spare_nodes_advised": exposed.losses.num_spare_nodes_advised,
+        }
+    )
+    return Replanned(answer, resume)
 
 
 def _timed(way: Way, ways: Ways, clock: Clock) -> Choice:
     """A way as a choice, with its figures."""
     job, candidate = ways.job, way.candidate
-    layout = price_layout(candidate, exact=False).parallelism
-    loads = ways.loading(candidate)
+    priced = price_layout(candidate, exact=False)
+    loads, changes = ways.loading(candidate), [*changes_of(job, candidate, priced.parallelism)]
     assert loads is not None
-    fullest = max(stage.total_bytes for stage in candidate.memory)
-    capacity = candidate.pricing.cluster.hardware.memory_bytes
-    choice = _choice(
+    return _choice(
+        clock,
         way.kind,
-        layout,
+        priced.parallelism,
         way.batch,
         candidate.step_s,
-        job,
-        tokens_per_s=way.tokens_per_s,
-        oom_probability=oom_probability(fullest, capacity, memory_width(candidate.pricing)),
-        loads=loads,
+        loads,
+        oom_probability=priced.oom_probability,
         needs=tuple(needs_of(job, candidate, loads)),
-        convergence=tuple(convergence_of(job, candidate)),
-        execution=tuple(execution_of(job, layout)),
+        convergence=tuple(words for touches, words in changes if touches),
+        execution=tuple(words for touches, words in changes if not touches),
         options=("-b", str(way.batch)) if way.batch != job.case.training.global_batch_size else (),
     )
-    return clock.timed(choice)
 
 
-def _choice(kind: Kind, layout: Layout, batch: int, step_s: float, job: ResumedJob, **figures: Any) -> Choice:
-    """A choice with the sizes of its layout, beside the old plan's rate."""
+def _wait(clock: Clock) -> Choice:
+    """Waiting for the lost GPUs, with all as it was."""
+    old = clock.job.old
+    sizes = (old.parallelism, old.training.global_batch_size, old.step.step_s)
+    return _choice(clock, "wait", *sizes, oom_probability=old.best.oom_probability)
+
+
+def _choice(
+    clock: Clock, kind: Kind, layout: Layout, batch: int, step_s: float, loads: Loads = "as_is", **figures: Any
+) -> Choice:
+    """A choice with the sizes of its layout, its rate beside the old plan's, and the seconds until it trains."""
+    old = clock.job.old
+    rate = batch * old.training.seq_length / step_s
+    fraction = rate / old.step.tokens_per_s
     return Choice(
         kind=kind,
         layout=str(layout),
@@ -303,8 +295,11 @@ def _choice(kind: Kind, layout: Layout, batch: int, step_s: float, job: ResumedJ
         num_gpus_idle=layout.num_gpus_spare,
         global_batch_size=batch,
         step_s=step_s,
-        rate_fraction=figures["tokens_per_s"] / job.old.step.tokens_per_s,
+        tokens_per_s=rate,
+        rate_fraction=fraction,
+        loads=loads,
         **figures,
+        **clock.figures(kind, layout.num_gpus_used, loads, fraction),
     )
 
 
@@ -319,21 +314,8 @@ def _gains(near: Choice, timed: Sequence[tuple[Way, Choice]]) -> bool:
     return near.tokens_per_s > (1 + LEAST_BATCH_GAIN) * max(same, default=0.0)
 
 
-def _wait(job: ResumedJob) -> Choice:
-    """Waiting for the lost GPUs, with all as it was."""
-    old, figures = job.old, {"tokens_per_s": job.old.step.tokens_per_s, "oom_probability": job.old.best.oom_probability}
-    return _choice("wait", old.parallelism, old.training.global_batch_size, old.step.step_s, job, **figures)
-
-
-def _offer(near: Sequence[Choice]) -> BatchOffer | None:
-    """The batch nearby that gives most tokens a second."""
-    if not near:
-        return None
-    best = max(near, key=lambda choice: choice.tokens_per_s)
-    return BatchOffer(global_batch_size=best.global_batch_size, step_s=best.step_s, tokens_per_s=best.tokens_per_s)
-
-
-def _resume(job: ResumedJob, choices: tuple[Choice, ...], recommended: int, closed: tuple[Closed, ...] = ()) -> Resume:
+def _resume(job: ResumedJob, choices: Sequence[Choice], recommended: int) -> Resume:
+    """The answer without what later failures cost."""
     old, clock = job.old, Clock(job)
     repair, standby = clock.old.repair_s, clock.standby
     return Resume(
@@ -351,22 +333,7 @@ def _resume(job: ResumedJob, choices: tuple[Choice, ...], recommended: int, clos
         repair_s=repair.value,
         repair_s_interval=(repair.low, repair.high),
         standby_s=standby.value_s,
-        choices=choices,
-        closed=closed,
+        choices=tuple(choices),
         recommended=recommended,
         sources=clock.sources,
-    )
-
-
-def _with_failures(resume: Resume, exposed: Exposed) -> Resume:
-    """The answer with the failures of the plan that goes on, and what spare nodes cost."""
-    rows, cheapest = exposed.spare_nodes()
-    return resume.model_copy(
-        update={
-            "failures": exposed.failures(),
-            "spares": rows,
-            "num_idle_nodes": exposed.num_idle_nodes,
-            "num_spare_nodes_cheapest": cheapest,
-            "num_spare_nodes_advised": exposed.losses.num_spare_nodes_advised,
-        }
     )

@@ -6,14 +6,15 @@ converted where its files ask for that; batches near the one asked for are tried
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import islice
 from typing import Any
 
-from planner.answer import Layout, Plan
-from planner.decide.job import Closed, Kind, Loads, ResumedJob, way_to_load
+from planner.answer import Plan
+from planner.decide.job import ORDER, Closed, Kind, Loads, ResumedJob, way_to_load
 from planner.decide.phases import plan_of, refused
 from planner.errors import Infeasible, SolverError
 from planner.layout.candidate import Candidate
@@ -25,58 +26,7 @@ from planner.search.case import Case
 from planner.search.layouts import find_layouts
 from planner.search.search import search
 from planner.search.why.remedy import with_remedy
-from planner.shape import NEAR_FRACTION, SIZES, divisors
-
-MOST_BATCHES = 2
-"""Batches for which layouts are searched; each takes a few tenths of a second."""
-AS_GOOD = 0.01
-"""Relative difference of scores within which the batch nearer to the one asked for is taken."""
-
-
-def near_batches(job: ResumedJob, layouts: Sequence[Layout]) -> list[int]:
-    """Batches within NEAR_FRACTION, one for each of the most promising numbers of replicas, the best first.
-
-    The score of a batch for dp replicas is the best, over numbers of stages, of
-
-        (dp · ranks of a copy / GPUs) · k / (k + (pp − 1) / chunks) · layers / (pp · ⌈layers / pp⌉)
-
-    with k micro-batches for each replica: GPUs that work, times a pipeline that is full, times stages that are level.
-    Tensor and context parallelism, and the least ranks of a copy that fit, are those of `layouts`. It is a screen: the
-    search decides.
-    """
-    batch = job.case.training.global_batch_size
-    by_dp: dict[int, dict[int, float]] = {}
-    for dp, near, score in _scores(job, layouts):
-        if near != batch:
-            scores = by_dp.setdefault(dp, {})
-            scores[near] = max(score, scores.get(near, 0.0))
-    ranked = sorted(by_dp.values(), key=lambda scores: -max(scores.values()))
-    return list(dict.fromkeys(_nearest(scores, batch) for scores in ranked))[:MOST_BATCHES]
-
-
-def _nearest(scores: dict[int, float], batch: int) -> int:
-    """The batch nearest to that asked for, among those with nearly the best score."""
-    least = (1 - AS_GOOD) * max(scores.values())
-    return min((near for near, score in scores.items() if score >= least), key=lambda near: abs(near - batch))
-
-
-def _scores(job: ResumedJob, layouts: Sequence[Layout]) -> Iterator[tuple[int, int, float]]:
-    """A number of replicas, a batch and its score, for each number of stages."""
-    batch, num_gpus, layers = job.case.training.global_batch_size, job.num_gpus, job.case.model.num_hidden_layers
-    interleaves = "interleaved-1f1b" in job.case.runtime.schedules
-    least = min(one.tp * one.cp * one.pp for one in layouts)
-    size = min(one.micro_batch_size for one in layouts)
-    for ranks, experts in {(one.tp * one.cp, one.ep * one.etp) for one in layouts}:
-        for pp in range(1, layers + 1):
-            dp = num_gpus // (ranks * pp)
-            if ranks * pp < least or not dp or ranks * dp % experts:
-                continue
-            level = dp * ranks * pp / num_gpus * layers / (pp * -(-layers // pp))
-            first, last = (batch * (1 + sign * NEAR_FRACTION) / (dp * size) for sign in (-1, 1))
-            for k in range(max(1, math.ceil(first)), math.floor(last) + 1):
-                chunks = max(1, layers // pp) if interleaves and k % pp == 0 else 1
-                yield dp, k * dp * size, level * k / (k + (pp - 1) / chunks)
-
+from planner.shape import NEAR_FRACTION, SIZES, divisors, liked_batch
 
 MOVED = ("dp", "micro_batch_size", "shard_size")
 """Axes that a split may move."""
@@ -100,28 +50,18 @@ def split_for(job: ResumedJob) -> Candidate | str:
     return reason or "the old number of data-parallel ranks cannot be kept"
 
 
-def split_near(job: ResumedJob, most_dp: int, least_dp: int) -> Candidate | str:
-    """The fastest split whose batch is the nearest that its data-parallel ranks divide, within NEAR_FRACTION.
-
-    More than `least_dp` ranks are tried, and so are few sizes only: each fewer rank loses more than a batch gains.
-    """
-    batch, found, reason = job.case.training.global_batch_size, list[Candidate](), ""
-    shape = job.start.shape
+def split_near(job: ResumedJob, least_dp: int) -> Candidate | None:
+    """The split with the most data-parallel ranks, above `least_dp`, at the nearest batch within NEAR_FRACTION that
+    they divide: each fewer rank loses more than a batch gains."""
+    shape, batch = job.start.shape, job.case.training.global_batch_size
     slots, experts = int(shape.tp * shape.cp), int(shape.ep * shape.etp)
-    sizes = [dp for dp in _sizes(job, most_dp) if dp > least_dp and slots * dp % experts == 0]
-    for dp in sizes[:MOST_SIZES]:
+    sizes = (dp for dp in _sizes(job, job.num_gpus // job.copy_gpus) if dp > least_dp and slots * dp % experts == 0)
+    for dp in islice(sizes, MOST_SIZES):
         for near in _batches(job, dp, batch):
-            other = next((other for other in _tried(job, dp, near) if not isinstance(other, str)), None)
-            if other is not None:
-                found.append(other)
-                break
-        else:
-            reason = (
-                reason or f"no batch within {NEAR_FRACTION:.0%} of {batch:,} suits dp {dp} and {job.start.schedule}"
-            )
-    if not found:
-        return reason or "no larger number of data-parallel ranks than that of the batch asked for"
-    return max(found, key=tokens_per_s)
+            for other in _tried(job, dp, near):
+                if not isinstance(other, str):
+                    return other
+    return None
 
 
 def tokens_per_s(candidate: Candidate) -> float:
@@ -303,72 +243,62 @@ class Ways:
         self.interim = _interim(job)
         self.nothing: Infeasible | None = None
         """The error of a search that found nothing."""
-        ways = (self._stay(), self._split(), self._reshard())
-        self.open = _different([way for way in ways if way is not None])
-        self.near = _different([*self.open, *self._near()])[len(self.open) :]
+        self.open = _different([*self._stay(), *self._split(), *self._reshard()])
 
     def loading(self, candidate: Candidate) -> Loads | None:
         """The way in which a layout loads the checkpoint; None if it cannot."""
         return loading(self.job, candidate, self.interim is not None)
 
-    def _stay(self) -> Way | None:
+    def _stay(self) -> Iterator[Way]:
         """The old layout where GPUs were added, which stay idle."""
         job, layout = self.job, self.job.layout
-        if not job.grows or job.moves_batch:
-            return None
-        return Way("stay", unchecked(job, layout.dp, layout.micro_batch_size, job.old.training.global_batch_size))
+        if job.grows and not job.moves_batch:
+            batch = job.old.training.global_batch_size
+            yield Way("stay", unchecked(job, layout.dp, layout.micro_batch_size, batch))
 
-    def _split(self) -> Way | None:
-        found = split_for(self.job)
-        if isinstance(found, str):
-            return self._no_way("split", found)
-        if self.job.grows and found.shape.dp <= self.job.layout.dp:
-            return self._no_way("split", f"no more than dp {found.shape.dp} divide the batch of {self._batch:,}")
-        return self._loadable(Way("split", found))
+    def _split(self) -> Iterator[Way]:
+        found, job = split_for(self.job), self.job
+        if isinstance(found, Candidate) and job.grows and found.shape.dp <= job.layout.dp:
+            batch = job.case.training.global_batch_size
+            found = f"no more than dp {found.shape.dp} divide the batch of {batch:,}"
+        yield from self._loadable("split", found)
 
-    def _reshard(self) -> Way | None:
+    def _reshard(self) -> Iterator[Way]:
         found = reshard_for(self.job)
-        if not isinstance(found, Plan):
-            self.nothing = found if isinstance(found, Infeasible) else None
-            return self._no_way("reshard", found if isinstance(found, str) else found.message)
-        return self._loadable(Way("reshard", reprice(found, found.best), found))
+        if isinstance(found, Plan):
+            yield from self._loadable("reshard", reprice(found, found.best), found)
+            return
+        self.nothing = found if isinstance(found, Infeasible) else None
+        yield from self._loadable("reshard", str(found))
 
-    def _loadable(self, way: Way) -> Way | None:
-        """The way, if it can load the checkpoint."""
-        if self.loading(way.candidate) is not None:
-            return way
+    def _loadable(self, kind: Kind, found: Candidate | str, plan: Plan | None = None) -> Iterator[Way]:
+        """The way, if it can load the checkpoint; else the reason why it is closed is kept."""
         row = self.job.checkpoint
-        return self._no_way(
-            way.kind, f"a checkpoint of {self.job.old.runtime} ({row.format}) keeps {', '.join(row.keeps)}"
-        )
+        if isinstance(found, Candidate) and self.loading(found) is None:
+            found = f"a checkpoint of {self.job.old.runtime} ({row.format}) keeps {', '.join(row.keeps)}"
+        if isinstance(found, Candidate):
+            yield Way(kind, found, plan)
+        else:
+            self.closed.append(Closed(kind=kind, reason=found))
 
-    def _no_way(self, kind: Kind, reason: str) -> Way | None:
-        """No way, for a reason that is told."""
-        self.closed.append(Closed(kind=kind, reason=reason))
-        return None
-
-    @property
-    def _batch(self) -> int:
-        return self.job.case.training.global_batch_size
-
-    def _near(self) -> Iterator[Way]:
-        """The fastest way of each kind under a batch nearby, unless the user asks for another batch than the old."""
-        job = self.job
+    @cached_property
+    def near(self) -> list[Way]:
+        """The fastest way of each kind under a batch nearby, unless the user asks for another batch than the old: that
+        of a split, or the one that most of the GPUs divide."""
+        job, batch = self.job, self.job.case.training.global_batch_size
         if job.moves_batch:
-            return
-        least = max((int(way.candidate.shape.dp) for way in self.open if way.kind != "reshard"), default=0)
-        most = job.num_gpus // job.copy_gpus
-        split = split_near(job, most, least) if most > least else ""
-        if not isinstance(split, str) and (way := self._loadable(Way("split", split))) is not None:
-            yield way
-        searched = next((way.found for way in self.open if way.found is not None), None)
-        if searched is None:
-            return
-        layouts = [job.layout, searched.parallelism, *(other.parallelism for other in searched.alternatives)]
-        others = [fastest_for(job, batch) for batch in near_batches(job, layouts)]
-        loadable = [other for other in others if other is not None and self.loading(other) is not None]
-        if loadable:
-            yield Way("reshard", max(loadable, key=tokens_per_s))
+            return []
+        split = split_near(
+            job, max((int(way.candidate.shape.dp) for way in self.open if way.kind != "reshard"), default=0)
+        )
+        ways = [] if split is None else [Way("split", split)]
+        batches = {*(way.batch for way in ways), liked_batch(batch, job.num_gpus) or batch} - {batch}
+        others = [fastest_for(job, other) for other in sorted(batches) if any(way.found for way in self.open)]
+        ways += [Way("reshard", other) for other in others if other is not None]
+        ways = [way for way in ways if self.loading(way.candidate) is not None]
+        fastest = {way.kind: way for way in sorted(ways, key=lambda way: way.tokens_per_s)}
+        near = [fastest[kind] for kind in ORDER if kind in fastest]
+        return _different([*self.open, *near])[len(self.open) :]
 
     def infeasible(self) -> Infeasible:
         """The error of a job that cannot go on at all, with a remedy where one is found."""
@@ -376,7 +306,8 @@ class Ways:
         case = case_of(job)
         if self.nothing is None or isinstance(case, str):
             why = "; ".join(f"{closed.kind}: {closed.reason}" for closed in self.closed)
-            return Infeasible(f"{says}: {why}", self._enough())
+            last = "wait for the lost GPUs" if job.shrinks else "leave -b out, and the job stays as it is"
+            return Infeasible(f"{says}: {why}", last)
         told = with_remedy(self.nothing, case, job.deadline)
         option = (told.remedy or {}).get("options", ["", ""])
         axis = option[0].removeprefix("--").replace("-", "_")
@@ -384,19 +315,6 @@ class Ways:
         return Infeasible(
             f"{says}: {told.message}", hint, told.rejections, nearest=told.nearest, remedy=told.remedy
         )  # fmt: skip
-
-    def _enough(self) -> str:
-        """The fewest whole nodes, up to those of the old layout, on which a split can load the checkpoint."""
-        size, layout = self.job.case.cluster.node_size, self.job.layout
-        for dp in range(1, layout.dp + 1):
-            used = self.job.copy_gpus * dp
-            num_gpus = used if used < size else -(-used // size) * size
-            if num_gpus >= self.job.old.cluster.num_gpus:
-                break
-            found = split_for(self.job.on(num_gpus))
-            if not isinstance(found, str) and self.loading(found) is not None:
-                return f"--gpus {num_gpus} is enough"
-        return "wait for the lost GPUs" if self.job.shrinks else "leave -b out, and the job stays as it is"
 
 
 def _interim(job: ResumedJob) -> Candidate | None:
@@ -408,12 +326,10 @@ def _interim(job: ResumedJob) -> Candidate | None:
     return None if isinstance(found, str) or loading(job, found, has_split=False) != "as_is" else found
 
 
-def _different(ways: list[Way]) -> list[Way]:
+def _different(ways: Iterable[Way]) -> list[Way]:
     """The ways without those whose layout an earlier one has."""
-    keys = [_key(way) for way in ways]
-    return [way for number, way in enumerate(ways) if keys[number] not in keys[:number]]
-
-
-def _key(way: Way) -> tuple[object, ...]:
-    candidate = way.candidate
-    return candidate.shape, candidate.split, candidate.schedule, way.batch
+    different: dict[tuple[object, ...], Way] = {}
+    for way in ways:
+        candidate = way.candidate
+        different.setdefault((candidate.shape, candidate.split, candidate.schedule, way.batch), way)
+    return list(different.values())

@@ -8,9 +8,10 @@ in bytes, times in seconds from the start of the step. `plan memory --json` prin
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
+from itertools import accumulate, chain
 from math import ceil, floor
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 from pydantic import AliasChoices, ConfigDict, Field
 
@@ -53,6 +54,7 @@ from planner.specs.units import gib
 
 MemoryItem = Literal["weights", "gradients", "optimizer", "activations", "logits", "workspace"]
 """The item of `StageMemory` that a tensor counts to; the items add up to the peak."""
+Needed = dict[MemoryItem, list[Held]]
 
 
 class MemoryTensor(Spec):
@@ -156,154 +158,137 @@ class Life:
     made_by: str = ""
     freed_by: str = ""
     microbatch: int | None = None
-    stage: int | None = None
-    """The virtual stage whose passes these are."""
 
 
-NOW = Life(0.0, 0.0)
-"""The life of a tensor whose time is not known yet."""
+class Stay(NamedTuple):
+    """Tensors that come and go together: those that a pass needs meanwhile, or that a stage keeps of a micro-batch."""
 
-
-@record
-class LivingTensor:
-    """A tensor with its life and its part; its bytes are not rounded yet."""
-
-    held: Held
+    first: int
+    """The place among the rank's actions of the pass that makes them; `last` is that of the one that frees them."""
+    last: int
     life: Life
-    part: str = ""
-    layer: int | None = None
+    rows: Needed
 
-    def as_tensor(self, item: MemoryItem, num_bytes: int) -> MemoryTensor:
-        """The tensor as the answer has it, in whole bytes."""
-        held, life, note = self.held, self.life, self.held.note
-        if held.dims is not None and any(size % 1 for size in held.dims):
-            note = "its size is a mean over ranks: the shape is rounded up, the bytes are not"
-        return MemoryTensor(
-            name=held.name, item=item, part=self.part, layer=self.layer, microbatch=life.microbatch,
-            shape=(num_bytes,) if held.dims is None else tuple(map(ceil, held.dims)), dtype=held.dtype or "uint8",
-            bytes=num_bytes, from_s=life.from_s, to_s=life.to_s, made_by=life.made_by, freed_by=life.freed_by,
-            remade_by=held.modules, note=note,
-        )  # fmt: skip
+
+def as_tensor(row: Held, life: Life, item: MemoryItem, num_bytes: int) -> MemoryTensor:
+    """A row as the answer has it, in whole bytes."""
+    note = row.note
+    if row.dims is not None and any(size % 1 for size in row.dims):
+        note = "its size is a mean over ranks: the shape is rounded up, the bytes are not"
+    return MemoryTensor(
+        name=row.name, item=item, part=row.part, layer=row.layer, microbatch=life.microbatch,
+        shape=(num_bytes,) if row.dims is None else tuple(map(ceil, row.dims)), dtype=row.dtype or "uint8",
+        bytes=num_bytes, from_s=life.from_s, to_s=life.to_s, made_by=life.made_by, freed_by=life.freed_by,
+        remade_by=row.modules, note=note,
+    )  # fmt: skip
 
 
 def tensors_at_peak(candidate: Candidate, timeline: Timeline, rank: int) -> list[MemoryTensor]:
     """All tensors of a rank when the most activations are held, in the backward that follows."""
     pricing, shape, memory = candidate.pricing, candidate.shape, candidate.memory[rank]
     parts, always = parts_of(candidate, rank), Life(0.0, timeline.makespan_s + sum(candidate.outside))
-    lives, peak = lives_at_peak(candidate, timeline, rank)
-    activations = [row for life in lives for row in kept_rows(candidate, parts, life)]
-    needed = moment_rows(candidate, parts, candidate.rank_costs[rank])
-    logits, workspace = ([replace(row, life=peak) for row in rows] for rows in needed)
-    workspace += copies_of_gradients(candidate, timeline, rank, activations + logits + workspace)
-    workspace += [LivingTensor(held(one), always, "buffers") for one in buffers(pricing, candidate.table)]
-    constant = [LivingTensor(held(one), always, "buffers") for one in constants(pricing.model, shape, pricing.runtime)]
-    statics = {
-        what: [
-            LivingTensor(row, always, part.name, part.layer)
+    rows: dict[MemoryItem, list[tuple[Held, Life]]] = {item: [] for item in get_args(MemoryItem)}
+    fullest = fullest_backward(candidate, ActionList.of(timeline.schedule.ranks[rank]))
+    for stay in stays(candidate, timeline, rank, parts):
+        if stay.first <= fullest <= stay.last:
+            for item, needed in stay.rows.items():
+                rows[item] += [(row, stay.life) for row in needed]
+    gone = chain(rows["activations"], rows["logits"], rows["workspace"])
+    rows["workspace"] += copies_of_gradients(candidate, timeline, rank, sum(row.num_bytes for row, _ in gone))
+    for item, own in STATICS.items():
+        listed = (
+            row.of(part)
             for part in parts
             for one in parameters(part.items, pricing.model.hidden_size)
-            for row in rows(pricing, shape, one)
-        ]
-        for what, rows in STATICS.items()
-    }
-    listed: tuple[tuple[MemoryItem, list[LivingTensor], int], ...] = (
-        ("weights", statics["weights"] + constant, memory.weights_bytes),
-        ("gradients", statics["gradients"], memory.gradients_bytes),
-        ("optimizer", statics["optimizer"], memory.optimizer_bytes),
-        ("activations", activations, memory.activations_bytes),
-        ("logits", logits, memory.logits_bytes),
-        ("workspace", workspace, memory.workspace_bytes),
-    )
-    return [tensor for item, rows, total in listed for tensor in rounded(item, rows, total, always)]
-
-
-def lives_at_peak(candidate: Candidate, timeline: Timeline, rank: int) -> tuple[list[Life], Life]:
-    """The micro-batches in flight on each virtual stage at the peak, and the backward that runs then."""
-    lives = list(lives_of(timeline, rank))
-    actions = ActionList.of(timeline.schedule.ranks[rank])
-    index = fullest_backward(candidate, actions)
-    kind, stage, microbatch = actions[index]
-    start_s, end_s = float(timeline.start_s[rank][index]), float(timeline.end_s[rank][index])
-    name = f"{BACKWARDS[kind]} of micro-batch {microbatch}"
-    order = {(a.stage, a.microbatch, a.kind): place for place, a in enumerate(actions)}
-    flying = [
-        life
-        for life in lives
-        if order[life.stage, life.microbatch, "F"] < index  # type: ignore[index]
-        and index <= max(order.get((life.stage, life.microbatch, way), -1) for way in "BW")  # type: ignore[arg-type]
-    ]
-    return flying, Life(start_s, end_s, name, name, microbatch, stage)
-
-
-def lives_of(timeline: Timeline, rank: int) -> Iterator[Life]:
-    """When each micro-batch's activations are there on each virtual stage of a rank."""
-    starts: dict[tuple[int, int], float] = {}
-    actions = timeline.schedule.ranks[rank]
-    for action, start_s, end_s in zip(actions, timeline.start_s[rank], timeline.end_s[rank], strict=True):
-        stage, microbatch = key = action.stage, action.microbatch
-        if action.kind == "F":
-            starts[key] = float(start_s)
-        elif action.kind in "BW":
-            made, freed = (f"{name} of micro-batch {microbatch}" for name in ("forward", BACKWARDS[action.kind]))
-            yield Life(starts[key], float(end_s), made, freed, microbatch, stage)
-
-
-def kept_rows(candidate: Candidate, parts: Sequence[Part], life: Life) -> list[LivingTensor]:
-    """The rows that the parts of a virtual stage keep of a micro-batch."""
-    pricing, shape, own = candidate.pricing, candidate.shape, [part for part in parts if part.stage == life.stage]
-    rows = [LivingTensor(one, life, part.name, part.layer) for part in own for one in part.kept(pricing, shape)]
-    if pricing.runtime.is_runner and life.stage != len(candidate.placement) - 1:
-        rows.append(
-            LivingTensor(held(Saved("sent on", (shape.shard_tokens, pricing.model.residual_size))), life, "stage")
+            for row in own(pricing, shape, one)
         )
-    assert candidate.durations.activation_bytes is not None
-    assert life.stage is not None
-    total = candidate.durations.activation_bytes[life.stage]
-    missing = total - sum(row.held.num_bytes for row in rows)
-    if missing < -1:
-        return [LivingTensor(Held("tensors of a chunk", total, note=f"counted together: {UNNAMED}"), life, "stage")]
-    return [*rows, LivingTensor(Held("others", missing, note=UNNAMED), life, "stage")] if missing > 1 else rows
+        rows[item] += [(row, always) for row in listed]
+    for item, kept in (
+        ("workspace", buffers(pricing, candidate.table)),
+        ("weights", constants(pricing.model, shape, pricing.runtime)),
+    ):
+        rows[item] += [(replace(held(one), part="buffers"), always) for one in kept]
+    return [one for item in rows for one in rounded(item, rows[item], getattr(memory, f"{item}_bytes"), always)]
 
 
-def moment_rows(
-    candidate: Candidate, parts: Sequence[Part], cost: PartCost
-) -> tuple[list[LivingTensor], list[LivingTensor]]:
-    """The rows that the loss of some parts needs, and those of their fullest backward in its place, at `cost`."""
+def stays(candidate: Candidate, timeline: Timeline, rank: int, parts: Sequence[Part]) -> Iterator[Stay]:
+    """All that the passes of a rank make and free again, in the order in which it is freed."""
+    actions = ActionList.of(timeline.schedule.ranks[rank])
+    own = {stage: [part for part in parts if part.stage == stage] for stage in sorted(set(actions.stage.tolist()))}
+    kept = {stage: kept_rows(candidate, some, stage) for stage, some in own.items()}
+    needed = {stage: moment_rows(candidate, some, candidate.costs[stage]) for stage, some in own.items()}
+    at_peak = moment_rows(candidate, parts, candidate.rank_costs[rank])
+    fullest, made = fullest_backward(candidate, actions), dict[tuple[int, int], tuple[int, float]]()
+    spans = zip(actions, timeline.start_s[rank].tolist(), timeline.end_s[rank].tolist(), strict=True)
+    for index, ((kind, stage, microbatch), start_s, end_s) in enumerate(spans):
+        if kind == "F":
+            made[stage, microbatch] = index, start_s
+            continue
+        name = f"{BACKWARDS[kind]} of micro-batch {microbatch}"
+        life = Life(start_s, end_s, name, name, microbatch)
+        yield Stay(index, index, life, at_peak if index == fullest else needed[stage])
+        if kind != "I":
+            first, from_s = made[stage, microbatch]
+            life = Life(from_s, end_s, f"forward of micro-batch {microbatch}", name, microbatch)
+            yield Stay(first, index, life, {"activations": kept[stage]})
+
+
+def kept_rows(candidate: Candidate, parts: Sequence[Part], stage: int) -> list[Held]:
+    """The rows that the parts of a virtual stage keep of a micro-batch."""
     pricing, shape = candidate.pricing, candidate.shape
-    if moment_bytes(cost)[0]:
-        return [LivingTensor(one, NOW, "head") for one in loss_tensors(pricing, shape, parts)], []
+    rows = [row.of(part) for part in parts for row in part.kept(pricing, shape)]
+    if pricing.runtime.is_runner and stage != len(candidate.placement) - 1:
+        sent = Saved("sent on", (shape.shard_tokens, pricing.model.residual_size))
+        rows.append(replace(held(sent), part="stage"))
+    assert candidate.durations.activation_bytes is not None
+    total = candidate.durations.activation_bytes[stage]
+    missing = total - sum(row.num_bytes for row in rows)
+    if missing < -1:
+        return [Held("tensors of a chunk", total, note=f"counted together: {UNNAMED}", part="stage")]
+    return [*rows, Held("others", missing, note=UNNAMED, part="stage")] if missing > 1 else rows
+
+
+def moment_rows(candidate: Candidate, parts: Sequence[Part], cost: PartCost) -> Needed:
+    """The rows that the loss of some parts needs, or those of their fullest backward in its place, at `cost`."""
+    pricing, shape = candidate.pricing, candidate.shape
+    logits_bytes, backward_bytes = moment_bytes(cost)
+    if logits_bytes:
+        return {"logits": [replace(row, part="head") for row in loss_tensors(pricing, shape, parts)]}
+    if not backward_bytes:
+        return {}
     part, rows = backward_tensors(pricing, shape, parts)
-    return [], [LivingTensor(one, NOW, part.name, part.layer) for one in rows]
+    return {"workspace": [row.of(part) for row in rows]}
 
 
 def copies_of_gradients(
-    candidate: Candidate, timeline: Timeline, rank: int, gone: Sequence[LivingTensor] = ()
-) -> Iterator[LivingTensor]:
+    candidate: Candidate, timeline: Timeline, rank: int, gone_bytes: float = 0.0
+) -> Iterator[tuple[Held, Life]]:
     """The bytes of an optimizer's copies of gradients beyond buffers and all that is gone when it runs."""
     copies = copied_gradients_bytes(candidate.pricing, candidate.table, candidate.rank_costs[rank])
     buffers = fixed_workspace_bytes(candidate.pricing, candidate.table)
     stays = products_workspace_bytes(candidate.pricing.cluster.hardware.architecture)
-    more = copies + stays - buffers - sum(row.held.num_bytes for row in gone)
+    more = copies + stays - buffers - gone_bytes
     if more > 0:
         start_s = timeline.makespan_s + candidate.outside.exposed_dp_s
         of_tensor = bool(candidate.pricing.runtime.optimizer_row.workspace[0])
         what = "fp32 copies of the largest weight and its gradient" if of_tensor else "fp32 copies of gradients"
         note = f"{gib(copies):.1f} GiB of copies take the place of activations, which are gone then"
-        name = f"{what}, beyond what is free"
         life = Life(start_s, start_s + candidate.outside.optimizer_s, "optimizer", "optimizer")
-        yield LivingTensor(Held(name, more, note=note), life)
+        yield Held(f"{what}, beyond what is free", more, note=note), life
 
 
-def rounded(item: MemoryItem, rows: Sequence[LivingTensor], total_bytes: int, always: Life) -> Iterator[MemoryTensor]:
+def rounded(
+    item: MemoryItem, rows: Sequence[tuple[Held, Life]], total_bytes: int, always: Life
+) -> Iterator[MemoryTensor]:
     """The rows in whole bytes, which add up to `total_bytes`; a row more where they miss more than rounding does."""
-    missing = total_bytes - sum(row.held.num_bytes for row in rows)
+    missing = total_bytes - sum(row.num_bytes for row, _ in rows)
     if abs(missing) > 2:
-        rows = [*rows, LivingTensor(Held("others", missing, note=UNNAMED), always)]
+        rows = [*rows, (Held("others", missing, note=UNNAMED), always)]
     before, exact = 0, 0.0
-    for place, row in enumerate(rows, 1):
-        exact += row.held.num_bytes
+    for place, (row, life) in enumerate(rows, 1):
+        exact += row.num_bytes
         upto = total_bytes if place == len(rows) else floor(exact + 0.5)
-        yield row.as_tensor(item, upto - before)
+        yield as_tensor(row, life, item, upto - before)
         before = upto
 
 
@@ -424,85 +409,27 @@ class Event(NamedTuple):
     """Its place among the tensors."""
 
 
-@dataclass(slots=True)
-class Step:
-    """The tensors of a rank's step, and when they come and go."""
-
-    tensors: list[MemoryTensor] = field(default_factory=list)
-    events: list[Event] = field(default_factory=list)
-
-    def make(self, tensor: MemoryTensor) -> int:
-        """Note that a tensor is made; its place."""
-        self.tensors.append(tensor)
-        self.events.append(Event(tensor.from_s, True, len(self.tensors) - 1))
-        return len(self.tensors) - 1
-
-    def free(self, places: Sequence[int]) -> None:
-        """Note that tensors are freed, when their lives end."""
-        self.events += [Event(self.tensors[place].to_s, False, place) for place in places]
-
-    def peak(self) -> tuple[int, int]:
-        """The most bytes at once, and the tensor that was made last then."""
-        most = total = last = 0
-        for event in self.events:
-            total += self.tensors[event.tensor].bytes * (1 if event.is_made else -1)
-            if total > most:
-                most, last = total, event.tensor
-        return most, last
-
-
-def step_of(candidate: Candidate, timeline: Timeline, curve: MemoryCurve) -> Step:
+def step_of(candidate: Candidate, timeline: Timeline, curve: MemoryCurve) -> tuple[list[MemoryTensor], list[Event]]:
     """Everything that a rank makes and frees, in order; what outlives the step is made first and not freed.
 
     Fractions of a byte are left out, and the last tensor of the peak makes up for them there.
     """
-    step, rank = Step(), curve.rank
-    for tensor in tensors_at_peak(candidate, timeline, rank):
-        if not tensor.freed_by:
-            step.make(tensor)
-    _passes(step, candidate, timeline, rank)
-    for row in copies_of_gradients(candidate, timeline, rank):
-        step.free([step.make(row.as_tensor("workspace", floor(row.held.num_bytes)))])
-    # a rank's passes in their order, but for pairs that run at the same time
-    step.events.sort(key=lambda event: event.time_s)
+    rank = curve.rank
+    tensors = [tensor for tensor in tensors_at_peak(candidate, timeline, rank) if not tensor.freed_by]
+    for stay in stays(candidate, timeline, rank, parts_of(candidate, rank)):
+        for item, rows in stay.rows.items():
+            tensors += (as_tensor(row, stay.life, item, floor(row.num_bytes)) for row in rows)
+    copies = copies_of_gradients(candidate, timeline, rank)
+    tensors += (as_tensor(row, life, "workspace", floor(row.num_bytes)) for row, life in copies)
+    events = [Event(one.from_s, True, place) for place, one in enumerate(tensors)]
+    events += [Event(one.to_s, False, place) for place, one in enumerate(tensors) if one.freed_by]
+    # what is freed at a time makes room for what is made then
+    events.sort(key=lambda event: event[:2])
     for _ in range(2):  # what is taken from one of two equal peaks shows the other
-        most, last = step.peak()
-        tensor = step.tensors[last]
-        step.tensors[last] = tensor.model_copy(update={"bytes": tensor.bytes + curve.peak_bytes - most})
-    return step
-
-
-def _passes(step: Step, candidate: Candidate, timeline: Timeline, rank: int) -> None:
-    """Note all that forwards make and backwards free, and all that these need meanwhile."""
-    parts, actions = parts_of(candidate, rank), ActionList.of(timeline.schedule.ranks[rank])
-    stages = sorted(set(actions.stage.tolist()))
-    kept = {stage: kept_rows(candidate, parts, Life(0.0, 0.0, stage=stage)) for stage in stages}
-    needed = {
-        stage: _needed(candidate, [part for part in parts if part.stage == stage], candidate.costs[stage])
-        for stage in kept
-    }
-    at_peak = _needed(candidate, parts, candidate.rank_costs[rank])
-    lives = {(life.stage, life.microbatch): life for life in lives_of(timeline, rank)}
-    fullest, places = fullest_backward(candidate, actions), dict[tuple[int, int], list[int]]()
-    spans = zip(actions, timeline.start_s[rank].tolist(), timeline.end_s[rank].tolist(), strict=True)
-    for index, ((kind, stage, microbatch), start_s, end_s) in enumerate(spans):
-        if kind == "F":
-            life = lives[stage, microbatch]
-            made = (replace(row, life=life).as_tensor("activations", floor(row.held.num_bytes)) for row in kept[stage])
-            places[stage, microbatch] = [step.make(tensor) for tensor in made]
-            continue
-        name = f"{BACKWARDS[kind]} of micro-batch {microbatch}"
-        life = Life(start_s, end_s, name, name, microbatch, stage)
-        for item, rows in (at_peak if index == fullest else needed[stage]).items():
-            for row in rows:
-                step.free([step.make(replace(row, life=life).as_tensor(item, floor(row.held.num_bytes)))])
-        if kind != "I":
-            step.free(places.pop((stage, microbatch)))
-
-
-def _needed(candidate: Candidate, parts: Sequence[Part], cost: PartCost) -> dict[MemoryItem, list[LivingTensor]]:
-    """The rows that some parts need for a moment, by item."""
-    if not sum(moment_bytes(cost)):
-        return {}
-    logits, workspace = moment_rows(candidate, parts, cost)
-    return {"logits": logits, "workspace": workspace}
+        sizes = [tensors[event.tensor].bytes * (1 if event.is_made else -1) for event in events]
+        held_bytes = list(accumulate(sizes))
+        most = max(held_bytes)
+        last = events[held_bytes.index(most)].tensor
+        more = curve.peak_bytes - most
+        tensors[last] = tensors[last].model_copy(update={"bytes": tensors[last].bytes + more})
+    return tensors, events

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
 from math import prod
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -56,8 +56,6 @@ class MemoryCurve:
     """All bytes of tensors from each time on."""
     activations_bytes: FloatArray
     """The part of it that micro-batches in flight hold."""
-    moment_bytes: FloatArray
-    """The part of it that logits, backwards or the optimizer need for a moment."""
     reserved_bytes: int
     """Bytes of the driver, the communicators and the allocator, beside all of these."""
 
@@ -104,7 +102,6 @@ def _curve(candidate: Candidate, timeline: Timeline, rank: int) -> MemoryCurve:
         times_s=times_s[kept],
         allocated_bytes=allocated[kept],
         activations_bytes=activations[kept],
-        moment_bytes=(allocated - base - activations)[kept],
         reserved_bytes=memory.reserved_bytes,
     )
 
@@ -175,6 +172,12 @@ class Held:
     note: str = ""
     modules: tuple[str, ...] = ()
     """Modules that would make it again, if they were recomputed."""
+    part: str = ""
+    layer: int | None = None
+
+    def of(self, part: Part) -> Held:
+        """The row as one of a part of a stage."""
+        return replace(self, part=part.name, layer=part.layer)
 
 
 def held(tensor: Saved, dtype: str = "bf16", operator: str = "") -> Held:
@@ -452,7 +455,11 @@ def _row(one: Parameter, what: str, num_bytes: float, width: int, copies: str = 
     return Held(f"{one.name}{what}", num_bytes, one.dims if elements == whole else (elements,), dtype)
 
 
-STATICS: dict[str, Rows] = {"weights": weights, "gradients": gradients, "optimizer": optimizer}
+STATICS: dict[Literal["weights", "gradients", "optimizer"], Rows] = {
+    "weights": weights,
+    "gradients": gradients,
+    "optimizer": optimizer,
+}
 """The rows of a parameter by each item that outlives the step; gradients and states are of those that are trained."""
 
 

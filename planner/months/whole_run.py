@@ -43,12 +43,14 @@ from functools import lru_cache
 from typing import Any
 
 import numpy as np
+from pydantic import ConfigDict
 
 from planner.answer import MOST_GPUS, SIGMAS_TO_END, Goodput, Interval, PricedLayout, RunCost
 from planner.errors import SpecError
 from planner.months.losses import SECONDS_PER_DAY, Fact, Losses, all_in_repair, losses_of
 from planner.record import record
 from planner.shape import FloatArray
+from planner.specs.base import Spec
 from planner.specs.cluster import ClusterSpec
 from planner.specs.training import TrainingSpec
 
@@ -71,9 +73,9 @@ def break_even_s(back_s: float, rate_fraction: float, save_s: float) -> float:
     return back_s + save_s / rate_fraction
 
 
-def return_pays_s(return_s: float, rate_fraction: float) -> float:
-    """Seconds that a job has to run after its return to the old layout for that to pay; infinite if it is no faster."""
-    return return_s / (1 - rate_fraction) if rate_fraction < 1 else math.inf
+def return_pays_s(return_s: float, rate_fraction: float) -> float | None:
+    """Seconds that a job has to run after its return to the old layout for that to pay; None if it is no faster."""
+    return return_s / (1 - rate_fraction) if rate_fraction < 1 else None
 
 
 @record
@@ -185,24 +187,20 @@ ALIKE = 1e-3
 """Relative difference of cost below which two numbers of spare nodes count as equally cheap."""
 
 
-@record
-class Spares:
-    """A number of spare nodes, and what it costs a day."""
+class Spares(Spec):
+    """A number of spare nodes, and what it costs a day; fields that older versions saved are passed over."""
+
+    model_config = ConfigDict(extra="ignore")
 
     num_nodes: int
     none_free_fraction: float
     """Probability that all of them are in repair when a node is lost."""
-    effective_fraction: float
-    """The share of its time that the job trains."""
     idle_gpu_hours: float
     """GPU-hours a day of spare nodes beyond those that are idle anyway."""
     lost_gpu_hours: float
     """GPU-hours a day in which the job's own GPUs do not train."""
-
-    @property
-    def gpu_hours(self) -> float:
-        """The cost of a day: idle and lost together."""
-        return self.idle_gpu_hours + self.lost_gpu_hours
+    gpu_hours: float
+    """The cost of a day: idle and lost together."""
 
 
 def spares(losses: Losses, num_nodes: int, node_size: int, num_idle_nodes: int = 0) -> Spares:
@@ -214,12 +212,14 @@ def spares(losses: Losses, num_nodes: int, node_size: int, num_idle_nodes: int =
     rhythm = rhythm_of(kept, lambda fact: fact.value)
     effective = float(rhythm.effective_fraction(best_interval_s(rhythm)))
     in_repair = kept.node_loss_fraction.value * kept.failures_per_day.value * kept.repair_s.value / SECONDS_PER_DAY
+    idle_gpu_hours = HOURS_PER_DAY * node_size * max(0, num_nodes - num_idle_nodes)
+    lost_gpu_hours = HOURS_PER_DAY * losses.num_gpus * (1 - effective)
     return Spares(
         num_nodes=num_nodes,
         none_free_fraction=float(all_in_repair(in_repair, num_nodes)),
-        effective_fraction=effective,
-        idle_gpu_hours=HOURS_PER_DAY * node_size * max(0, num_nodes - num_idle_nodes),
-        lost_gpu_hours=HOURS_PER_DAY * losses.num_gpus * (1 - effective),
+        idle_gpu_hours=idle_gpu_hours,
+        lost_gpu_hours=lost_gpu_hours,
+        gpu_hours=idle_gpu_hours + lost_gpu_hours,
     )
 
 

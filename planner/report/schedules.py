@@ -263,26 +263,13 @@ class DrawnStep:
             return [Window("whole step", 0.0, makespan_s)]
         long_s = makespan_s / most * min(WINDOW, max(MOST // ranks, 8))
         fill_s, drain_s = self.steady_s
-        middle_s = (fill_s + drain_s) / 2
-        from_s = min(max(middle_s - long_s / 2, 0.0), makespan_s - long_s)
-        middle = Window("from forwards to backwards", from_s, from_s + long_s)
-        if fill_s + long_s < drain_s:
-            from_s = self._round_between(fill_s, middle_s, from_s)
-            middle = Window("steady state", from_s, from_s + long_s)
+        from_s = min(max((fill_s + drain_s - long_s) / 2, 0.0), makespan_s - long_s)
+        title = "steady state" if fill_s + long_s < drain_s else "from forwards to backwards"
+        middle = Window(title, from_s, from_s + long_s)
         # until the last rank has begun, and from the first rank's end on
         slants_s = float(self.first_s.max()), makespan_s - float(self.final_s.min())
         begin_s, end_s = (min(max(long_s / 2, 1.1 * slant_s), 1.6 * long_s) for slant_s in slants_s)
         return [middle, Window("beginning", 0.0, begin_s), Window("end", makespan_s - end_s, makespan_s)]
-
-    def _round_between(self, from_s: float, to_s: float, otherwise_s: float) -> float:
-        """The last time between both at which the busiest rank begins a round of forwards on its first chunk."""
-        rank = int(self.timeline.busy_s.argmax())
-        own = (self.rank == rank) & self.is_forward
-        order = np.argsort(self.start_s[own], kind="stable")
-        starts_s, chunks = self.start_s[own][order], self.chunk[own][order]
-        begins = (chunks == 0) & (np.append(-1, chunks[:-1]) != 0)
-        between = starts_s[begins & (starts_s >= from_s) & (starts_s <= to_s)]
-        return float(between[-1]) if len(between) else otherwise_s
 
 
 def caption(step: DrawnStep, windows: list[Window], bubble_fraction: float | None, num_microbatches: int) -> str:

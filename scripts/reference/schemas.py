@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, create_model
 from planner.answer import Layout, Plan, PricedLayout
 from planner.decide.check import CheckedFile
 from planner.decide.compare import Compared
-from planner.decide.job import Resume, SpareNodes
+from planner.decide.job import Resume
 from planner.decide.next import NextAnswer
 from planner.decide.phases import PhaseAnswer, PhasesAnswer
 from planner.decide.sweep import Goal, Point
@@ -68,9 +68,7 @@ Hash = _copy("SavedPlan", "A plan, and the hash of what it was made from.", Plan
 SavedRun = _copy("SavedObservation", "What a run shows, beside its prediction.", Observed, digest=Digest)
 SavedFiles = _copy("SavedFiles", "What the files of a run show.", ObservedFiles, digest=Digest)
 SavedProbe = _copy("SavedProbe", "A probe's result.", ProbeResult, digest=Digest)
-Spares = _copy("SpareNodesSummed", "A number of spare nodes, and what it costs a day.", SpareNodes, gpu_hours=float)
-Ways = _copy("ResumeSummed", "The ways to go on after nodes came or went.", Resume, spares=(list[Spares], []))
-Resumed = _copy("ResumedPlan", "A plan for other GPUs, and all ways to go on with them.", Hash, resume=Ways)
+Resumed = _copy("ResumedPlan", "A plan for other GPUs, and all ways to go on with them.", Hash, resume=Resume)
 ErrorText = _type("ErrorText", "A failure in words.", type=str, message=str, hint=str)
 Failed = _type(
     "Failed", "A failure; the exit code says of which kind.", schema_version=(Literal[1], 1), error=ErrorText,

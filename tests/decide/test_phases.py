@@ -134,9 +134,9 @@ def test_stops_are_where_a_running_job_cannot_change(answer: PhasesAnswer) -> No
         alike = held(before.plan.best) == held(after.plan.best)
         assert after.layout == ("kept" if alike else "resharded")
         assert (after.name in stops) == (after.stop_s > 0)
-    assert not PHASES[3].goes_on_from(PHASES[2])
-    assert PHASES[2].goes_on_from(PHASES[1])
-    assert not phase("more", 128, gpus=32).goes_on_from(PHASES[1])
+    assert PHASES[3].changes_from(PHASES[2]) == ["sequence"]
+    assert PHASES[2].changes_from(PHASES[1]) == []
+    assert phase("more", 128, gpus=32).changes_from(PHASES[1]) == ["GPUs"]
 
 
 def test_what_keeping_costs_is_what_evaluate_says(answer: PhasesAnswer) -> None:

@@ -120,13 +120,6 @@ def test_the_recommended_way_keeps_the_batch_and_loses_least(large: Replanned, s
         assert resume.chosen.lost_until_repair_s == min(choice.lost_until_repair_s or 0.0 for choice in kept)
 
 
-def test_a_repair_that_takes_longer_costs_more(large: Replanned) -> None:
-    for choice in large.resume.choices:
-        assert choice.lost_until_repair_s_interval is not None
-        low, high = choice.lost_until_repair_s_interval
-        assert low <= (choice.lost_until_repair_s or 0.0) <= high
-
-
 def test_idle_nodes_stand_in_for_lost_ones(large: Replanned) -> None:
     failures = {failure.taken: failure for failure in large.resume.failures}
     assert {taken: failure.job for taken, failure in failures.items()} == TABLES["idle_nodes_stand_in_for_lost_ones"]
@@ -179,11 +172,10 @@ def test_a_split_takes_the_most_ranks_that_divide_the_batch(small: Plan) -> None
     assert (split.shape.dp, split.num_microbatches) == (4, 32)
     assert isinstance(with_ranks(ResumedJob.of(small, 56, ()), 7, 1, 128 // 7 * 7), type(split))
     job = ResumedJob.of(plan_of(batch=1000), 56, ())
-    near = split_near(job, 7, 4)
+    near = split_near(job, 4)
+    assert near is not None
     assert near.pricing.training.global_batch_size == 1001
-    far = split_near(ResumedJob.of(plan_of(batch=16), 56, ()), 7, 4)
-    assert isinstance(far, str)
-    assert far == "no batch within 3% of 16 suits dp 7 and 1f1b"
+    assert split_near(ResumedJob.of(plan_of(batch=16), 56, ()), 4) is None
 
 
 def test_a_pin_that_the_running_job_does_not_have_is_for_other_layouts(small: Plan) -> None:

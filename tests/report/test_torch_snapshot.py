@@ -36,8 +36,8 @@ def planned() -> tuple[MemoryCurve, bytes]:
     candidate = reprice(plan, plan.best)
     timeline = replay(candidate.order, candidate.durations)
     curve = memory_curves(candidate, timeline)[1]
-    step = step_of(candidate, timeline, curve)
-    return curve, snapshot(step.tensors, step.events, 1, plan.model.name)
+    tensors, events = step_of(candidate, timeline, curve)
+    return curve, snapshot(tensors, events, 1, plan.model.name)
 
 
 @pytest.fixture(scope="module")
