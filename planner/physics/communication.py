@@ -340,7 +340,7 @@ class Exchanges:
 
         Under ZeRO-0, all ranks all-reduce them.
         """
-        return self._data_parallel_s(dense, expert, shape, self.runtime.gradient_bytes, reduces=True)
+        return self._data_parallel_s(dense, expert, shape, self.runtime.summed_gradient_bytes, reduces=True)
 
     def gather_s(self, dense: Number, expert: Number, shape: Shape) -> Number:
         """Seconds to all-gather updated parameters over the shard group; none under ZeRO-0.

@@ -152,7 +152,7 @@ def whole_gradients_bytes(dense: Number, expert: Number, shape: Shape, runtime: 
     # beside sums in 16 bits there are no others
     kept_bytes = runtime.kept_gradient_bytes * (runtime.gradient_bytes > BF16)
     bytes_per_parameter = on_gpu * (runtime.gradient_bytes + kept_bytes)
-    unsynced = runtime.unsynced_gradient_bytes * (shape.num_microbatches > 1) * (shape.zero_stage >= 2)
+    unsynced = runtime.unsynced_gradient_bytes * (shape.num_microbatches > 1)
     kept = bytes_per_parameter * where(shape.pp > 1, dense + expert, sharded(dense, expert, shape, runtime, 2))
     return maximum(kept, unsynced * (dense + expert))
 

@@ -434,7 +434,7 @@ class Pricing:
         if not runtime.fused_grad_accumulation:
             # ZeRO-2 and 3 sum the shards alone, but for a pipeline's
             shards = where((zero >= 2) & alone, shape.shard_size, 1)
-            accumulated = kernels.accumulate_s(hardware, trained / shards, runtime.gradient_bytes)
+            accumulated = kernels.accumulate_s(hardware, trained / shards, runtime.summed_gradient_bytes)
             seconds["weight_grad_s"] = seconds["weight_grad_s"] + accumulated
         if runtime.offload_modules or runtime.offloaded_layers:
             part = PartCost(**seconds)

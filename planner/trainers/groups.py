@@ -307,6 +307,11 @@ class Memory(Group):
         """Bytes of one of Adam's two moments."""
         return (self.optimizer_bytes - self.master_bytes) / 2
 
+    @property
+    def summed_gradient_bytes(self) -> int:
+        """Bytes per parameter of the sums that ranks exchange, of which a narrower gradient may be left."""
+        return max(self.gradient_bytes, self.unsynced_gradient_bytes)
+
 
 class FineTuning(Group):
     """Frozen weights, the adapters beside them, and the forwards that an objective adds."""

@@ -68,6 +68,7 @@ HELD_OUT = (
     "hf-pulls",
     "dgxc-finetunes",
     "nemotron-h",
+    "automodel-gb200",
 )
 """Families whose rows no coefficient is fitted to, neither together with other families nor alone."""
 PRODUCTION = "production"

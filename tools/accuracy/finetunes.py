@@ -40,11 +40,11 @@ READ, HELD = "sources read", "sources held out"
 ALLOCATED = ("allocated", "allocated on rank 0")
 """Kinds of peaks that leave out blocks which an allocator keeps."""
 SOURCES_READ = frozenset({
-    "answer-ai", "hf-4bit-blog", "hf-fsdp-70b-blog", "litgpt-issues", "llama-factory", "peft-docs", "qwen-readme",
-    "torchtune", "unsloth-benchmarks",
+    "answer-ai", "automodel-ci", "hf-4bit-blog", "hf-fsdp-70b-blog", "litgpt-issues", "llama-factory", "peft-docs",
+    "qwen-readme", "torchtune", "unsloth-benchmarks",
 })  # fmt: skip
-"""The sources from which the widths of `hf` and its host's time are read: every other one by name; nothing is
-fitted to the rest."""
+"""The sources from which the widths of `hf`, its host's time and AutoModel's are read: every other one by name; nothing
+is fitted to the rest."""
 MEGATRON, OWN = "Megatron's", "trainers of their own"
 """Names of all sources of Megatron's runs, and of trainers that are none of ours, to which nothing is fitted either."""
 GROUPS = (READ, HELD, MEGATRON, OWN)
