@@ -222,7 +222,7 @@ def bar(record: RunRecord, line: FoundLine) -> None:
     if "consumed_samples=" in text:  # NeMo's, of a model of Megatron's: Lightning's own counts micro-batches
         record.facts["trainer"] = "nemo"
     for found in line.match.re.finditer(text):
-        before, end = text[end : found.start()].rpartition("\x1b[A")[2], found.end()
+        before, end = text[end : found.start()], found.end()
         trains = _TRAINS.match(before)
         if trains is None and "consumed_samples=" not in text and _NAMED.search(before):
             continue

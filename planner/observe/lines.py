@@ -30,7 +30,7 @@ MAX_BYTES = 2**37
 """The most bytes that are read, unpacked: 128 GiB, ten times the longest log known, and the end of a gzip bomb."""
 _GZIP = b"\x1f\x8b"
 _BREAKS = re.compile(rb"[\r\n]+")
-_ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\x1b\][^\x07]{0,200}\x07")
+_ANSI = re.compile(rb"\x1b\[[0-9;?]*[A-Za-z]|\x1b\][^\x07]{0,200}\x07")
 _LAUNCHER = re.compile(
     r"\s*(?:"
     r"\[(?:default|rank)(\d+)\]:(?:\[titan\])?\s?"  # torchrun --tee, torchelastic
@@ -120,11 +120,13 @@ def is_binary(head: bytes) -> bool:
     return sum(head.count(byte) for byte in (b"\0", b"\x01", b"\x02", b"\x03", b"\x04")) * 10 > len(head)
 
 
-def cleaned(line: bytes) -> tuple[str, int | None]:
-    """The text of a line without colours and what launchers put before it, and the rank that they name."""
-    text = line.decode(errors="replace")
-    if "\x1b" in text:
-        text = _ANSI.sub("", text)
+def cleaned(line: bytes) -> str:
+    """The text of a line without its colours."""
+    return (_ANSI.sub(b"", line) if b"\x1b" in line else line).decode(errors="replace")
+
+
+def without_launcher(text: str) -> tuple[str, int | None]:
+    """A text without what launchers put before it, and the rank that they name."""
     rank = None
     for _ in range(4):  # a container's time, then srun's label, then torchrun's
         match = _LAUNCHER.match(text)

@@ -12,16 +12,26 @@ from itertools import chain
 from planner.errors import SpecError
 from planner.observe.describe import described
 from planner.observe.formats import COLUMNS, COMMON_ROWS, GRAMMARS, LOOKS_LIKE, trainer_of
-from planner.observe.lines import Tally, cleaned, lines
+from planner.observe.lines import Tally, cleaned, lines, without_launcher
 from planner.observe.observation import Observation, SourceFile
 from planner.observe.record import MOST, RunRecord, joined, moment, number, text_of
 from planner.observe.trainer_lines import json_object
-from planner.specs.base import Fields
+from planner.specs.base import Fields, grouped
 from planner.specs.reading import label, row_of
 
-_ROWS = tuple((index, row) for index, grammar in enumerate(GRAMMARS) for row in (*grammar.rows, *COMMON_ROWS))
-_NEEDLES = re.compile(b"|".join(sorted({re.escape(row.holds.encode()) for _, row in _ROWS})))
-"""Words that lines worth a look hold."""
+_ROWS = (
+    *(((index,), row) for index, grammar in enumerate(GRAMMARS) for row in grammar.rows),
+    *((range(len(GRAMMARS)), row) for row in COMMON_ROWS),
+)
+"""Rows of formats, and whose records they are for."""
+_BY_WORD = grouped((row.holds, at) for at, (_, row) in enumerate(_ROWS))
+"""Places of rows by the word that their lines hold: a search for each of them is faster than one pattern of all."""
+_OF_TRAINERS = {
+    word: kept
+    for word, places in _BY_WORD.items()
+    if (kept := [at for at in places if any(GRAMMARS[index].trainer for index in _ROWS[at][0])])
+}
+"""The same without the lines of people's own loops."""
 _RANKS = {grammar.name: grammar.rank for grammar in GRAMMARS}
 _MOST_RANK = 1
 """Formats of more than it count where no other says a step."""
@@ -47,7 +57,7 @@ class LogReader:
         self.looks_like: set[int] = set()
         """Rows of `LOOKS_LIKE` that the first lines matched."""
         self._looks_left = 20_000
-        self._rows = _ROWS
+        self._by_word = _BY_WORD
         self._table: StepTable | None = None
         self._begun = False
 
@@ -70,18 +80,23 @@ class LogReader:
         for line in stream:
             if self._looks_left:
                 self._look(line)
-            text, rank = cleaned(line) if _NEEDLES.search(line) is not None else ("", None)
-            for index, row in self._rows if text else ():
-                if row.holds in text and (match := row.pattern.search(text)) is not None:
-                    self.records[index].num_words += 1
-                    row.take(self.records[index], row.found(match, rank))
+            text = cleaned(line)
+            places = [self._by_word[word] for word in self._by_word if word in text]
+            text, rank = without_launcher(text) if places else ("", None)
+            for at in sorted(chain.from_iterable(places)):
+                owners, row = _ROWS[at]
+                if (match := row.pattern.search(text)) is not None:
+                    found = row.found(match, rank)
+                    for index in owners:
+                        self.records[index].num_words += 1
+                        row.take(self.records[index], found)
 
     def _look(self, line: bytes) -> None:
         self._looks_left -= 1
-        if not self._looks_left and (best := self.leading()).numbers and _RANKS[best.grammar] <= _MOST_RANK:
-            self._rows = tuple(row for row in _ROWS if GRAMMARS[row[0]].rank <= _MOST_RANK)
         if (like := _LIKE.search(line[:500])) is not None:
             self.looks_like.add((like.lastindex or 1) - 1)
+        if self._looks_left % 1_000 == 0 and (best := self.leading()).numbers and _RANKS[best.grammar] <= _MOST_RANK:
+            self._looks_left, self._by_word = 0, _OF_TRAINERS
 
     def leading(self) -> RunRecord:
         """The record that has most steps so far, unfinished: it grows with the lines that follow."""

@@ -19,7 +19,7 @@ from planner.errors import SpecError
 from planner.observe import lines as lines_module
 from planner.observe import record as record_module
 from planner.observe.formats import GRAMMARS
-from planner.observe.lines import MAX_LINE_BYTES, Tally, cleaned, lines
+from planner.observe.lines import MAX_LINE_BYTES, Tally, cleaned, lines, without_launcher
 from planner.observe.log_reader import observe
 from planner.observe.observation import Observed
 from planner.observe.steady import Steady, quantile, steady
@@ -141,8 +141,9 @@ def test_prefixes_of_launchers_are_taken_off() -> None:
         ("2024-04-06T02:59:36.1Z 5: [rank5]: iteration", 5), ("[1,4]<stdout>: iteration", 4),
         ("\x1b[32mnode-3: [rank1]: \x1b[0miteration", 1), ("stdout: iteration", None),
     ):  # fmt: skip
-        assert (cleaned(text.encode())[0].strip(), cleaned(text.encode())[1]) == ("iteration", rank)
-    assert cleaned(b"\xff\xfe iteration")[0].endswith(" iteration")
+        line, of_rank = without_launcher(cleaned(text.encode()))
+        assert (line.strip(), of_rank) == ("iteration", rank)
+    assert cleaned(b"\xff iteration").endswith(" iteration")
 
 
 class Endless(io.RawIOBase):
