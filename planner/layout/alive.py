@@ -208,7 +208,11 @@ def tensors_at_peak(candidate: Candidate, timeline: Timeline, rank: int) -> list
         ("weights", constants(pricing.model, shape, pricing.runtime)),
     ):
         rows[item] += [(replace(held(one), part="buffers"), always) for one in kept]
-    return [one for item in rows for one in rounded(item, rows[item], getattr(memory, f"{item}_bytes"), always)]
+    totals: dict[MemoryItem, int] = {
+        "weights": memory.weights_bytes, "gradients": memory.gradients_bytes, "optimizer": memory.optimizer_bytes,
+        "activations": memory.activations_bytes, "logits": memory.logits_bytes, "workspace": memory.workspace_bytes,
+    }  # fmt: skip
+    return [one for item, total in totals.items() for one in rounded(item, rows[item], total, always)]
 
 
 def stays(candidate: Candidate, timeline: Timeline, rank: int, parts: Sequence[Part]) -> Iterator[Stay]:
