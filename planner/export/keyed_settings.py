@@ -34,7 +34,9 @@ class Dialect:
     documented: str
     renamed: Mapping[str, str] = field(default_factory=dict)
     unasked: Said = field(default_factory=dict)
-    harmless: str = ""
+    harmless: str = "(?!)"
+    usual: Mapping[str, Texts] = field(default_factory=dict)
+    """Values of settings that say nothing new."""
     marks: Texts = ()
     launched: str = ""
     read: frozenset[str] = frozenset()
@@ -43,7 +45,7 @@ class Dialect:
     def is_harmless(self, key: str) -> bool:
         """The key moves neither the bytes nor the seconds of a step."""
         # YAML has keys that are no text
-        return bool(self.harmless) and beginnings(self.harmless).match(str(key)) is not None
+        return beginnings(self.harmless).match(str(key)) is not None
 
     def left_out(self, settings: Said) -> Fields:
         """The settings that are not given, as the trainer has them."""
@@ -64,7 +66,7 @@ class Dialect:
         """Note every setting that is not read: as ignored where it is harmless, else as unknown."""
         for key, value in settings.items():
             if key not in read and key not in self.read:
-                is_known = self.is_harmless(key) or harmless(key, value)
+                is_known = str(value) in self.usual.get(key, ()) or self.is_harmless(key) or harmless(key, value)
                 (imported.ignored if is_known else imported.unknown)[str(key)] = str(value)[:200]
 
 
@@ -100,9 +102,7 @@ def is_on(value: Any) -> bool:
 
 def is_off(value: Any) -> bool:
     """A setting is false, or no setting."""
-    return value is None or (
-        isinstance(value, (bool, str)) and (value in _OFF or value in ("", "none", "None", "null"))
-    )
+    return value is None or (isinstance(value, (bool, str)) and value in (*_OFF, "", "none", "None", "null"))
 
 
 def is_empty(value: Any) -> bool:

@@ -254,9 +254,8 @@ def run_of_settings(settings: Fields, num_gpus: int | None) -> ImportedRun:
     imported.refused += refused_settings(settings, "torchtitan")
     _ROW.assume(imported, _ROW.left_out(settings))
     imported.model_name = f"{name} {flavor}".strip() or "the model"
-    usual = table()["torchtitan"]["usual"]
     read = ("model.moe_comm_backend",) if "dispatcher" in imported.run["features"] else ()
-    _ROW.sort(imported, settings, read, lambda name, value: str(value) in usual.get(name, ()))
+    _ROW.sort(imported, settings, read, lambda name, value: False)
     return imported
 
 

@@ -277,9 +277,11 @@ def test_states_and_loss_of_automodel_are_priced(moments: str, features: dict[st
     optimizer = (
         f"{{_target_: te.FusedAdam, master_weights: true, exp_avg_dtype: {moments}, exp_avg_sq_dtype: {moments}}}"
     )
-    loss = "{_target_: nemo_automodel.components.loss.linear_ce.FusedLinearCrossEntropy}"
-    found = read_configuration(f"{SAMPLES['automodel']['text']}\noptimizer: {optimizer}\nloss_fn: {loss}\n")
-    assert found.run["features"].items() >= {**features, "chunked_loss": True}.items()
+    loss = "{_target_: nemo_automodel.components.loss.linear_ce.FusedLinearCrossEntropy, fp32_upcast: false}"
+    text = SAMPLES["automodel"]["text"].replace("strategy: fsdp2", "defer_fsdp_grad_sync: false")
+    found = read_configuration(f"{text}\noptimizer: {optimizer}\nloss_fn: {loss}\n")
+    said = {**features, "chunked_loss": True, "loss_upcast": False, "gradient_sync": "each"}
+    assert found.run["features"].items() >= said.items()
     assert not found.unknown
 
 

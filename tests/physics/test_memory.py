@@ -175,13 +175,16 @@ def test_a_pipeline_sums_gradients_whole_until_its_last_micro_batch() -> None:
         assert gradients_bytes(1e9, 0.0, replace(alone, pp=2), titan) == 4e9
 
 
-@pytest.mark.parametrize(("sharding", "whole"), [("fsdp", 2e9), ("deepspeed", 0.0)])
-def test_fsdp_of_transformers_sums_whole_gradients_until_its_last_micro_batch(sharding: str, whole: float) -> None:
-    hf = load_runtime("hf").with_features({"sharding": sharding})[0]
-    alone = Shape(dp=8, zero_stage=3, shard_size=8)
-    shards = whole_gradients_bytes(1e9, 0.0, alone, hf)
-    assert shards == hf.gradient_bytes * 1e9 / 8
-    assert whole_gradients_bytes(1e9, 0.0, replace(alone, num_microbatches=2), hf) == max(shards, whole)
+_SUMS = "hf sharding fsdp 2|hf sharding deepspeed 0|automodel gradient_sync last 4|automodel gradient_sync each 0"
+
+
+@pytest.mark.parametrize("said", _SUMS.split("|"))
+def test_fsdp_sums_whole_gradients_until_its_last_micro_batch(said: str) -> None:
+    trainer, switch, value, whole = said.split()
+    runtime, alone = load_runtime(trainer).with_features({switch: value})[0], Shape(dp=8, zero_stage=3, shard_size=8)
+    assert (shards := whole_gradients_bytes(1e9, 0.0, alone, runtime)) == runtime.gradient_bytes * 1e9 / 8
+    several = replace(alone, num_microbatches=2)
+    assert whole_gradients_bytes(1e9, 0.0, several, runtime) == max(shards, int(whole) * 1e9)
 
 
 def test_fp32_shards_with_weights_gathered_for_good() -> None:
