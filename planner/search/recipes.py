@@ -51,7 +51,6 @@ BUNDLES: tuple[Recipe, ...] = (
     {"sharding": "fsdp", "liger": True},
     {"sharding": "deepspeed"},
     {"sharding": "deepspeed", "liger": True},
-    {"sharding": "deepspeed", "liger": True, "optimizer_offload": 1.0},
     {"token_drop": True, "dispatcher": "alltoall"},
     {"memory_policy": "default"},
     {"memory_policy": "sac_and_offload"},

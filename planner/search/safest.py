@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
+from itertools import product
 
 from planner.answer import Plan, Recommendation
 from planner.errors import SpecError
@@ -49,17 +50,22 @@ def safer_first(case: Case) -> Iterator[Case]:
 
 
 def saving_memory(case: Case) -> Iterator[Case]:
-    """The case with each switch that only saves memory at each value that needs no consent, where nobody pinned it."""
+    """The case with each switch that only saves memory at each value that needs no consent, where nobody pinned it: by
+    itself, or beside a way to shard that it needs."""
     stated = case.limits.switches or {}
     if not isinstance(stated, dict):
         return
     held = pinned_by(case)
-    for name, values in switches_of(case.runtime).items():
-        row = SWITCHES[name]
-        if row.only_saves_memory and name not in held:
-            for value in (each for each in values[1:] if each not in row.consent):
-                with suppress(SpecError):  # it does not go with the job
-                    yield pinned(case.limited(switches={**stated, name: value}))
+    moves = [
+        (SWITCHES[name], {name: value})
+        for name, values in switches_of(case.runtime).items()
+        for value in values[1:]
+        if name not in held and value not in SWITCHES[name].consent
+    ]
+    ways = [{}, *(move for row, move in moves if row.divides_layouts)]
+    for way, saving in product(ways, (move for row, move in moves if row.only_saves_memory)):
+        with suppress(SpecError):  # it does not go with the job
+            yield pinned(case.limited(switches={**stated, **way, **saving}))
 
 
 def exceeds_risk(plan: Plan, case: Case) -> bool:

@@ -325,7 +325,7 @@ def dense_mlp(model: ModelSpec, intermediate: int, shape: Shape, runtime: Runtim
             m=tokens,
             n=columns,
             k=hidden,
-            parameters=columns * (hidden + (1 if model.has_mlp_bias else 0)),
+            parameters=columns * (hidden + model.has_mlp_bias),
             takes_cast_gradient=runtime.fuses_mlp,
             saved=(Saved(name, (tokens, columns), again, dtype="uint8" if runtime.narrow_activations else "bf16"),),
         )
@@ -342,7 +342,7 @@ def dense_mlp(model: ModelSpec, intermediate: int, shape: Shape, runtime: Runtim
         n=hidden,
         k=width,
         takes_cast_input=runtime.fuses_mlp,
-        parameters=hidden * (width + (1 if model.has_mlp_bias else 0)),
+        parameters=hidden * (width + model.has_mlp_bias),
     )
     yield from leave_tp(down, BF16 * tokens * hidden, shape, modules)
     if model.has_mlp_bias:

@@ -177,7 +177,7 @@ def _experts(model: ModelSpec, moe: MoESpec, shape: Shape, runtime: RuntimeSpec,
         seen = 0 if tower is None else tower.image_tokens * tower.images_per_sequence
         mean = 1 - minimum(seen / shape.seq_length, 1.0) * (1 - ratio)
         width, both = width * mean, (1 + ratio) / mean
-    up, bias = (2 if model.gated_mlp else 1) * width, 1 if model.has_mlp_bias else 0
+    up, bias = (2 if model.gated_mlp else 1) * width, model.has_mlp_bias
     gathered = BF16 * rows * hidden
     for name, kind, backward in _ETP_EXCHANGES:
         recomputed = () if backward else MOE
