@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import accumulate, chain
 from math import ceil, floor
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple
 
 from pydantic import AliasChoices, ConfigDict, Field
 
@@ -187,7 +187,15 @@ def tensors_at_peak(candidate: Candidate, timeline: Timeline, rank: int) -> list
     """All tensors of a rank when the most activations are held, in the backward that follows."""
     pricing, shape, memory = candidate.pricing, candidate.shape, candidate.memory[rank]
     parts, always = parts_of(candidate, rank), Life(0.0, timeline.makespan_s + sum(candidate.outside))
-    rows: dict[MemoryItem, list[tuple[Held, Life]]] = {item: [] for item in get_args(MemoryItem)}
+    totals: dict[MemoryItem, int] = {
+        "weights": memory.weights_bytes,
+        "gradients": memory.gradients_bytes,
+        "optimizer": memory.optimizer_bytes,
+        "activations": memory.activations_bytes,
+        "logits": memory.logits_bytes,
+        "workspace": memory.workspace_bytes,
+    }
+    rows: dict[MemoryItem, list[tuple[Held, Life]]] = {item: [] for item in totals}
     fullest = fullest_backward(candidate, ActionList.of(timeline.schedule.ranks[rank]))
     for stay in stays(candidate, timeline, rank, parts):
         if stay.first <= fullest <= stay.last:
@@ -208,10 +216,6 @@ def tensors_at_peak(candidate: Candidate, timeline: Timeline, rank: int) -> list
         ("weights", constants(pricing.model, shape, pricing.runtime)),
     ):
         rows[item] += [(replace(held(one), part="buffers"), always) for one in kept]
-    totals: dict[MemoryItem, int] = {
-        "weights": memory.weights_bytes, "gradients": memory.gradients_bytes, "optimizer": memory.optimizer_bytes,
-        "activations": memory.activations_bytes, "logits": memory.logits_bytes, "workspace": memory.workspace_bytes,
-    }  # fmt: skip
     return [one for item, total in totals.items() for one in rounded(item, rows[item], total, always)]
 
 
