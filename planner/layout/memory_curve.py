@@ -484,12 +484,9 @@ def _recomputed(pricing: Pricing, shape: Shape, part: Part) -> Iterator[Held]:
     """Tensors that the layer's forward gives once more, and those that comes back from host memory."""
     if part.mode != "none":
         plain = kept_tensors(pricing, shape, part.layer_items)
+        together = float(pricing.layers_at_once(shape)) if part.mode == FULL else 1.0
         again = without(plain, kept_tensors(pricing, shape, part.layer_items, part.mode))
-        yield from again
-        others = float(pricing.layers_at_once(shape)) - 1 if part.mode == FULL else 0.0
-        if others:
-            more = others * sum(row.num_bytes for row in again)
-            yield Held("the same of other layers", more, note=f"{others:g} more layers are recomputed together with it")
+        yield from (replace(row, num_bytes=together * row.num_bytes) for row in again)
 
 
 def _own(pricing: Pricing, items: Sequence[Item], gone_bytes: float) -> Iterator[Held]:

@@ -31,7 +31,7 @@ from planner.probe.rank.groups import (
     Heard,
     failures_in,
     hanging_rank,
-    is_loopback,
+    listening,
     refuse_all,
     results_in,
     tcp_store,
@@ -156,10 +156,7 @@ class Bell:
         if rank:  # rank 0 is known by the address at which all meet
             with socket.create_connection(meeting_place(), RING_S) as way:
                 host = way.getsockname()[0]
-        alone = is_loopback(host)
-        two = not alone and socket.has_dualstack_ipv6()
-        family = socket.AF_INET6 if two else socket.AF_INET
-        self.server = socket.create_server((host if alone else "", 0), family=family, dualstack_ipv6=two)
+        self.server = listening(host)
         self.address = f"{host}|{self.server.getsockname()[1]}"
         threading.Thread(target=self._answer, daemon=True).start()
 

@@ -166,19 +166,18 @@ class Heard:
             self.words[rank] = told
 
 
-def is_loopback(host: str) -> bool:
-    """True if an address leads to this machine alone."""
-    return host == "localhost" or host.startswith("127.")
+def listening(host: str, port: int = 0) -> socket.socket:
+    """A port at this machine's own address alone where ranks meet there, else at all: the name by which others know it
+    may lead itself to another."""
+    if host == "localhost" or host.startswith("127."):
+        return socket.create_server((host, port))
+    two = socket.has_dualstack_ipv6()
+    return socket.create_server(("", port), family=socket.AF_INET6 if two else socket.AF_INET, dualstack_ipv6=two)
 
 
 def tcp_store(host: str, port: int, timeout_s: float, is_host: bool = False) -> Any:
-    """A connection to the store in which ranks meet, or the store itself (`is_host`), whose port 0 takes a free one.
-
-    It listens at this machine's own address alone where ranks meet there, else at all: the name by which others know
-    this machine may lead itself to another address.
-    """
-    limit, alone = timedelta(seconds=timeout_s), is_host and is_loopback(host)
-    own = socket.create_server((host, port)).detach() if alone else None
+    """A connection to the store in which ranks meet, or the store itself (`is_host`), whose port 0 takes a free one."""
+    limit, own = timedelta(seconds=timeout_s), listening(host, port).detach() if is_host else None
     return cast(Any, dist).TCPStore(
         host, port, is_master=is_host, timeout=limit, wait_for_workers=False, master_listen_fd=own
     )

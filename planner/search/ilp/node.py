@@ -321,10 +321,10 @@ def node_of(
 
 def _last_parts(pricing: Pricing, table: CostTable, choice: RecomputeChoice, ranks: Sequence[int]) -> PartCost:
     """Costs of all parts that the last virtual stage holds beside layers and embedding."""
-    num_stages, no_layers = len(ranks), (0,) * len(pricing.model.kinds)
-    recomputed = (no_layers,) * num_stages if choice.whole == "all" else ()
-    empty = Split((0,) * num_stages, choice.base, recomputed)
-    parts = held_parts(table, empty, num_stages - 1, folded=ranks[0] == ranks[-1])
+    num_stages, num_kinds = len(ranks), len(pricing.model.kinds)
+    recomputed = ((1,) * num_kinds,) * num_stages if choice.whole == "all" else ()
+    any_layers = Split((num_kinds,) * num_stages, choice.base, recomputed)
+    parts = held_parts(table, any_layers, num_stages - 1, folded=ranks[0] == ranks[-1])
     return sum_parts(part for name, part in parts if name != "embedding")
 
 
