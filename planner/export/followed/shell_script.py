@@ -96,7 +96,7 @@ _DECIDES = re.compile(r"--?[A-Za-z][\w-]*|(?:\S*=)?(?:\d+|\S+\.(?:py|ya?ml|json)
 
 
 def _other_training(script: Script) -> list[str]:
-    """What decides in another command of as many options, or half as many, and is not in the one that is read."""
+    """Words that decide in another command of half as many options or more, and are not in the one that is read."""
     least = max(2.0, _num_options(script.words) / 2)
     others = (words for words in script.commands if words != script.words and _num_options(words) >= least)
     changed = ([word for word in words if word not in script.words and _DECIDES.fullmatch(word)] for words in others)

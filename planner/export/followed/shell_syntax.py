@@ -9,7 +9,8 @@ from typing import Literal
 from planner.errors import SpecError
 from planner.specs.reading import SHELL
 
-_BLANK = re.compile(r"[ \t\r]+|\\\r?\n|#[^\n]*")
+_BLANK = re.compile(r"[ \t\r]+|\\\r?\n|#[^\n]*|(?<!&)\d(?=[<>])")
+"""Blanks between words, and the number of a stream, which stands at its arrow: `8 > log` has a word before it."""
 _OPERATOR = re.compile(r"&&|\|\||;;|&>|>>|<<<|<<-|<<|>&|<&|>\||\|&|[;|&()<>\n]")
 _ARRAY = re.compile(r"(^|[\s;&|(])[A-Za-z_]\w*\+?=$")
 _ENDS = " \t\r\n;&|()<>"
@@ -285,8 +286,6 @@ class _Parser:
                     command.here, command.here_is_literal = target.strip("\"'"), target.startswith("'")
                 elif token.text in (">", ">>", ">|", "&>"):
                     command.output = target
-                if command.words and re.fullmatch(r"\d", command.words[-1]) and token.text in (">", ">&", ">>"):
-                    command.words.pop()
             else:
                 break
             self.at += 1

@@ -250,9 +250,10 @@ def _read_recipe(config: ConfigFile) -> ImportedRun:
     imported.assume(unasked)
     if is_alone and base not in BASES:
         imported.unknown[base] = "what it sets is in no file beside this one"
+    unsaid = CallRecord("LoRA") if base.startswith("_peft_common") else None
     if "peft" not in record.fields:
-        imported.assumed["peft"] = "LoRA of rank 32" if base.startswith("_peft_common") else "none"
-    read_peft(imported, record.fields.get("peft", CallRecord("LoRA") if base.startswith("_peft_common") else None))
+        imported.assumed["peft"] = "LoRA of rank 32" if unsaid else "none"
+    read_peft(imported, record.fields.get("peft", unsaid))
     for call in evaluator.unfollowed:
         is_in = call.fields and any(value is call for value in record.fields.values())
         if is_in and call.kind.islower() and call.kind != "default_peft_config":

@@ -109,10 +109,10 @@ def _second_version(record: CallRecord) -> ImportedRun:
     # a recipe of NeMo's own that lies in no file here; those of fine-tuning differ by their arguments
     own = re.search(r"(\w*)\.?(?:pretrain|finetune)_recipe$", record.kind)
     row = _RECIPES.get(own[1], {}) if own and "pretrain" in own[0] else {}
-    nodes = record.get("trainer.num_nodes") or record.get("num_nodes") or row.get("nodes", 1)
+    nodes = record.get("trainer.num_nodes") or record.get("num_nodes", row.get("nodes", 1))
     names = ("trainer.devices", "trainer.num_gpus_per_node", "num_gpus_per_node")
     devices = next(filter(None, map(record.get, names)), 8 if own else None)
-    named = model_called(kind) or (model_called(own[1]) if own else None)
+    named = model_called(kind) or (model_called(str(row.get("model", own[1]))) if own else None)
     defaults = model.defaults if isinstance(model, CallRecord) else {}
     # models drop nothing unless their class says so; sequences are those of the data
     unsaid = {f"model.{name}": plain(value) for name, value in ({"hidden_dropout": 0.0} | defaults).items()}
@@ -120,8 +120,7 @@ def _second_version(record: CallRecord) -> ImportedRun:
         del unsaid["model.hidden_dropout"]
     if "dataset.seq_length" in fields:
         unsaid.pop("model.seq_length", None)
-    fast = record.get("performance_mode") is True
-    unasked = readings("nemo-recipe", row, fast=fast)["fields"] if row else {}
+    unasked = readings("nemo-recipe", row, fast=record.get("performance_mode") is True)["fields"] if row else {}
     imported = run_of_fields("nemo", unsaid | unasked | fields, _world(nodes, devices), named, fields)
     imported.ignore(_ROW.is_harmless)
     imported.assume({path: value for path, value in unasked.items() if path not in fields})
