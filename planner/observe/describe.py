@@ -139,14 +139,6 @@ def _share(items: dict[str, float], gap: float, record: RunRecord, row: int, res
     items["idle"] += gap
 
 
-def restart_gap_s(record: RunRecord, row: int) -> float | None:
-    """Seconds from the last row before an interruption to the begin of the first after it; None without times."""
-    if row == 0 or row >= len(record.ends):
-        return None
-    down = record.ends[row] - record.seconds[row] * record.covers[row] - record.ends[row - 1]
-    return max(0.0, down) if math.isfinite(down) else None
-
-
 MOST_SHOWN = 4_000
 """The most rows of steps in an answer; of more, every n-th."""
 LEAST_OF_RUN = 5
@@ -297,10 +289,9 @@ def _wall_ratio(record: RunRecord) -> float | None:
     apart = apart[is_plain]
     if len(apart) < LEAST_APART or len(apart) < len(ends) // 2:
         return None
-    if not np.all(ends == np.floor(ends)) or float(np.median(apart)) >= LEAST_OF_WHOLE_S:
-        return float(np.median(apart / lengths))
     unbroken = apart <= 2 * lengths + 2  # a pause that nobody names is no step
-    if 2 * np.count_nonzero(unbroken) < len(apart):
+    is_whole = np.all(ends == np.floor(ends)) and float(np.median(apart)) < LEAST_OF_WHOLE_S
+    if not is_whole or 2 * np.count_nonzero(unbroken) < len(apart):
         return float(np.median(apart / lengths))
     total_s = float(lengths[unbroken].sum())
     cut = len(ends) - np.count_nonzero(unbroken)
@@ -403,10 +394,11 @@ def _peak(record: RunRecord) -> Fields:
 def _restart(record: RunRecord, back: FallBack) -> Restart:
     first, end = back.lost_rows
     covers = record.covers[first:end]
+    down_s = record.ends[back.row] - record.seconds[back.row] * record.covers[back.row] - record.ends[back.row - 1]
     return Restart(
         from_step=back.from_step,
         to_step=record.numbers[back.row],
         lost_steps=sum(covers),
         lost_s=sum(s * n for s, n in zip(record.seconds[first:end], covers, strict=True)),
-        down_s=restart_gap_s(record, back.row),
+        down_s=max(0.0, down_s) if math.isfinite(down_s) else None,
     )
