@@ -285,7 +285,7 @@ class RunRecord:
         if math.isfinite(at_s) or self.last_s > _YEAR_S or (clock := _CLOCK.match(text)) is None:
             return at_s
         at_s = moment(f"1970-01-02 {clock[1]}.{clock[2] or 0}")
-        while at_s < self.last_s - _DAY_S / 2:
+        while any(at_s < known_s - _DAY_S / 2 for known_s in (self.last_s, self.anchor[1])):
             at_s += _DAY_S
         return at_s
 
