@@ -221,12 +221,7 @@ def _clock_s(text: str) -> float:
 def bar(record: RunRecord, line: FoundLine) -> None:
     """` 45%|████▌     | 450/1000 [12:34<15:21,  1.68s/it]`, or several; bars of one number of steps are one."""
     text, end = line.match.string, 0
-    known = {
-        "consumed_samples=": "nemo",
-        "v_num=": "lightning",
-        "|Loss: ": "torchtune",
-    }  # NeMo's may have the first two
-    if named := [trainer for word, trainer in known.items() if word in text]:
+    if named := [trainer for word, trainer in trainer_lines.TABLE["bars"].items() if word in text]:
         record.facts["trainer"] = named[0]
     for found in line.match.re.finditer(text):
         before, end = text[end : found.start()], found.end()

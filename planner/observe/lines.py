@@ -13,7 +13,7 @@ import select
 import stat
 import sys
 import zlib
-from codecs import BOM_UTF16_BE, BOM_UTF16_LE, IncrementalDecoder, getincrementaldecoder
+from codecs import IncrementalDecoder, getincrementaldecoder
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -30,6 +30,7 @@ MAX_LINE_BYTES = 2**16
 MAX_BYTES = 2**37
 """The most bytes that are read, unpacked: 128 GiB, ten times the longest log known, and the end of a gzip bomb."""
 _GZIP = b"\x1f\x8b"
+_UTF16 = (b"\xff\xfe", b"\xfe\xff")
 _BREAKS = re.compile(rb"[\r\n]+")
 _ANSI = re.compile(rb"\x1b\[[0-9;?]*[A-Za-z]|\x1b\][^\x07]{0,200}\x07")
 _LAUNCHER = re.compile(
@@ -159,7 +160,7 @@ class NewLines:
             self._begun = True
             if block.startswith(_GZIP):
                 raise _packed(self.where)
-            if block.startswith((BOM_UTF16_LE, BOM_UTF16_BE)):
+            if block[:2] in _UTF16:
                 self._recode = getincrementaldecoder("utf-16")("replace")
             elif is_binary(block[:4096]):
                 raise SpecError(f"{self.where}: is a binary file", "name a text log, a trace or a snapshot")

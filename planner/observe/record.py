@@ -25,7 +25,7 @@ _CLOCK = re.compile(
     r"(?!.{0,40}(?i:eta|elapsed|remain|left))[^|%<]{0,40}?(?<![\d:.])(\d\d:\d\d:\d\d)(?:[.,](\d{1,6}))?(?![\d:])"
 )
 """A clock near the begin of a line that has no date, or one without its year."""
-_DAY_S, _YEAR_S = 86_400.0, 31_536_000.0
+_DAY_S = 86_400.0
 _FLOAT = re.compile(r"[-+]?(?:\d{1,30}(?:\.\d{0,30})?|\.\d{1,30})(?:[eE][-+]?\d{1,3})?")
 UNITS = {"": 1.0, "s": 1.0, "ms": 1e-3, "MB": 1e6, "GB": GB, "KiB": KIB, "MiB": MIB, "GiB": GIB}
 """Sizes of the units that the table of formats names."""
@@ -282,7 +282,7 @@ class RunRecord:
     def moment(self, text: str) -> float:
         """The moment that a line says; a clock without a date passes midnight where it falls back by half a day."""
         at_s = moment(text)
-        if math.isfinite(at_s) or self.last_s > _YEAR_S or (clock := _CLOCK.match(text)) is None:
+        if math.isfinite(at_s) or self.last_s > 365 * _DAY_S or (clock := _CLOCK.match(text)) is None:
             return at_s
         at_s = moment(f"1970-01-02 {clock[1]}.{clock[2] or 0}")
         while any(at_s < known_s - _DAY_S / 2 for known_s in (self.last_s, self.anchor[1])):
