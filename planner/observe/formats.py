@@ -234,7 +234,7 @@ def bar(record: RunRecord, line: FoundLine) -> None:
         if epoch := trains and (trains[1] or trains[2]):
             at += total * max(0, int(epoch) - int(record.state.setdefault("epoch", epoch)))
             if trains and trains[2]:
-                record.note("its bars count the batches of an epoch: a step is taken to be one of them")
+                record.note("its bars are of epochs: a step is taken to be one of their counts")
         _progress(record, at, _clock_s(found["elapsed"]), total, step_s)
 
 
@@ -270,10 +270,10 @@ def finish_bars(record: RunRecord) -> None:
 def _take_longest(record: RunRecord) -> None:
     """Take the steps of the bar of the asked number of steps, else of the one that runs longest."""
     bars = grouped((total, (step, elapsed_s, rate)) for step, elapsed_s, total, rate in record.means)
-    asked = float(record.facts.get("num_steps_asked", 0))
+    asked = record.facts.get("num_steps_asked")
     longest = max(bars, key=lambda total: (total == asked, max(at for _, at, _ in bars[total])))
     each = _unsmoothed(bars[longest])
-    stretches = each or [*_of_bars(bars[longest], max(1.0, longest))]
+    stretches = each or [*_of_bars(bars[longest], longest)]
     if not stretches:
         return
     if stretches[-1][0] <= longest:  # else it is that of an epoch
@@ -324,7 +324,7 @@ def _of_bars(bars: list[tuple[float, float, float]], total: float) -> Iterator[S
     """The stretches of a bar; one whose clock falls back, or of another epoch, begins anew, and what is behind the one
     before is another rank's, or printed again."""
     (first, first_s, rate), rates, begun_s = bars[0], list[float](), 0.0
-    alone = first > 1 and first_s >= SURE_S and all(step == first for step, _, _ in bars)
+    alone = first > 1 and first_s >= SURE_S and all((step - first) % total == 0 for step, _, _ in bars)
     if alone and abs(first_s / first - rate) < 0.1 * rate:
         yield int(first), first_s / first, int(first), first_s  # the whole bar is one stretch, and its own rate agrees
     for step, at_s, rate in bars[1:]:

@@ -159,9 +159,8 @@ def observe(
         raise SpecError("plan observe: no file", "name a training log")
     read = [_read_file(path, advance) for path in paths]
     best = max(range(len(read)), key=lambda index: len(read[index][0].numbers))
-    grammar = read[best][0].grammar
     record = joined([record for record, _ in read], best)
-    return described(record, trainer_of(grammar), tuple(source for _, source in read), said or {})
+    return described(record, trainer_of(record.grammar), tuple(source for _, source in read), said or {})
 
 
 def _read_file(path: str, advance: Callable[[], None]) -> tuple[RunRecord, SourceFile]:
