@@ -139,14 +139,6 @@ def _share(items: dict[str, float], gap: float, record: RunRecord, row: int, res
     items["idle"] += gap
 
 
-def restart_gap_s(record: RunRecord, row: int) -> float | None:
-    """Seconds from the last row before an interruption to the begin of the first after it; None without times."""
-    if row == 0 or row >= len(record.ends):
-        return None
-    down = record.ends[row] - record.seconds[row] * record.covers[row] - record.ends[row - 1]
-    return max(0.0, down) if math.isfinite(down) else None
-
-
 MOST_SHOWN = 4_000
 """The most rows of steps in an answer; of more, every n-th."""
 LEAST_OF_RUN = 5
@@ -156,7 +148,6 @@ MOST_APART = 0.1
 LEAST_APART, LEAST_OF_WHOLE_S = 5, 20.0
 """Fewest lines whose times say a step; times of whole seconds say one of fewer only in their sum."""
 COUNTS = ("num_alloc_retries", "num_ooms", "num_host_ooms")
-MEMORY_KINDS = ("allocated_bytes", "max_allocated_bytes", "max_reserved_bytes", "device_bytes")
 
 
 def _beside_steps(record: RunRecord) -> Fields:
@@ -195,12 +186,10 @@ def described(record: RunRecord, trainer: str, sources: tuple[SourceFile, ...], 
     facts = facts_of(record, trainer)
     _last_run(record)
     notes = list(record.notes)
-    if record.duplicates:
-        notes.append(f"{record.duplicates:,} lines of steps were printed by several ranks, or again")
     if not record.numbers:
-        speed = record.middle("tokens_per_s_per_gpu")
-        known = f": {speed:,.0f} tokens a second and GPU say none without the tokens of a step" if speed else ""
-        notes.append(f"no line of a step was found{known}")
+        notes += texts_of(
+            shipped_table("observe/gap.yaml")["no_steps"], {"speed": record.middle("tokens_per_s_per_gpu")}
+        )
         return Observation(sources=sources, facts=facts, **_beside_steps(record), notes=tuple(notes))
     precision = record.middle("precision_fraction") or 0.0
     found = steady(
@@ -212,10 +201,10 @@ def described(record: RunRecord, trainer: str, sources: tuple[SourceFile, ...], 
     common = {"sources": sources, "facts": facts, **_beside_steps(record)}
     told = facts.model_copy(update={fact: getattr(facts, fact) or said.get(name) for name, fact in SAID.items()})
     tokens_per_s, asks = _tokens_per_s(record, told, found.step_s)
+    notes += texts_of(shipped_table("observe/gap.yaml")["notes"], {"record": record})
     refused = _refusal(record, facts, found.step_s)
     if refused:
         return Observation(**common, num_steps=sum(record.covers), series=_series(record), notes=(refused, *notes))
-    notes += texts_of(shipped_table("observe/gap.yaml")["notes"], {"record": record})
     return Observation(
         **common,
         step_s=found.step_s,
@@ -297,10 +286,9 @@ def _wall_ratio(record: RunRecord) -> float | None:
     apart = apart[is_plain]
     if len(apart) < LEAST_APART or len(apart) < len(ends) // 2:
         return None
-    if not np.all(ends == np.floor(ends)) or float(np.median(apart)) >= LEAST_OF_WHOLE_S:
-        return float(np.median(apart / lengths))
     unbroken = apart <= 2 * lengths + 2  # a pause that nobody names is no step
-    if 2 * np.count_nonzero(unbroken) < len(apart):
+    is_whole = np.all(ends == np.floor(ends)) and float(np.median(apart)) < LEAST_OF_WHOLE_S
+    if not is_whole or 2 * np.count_nonzero(unbroken) < len(apart):
         return float(np.median(apart / lengths))
     total_s = float(lengths[unbroken].sum())
     cut = len(ends) - np.count_nonzero(unbroken)
@@ -375,13 +363,13 @@ def _spreads(record: RunRecord) -> Iterator[RankSpread]:
 
 def memory_series(record: RunRecord) -> Iterator[MemorySeries]:
     """For each kind of memory its bytes over the steps, on the rank that has most at the end."""
-    for name in MEMORY_KINDS:
+    for name in TABLE["memory_kinds"].values():
         of_kind = {rank: series for (rank, known), series in record.memory_series.items() if known == name}
         if of_kind:
             rank = max(of_kind, key=lambda rank: (of_kind[rank][-1][1], -(rank or 0)))
             steps, values = zip(*of_kind[rank], strict=True)
             yield MemorySeries(
-                kind=name.removesuffix("_bytes"),  # type: ignore[arg-type]
+                kind=name.removesuffix("_bytes"),
                 rank=rank,
                 steps=steps,
                 num_bytes=tuple(map(round, values)),
@@ -389,11 +377,7 @@ def memory_series(record: RunRecord) -> Iterator[MemorySeries]:
 
 
 def _peak(record: RunRecord) -> Fields:
-    for kind, name in (
-        ("max_allocated_bytes", "allocated"),
-        ("max_reserved_bytes", "reserved"),
-        ("device_bytes", "device"),
-    ):
+    for kind, name in TABLE["peaks"].items():
         values = [kinds[kind] for kinds in record.memory.values() if kind in kinds]
         if values:
             return {"peak_memory_bytes": max(values), "peak_memory_kind": name}
@@ -403,10 +387,11 @@ def _peak(record: RunRecord) -> Fields:
 def _restart(record: RunRecord, back: FallBack) -> Restart:
     first, end = back.lost_rows
     covers = record.covers[first:end]
+    down_s = record.ends[back.row] - record.seconds[back.row] * record.covers[back.row] - record.ends[back.row - 1]
     return Restart(
         from_step=back.from_step,
         to_step=record.numbers[back.row],
         lost_steps=sum(covers),
         lost_s=sum(s * n for s, n in zip(record.seconds[first:end], covers, strict=True)),
-        down_s=restart_gap_s(record, back.row),
+        down_s=max(0.0, down_s) if math.isfinite(down_s) else None,
     )

@@ -17,6 +17,7 @@ from typing import Literal
 
 from planner.answer import Interval, Plan
 from planner.errors import SpecError
+from planner.observe.accounts import GAP_TABLE
 from planner.observe.describe import described
 from planner.observe.formats import trainer_of
 from planner.observe.judge import (
@@ -31,6 +32,7 @@ from planner.observe.lines import LineSource
 from planner.observe.log_reader import LogReader
 from planner.observe.observation import GapCause, Observation, Observed, SourceFile
 from planner.specs.base import Fields, Spec
+from planner.specs.expressions import told
 
 Place = Literal["learning", "warm-up", "in band", "above", "below"]
 DEFAULT_STEPS = 20
@@ -371,9 +373,8 @@ class Follower:
         seen = window if plan is None else with_mfu(window, plan)
         is_silent = self.ended == "silent"
         rings = watch.rings or is_silent
-        silent_s, says = self.now() - self._step_at_s, sentence(watch)
-        if is_silent:
-            says = f"no step for {silent_s / 60:.0f} minutes, where one takes {seen.step_s or 0:.4g} s"
+        names = {"watch": watch, "silent_s": is_silent * (self.now() - self._step_at_s), "step_s": seen.step_s or 0.0}
+        says = next(told(GAP_TABLE["places"], names))[0]
         return FollowedRun(
             **common, says=says, rings=rings, step_s=record.seconds[-1], step=record.numbers[-1],
             predicted_step_s=None if plan is None else plan.step.step_s, total_steps=None if last is None else last[1],
@@ -387,14 +388,3 @@ class Follower:
     def answer(self, last_steps: bool) -> Observed | None:
         """The answer of `plan observe` by the last steps, or by all that are kept; None without a step."""
         return self.judged(self.window() if last_steps else self.observation()) if self.num_steps else None
-
-
-def sentence(watch: BandWatch) -> str:
-    """The place of a run to its band, in words."""
-    if watch.band is None:
-        return "learning the run's own band from its first steady steps: nothing was predicted"
-    low_s = watch.band.low_s
-    high_s = watch.band.high_s
-    band = f"the band {f'of {low_s:.4g} to' if low_s else 'up to'} {high_s:.4g} s ({watch.band.source})"
-    says = {"in band": f"in {band}", "warm-up": f"warm-up, held against {band}"}
-    return says.get(watch.place, f"{watch.place} {band} for {watch.out_steps:,} steps")

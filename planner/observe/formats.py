@@ -25,7 +25,6 @@ from planner.observe.record import (
     FoundLine,
     RunRecord,
     Take,
-    moment,
     number,
     whole,
 )
@@ -106,7 +105,7 @@ def deepspeed(record: RunRecord, line: FoundLine) -> None:
     count = int(line.match[1] or line.match[2])
     accumulated = whole(record.state.get("accumulated")) if line.match[1] else 1
     step = count // (accumulated or 1)
-    at_s = moment(line.match.string)
+    at_s = record.moment(line.match.string)
     running = found.pop("running", None)
     current = found.pop("current", None)
     record.bytes_of(None, step, **found)
@@ -197,8 +196,13 @@ says to 2%, where the bar's own rate says it else."""
 _MOST_BARS = 200_000
 _NAMED = re.compile(r"[A-Za-z][\w -]{2,60}:?\s*$")
 """A description before a bar, of files that are loaded or sequences that are mapped."""
-_TRAINS = re.compile(r"^\s*(?:(\d{1,9}\|\d{1,12}\|Loss: )|(?:train|training|steps?):)", re.IGNORECASE)
-"""Descriptions of bars that train: torchtune's, ms-swift's."""
+_TRAINS = re.compile(
+    r"(?!.*(?:val|eval|test|sanity))\s*(?:(\d{1,9})\|\d{1,12}\|Loss: "
+    r"|.{0,60}\bepoch[ :=\[#]{0,3}(\d{1,6})(?![\d.])[^{}]{0,200}$"
+    r"|(?:train(?:ing)?(?: progress)?|steps?|iter(?:ation)?s?):)",
+    re.IGNORECASE,
+)
+"""Descriptions of bars that train: torchtune's and others of an epoch, ms-swift's."""
 
 
 def _progress(record: RunRecord, step: float, elapsed_s: float, total: float, step_s: float = math.nan) -> None:
@@ -208,29 +212,29 @@ def _progress(record: RunRecord, step: float, elapsed_s: float, total: float, st
 
 
 def _clock_s(text: str) -> float:
-    """`1:02:03`, `12:34` or `2h 5m 59s` in seconds."""
-    parts = re.findall(r"(\d{1,4})(?:([dhms])|(?=:|$))", text)
+    """`1:02:03`, `12:34`, `4 days, 7:19:52` or `2h 5m 59s` in seconds."""
+    parts = re.findall(r"(\d{1,4})(?: ?([dhms])|(?=:|$))", text)
     units = {"d": 86400.0, "h": 3600.0, "m": 60.0, "s": 1.0}
-    if any(unit for _, unit in parts):
-        return sum(int(value) * units.get(unit, 0.0) for value, unit in parts)
-    return sum(int(value) * 60.0**place for place, (value, _) in enumerate(reversed(parts)))
+    return sum(int(value) * units.get(unit, 60.0**place) for place, (value, unit) in enumerate(reversed(parts)))
 
 
 def bar(record: RunRecord, line: FoundLine) -> None:
     """` 45%|████▌     | 450/1000 [12:34<15:21,  1.68s/it]`, or several; bars of one number of steps are one."""
     text, end = line.match.string, 0
-    if "consumed_samples=" in text:  # NeMo's, of a model of Megatron's: Lightning's own counts micro-batches
-        record.facts["trainer"] = "nemo"
+    if named := [trainer for word, trainer in trainer_lines.TABLE["bars"].items() if word in text]:
+        record.facts["trainer"] = named[0]
     for found in line.match.re.finditer(text):
         before, end = text[end : found.start()], found.end()
         trains = _TRAINS.match(before)
         if trains is None and "consumed_samples=" not in text and _NAMED.search(before):
             continue
-        if trains is not None and trains[1]:
-            record.facts["trainer"] = "torchtune"
         each = number(found["rate"])
         step_s = each if found["unit"] == "s/it" else 1 / each if each > 0 else math.nan
         at, total = (_suffixed(found[name].upper())[0] for name in ("at", "total"))
+        if epoch := trains and (trains[1] or trains[2]):
+            at += total * max(0, int(epoch) - int(record.state.setdefault("epoch", epoch)))
+            if trains and trains[2]:
+                record.note("its bars are of epochs: a step is taken to be one of their counts")
         _progress(record, at, _clock_s(found["elapsed"]), total, step_s)
 
 
@@ -249,7 +253,7 @@ def elapsed(record: RunRecord, line: FoundLine) -> None:
 def clocked(record: RunRecord, line: FoundLine) -> None:
     """A line of a step without its seconds: its clock says them, one of whole seconds over `LEAST_S` of them."""
     numbers = dict(line.numbers)
-    step, at_s = numbers.pop("step"), moment(line.match.string)
+    step, at_s = numbers.pop("step"), record.moment(line.match.string)
     if at_s % 1 or not 0 <= at_s - record.anchor[1] < LEAST_S:
         record.clocked_step(step, at_s, rank=line.rank)
         record.note("seconds of steps are from the times of the lines")
@@ -266,15 +270,17 @@ def finish_bars(record: RunRecord) -> None:
 def _take_longest(record: RunRecord) -> None:
     """Take the steps of the bar of the asked number of steps, else of the one that runs longest."""
     bars = grouped((total, (step, elapsed_s, rate)) for step, elapsed_s, total, rate in record.means)
-    asked = float(record.facts.get("num_steps_asked", 0))
+    asked = record.facts.get("num_steps_asked")
     longest = max(bars, key=lambda total: (total == asked, max(at for _, at, _ in bars[total])))
     each = _unsmoothed(bars[longest])
-    for step, seconds, covers, at_s in each or _of_bars(bars[longest]):
+    stretches = each or [*_of_bars(bars[longest], longest)]
+    if not stretches:
+        return
+    if stretches[-1][0] <= longest:  # else it is that of an epoch
+        record.facts.setdefault("num_steps_asked", int(longest))
+    for step, seconds, covers, at_s in stretches:
         record.step(step, seconds, covers=covers, end_s=at_s)
     record.marks = {bisect(record.numbers, record.means[at - 1][0]): kinds for at, kinds in record.marks.items()}
-    if not record.numbers:
-        return
-    record.facts.setdefault("num_steps_asked", int(longest))
     if each:
         record.note("seconds are those of which a progress bar shows the smoothed rate")
     elif not any(math.isinf(rate) for _, _, rate in bars[longest]):
@@ -314,16 +320,16 @@ def _unsmoothed(bars: list[tuple[float, float, float]]) -> list[Stretch]:
     return found if is_told and abs(told_s - took_s) < 1 + 0.05 * took_s else []
 
 
-def _of_bars(bars: list[tuple[float, float, float]]) -> Iterator[Stretch]:
-    """The stretches of a bar; one whose clock falls back begins anew, and what is behind the one before is another
-    rank's, or printed again."""
+def _of_bars(bars: list[tuple[float, float, float]], total: float) -> Iterator[Stretch]:
+    """The stretches of a bar; one whose clock falls back, or of another epoch, begins anew, and what is behind the one
+    before is another rank's, or printed again."""
     (first, first_s, rate), rates, begun_s = bars[0], list[float](), 0.0
-    alone = first > 1 and first_s >= SURE_S and all(step == first for step, _, _ in bars)
+    alone = first > 1 and first_s >= SURE_S and all((step - first) % total == 0 for step, _, _ in bars)
     if alone and abs(first_s / first - rate) < 0.1 * rate:
         yield int(first), first_s / first, int(first), first_s  # the whole bar is one stretch, and its own rate agrees
     for step, at_s, rate in bars[1:]:
         rates.append(rate)
-        if at_s < 0.5 * first_s:
+        if at_s < 0.5 * first_s or (step - 1) // total > max(0, first - 1) // total:
             begun_s = math.nan  # when it was begun anew is not known
             (first, first_s), rates = (step, at_s), []
         elif step > first and at_s - first_s >= SHORT_S:
@@ -452,7 +458,7 @@ def _take_step(record: RunRecord, line: FoundLine, **changed: float) -> None:
     counted = float(record.numbers[-1] + 1 if record.numbers else 1)
     step = numbers.pop("step", number(record.state["step"]) if "step" in record.state else counted)
     consumed = numbers.pop("consumed", math.nan)
-    if math.isfinite(step) and record.step(int(step), seconds, end_s=line.at_s, rank=line.rank):
+    if math.isfinite(step) and record.step(int(step), seconds, end_s=record.moment(line.before), rank=line.rank):
         record.take(numbers, line.rank)
         if consumed > 0:  # by as many steps and the one that is numbered 0
             record.facts.setdefault("global_batch_size", round(consumed / (step + 1)))

@@ -13,6 +13,7 @@ import select
 import stat
 import sys
 import zlib
+from codecs import IncrementalDecoder, getincrementaldecoder
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -29,6 +30,7 @@ MAX_LINE_BYTES = 2**16
 MAX_BYTES = 2**37
 """The most bytes that are read, unpacked: 128 GiB, ten times the longest log known, and the end of a gzip bomb."""
 _GZIP = b"\x1f\x8b"
+_UTF16 = (b"\xff\xfe", b"\xfe\xff")
 _BREAKS = re.compile(rb"[\r\n]+")
 _ANSI = re.compile(rb"\x1b\[[0-9;?]*[A-Za-z]|\x1b\][^\x07]{0,200}\x07")
 _LAUNCHER = re.compile(
@@ -86,7 +88,7 @@ def lines(path: str, tally: Tally, advance: Callable[[], None] = lambda: None) -
     `tally` the reason. Raises SpecError for a file that is missing, empty or binary.
     """
     where = label(path)
-    new = NewLines(tally=tally)
+    new = NewLines(where, tally)
     with opened(path) as file:
         for block in _blocks(file, tally, where, advance):
             yield from new.of(block)
@@ -106,8 +108,6 @@ def _blocks(file: BufferedReader, tally: Tally, where: str, advance: Callable[[]
             return
         if not block:
             return
-        if not tally.num_bytes and is_binary(block[:4096]):
-            raise SpecError(f"{where}: is a binary file", "name a text log, a trace or a snapshot")
         for _ in range(tally.num_bytes // 2**20, (tally.num_bytes + len(block)) // 2**20):
             advance()
         tally.num_bytes += len(block)
@@ -147,9 +147,11 @@ class LineSource(Protocol):
 class NewLines:
     """The whole lines of blocks; the last one is held back until its end comes."""
 
-    def __init__(self, where: str = "", tally: Tally | None = None) -> None:
-        self.where, self.rest, self._begun = where, b"", not where
+    def __init__(self, where: str, tally: Tally | None = None) -> None:
+        self.where, self.rest, self._begun = where, b"", False
         self._tally = tally or Tally()
+        self._recode: IncrementalDecoder | None = None
+        """Of a file in UTF-16, as Windows' shells write one."""
 
     def of(self, block: bytes) -> list[bytes]:
         """The lines that this block ends, without their ends and cut to the longest that is read; SpecError where the
@@ -158,8 +160,12 @@ class NewLines:
             self._begun = True
             if block.startswith(_GZIP):
                 raise _packed(self.where)
-            if is_binary(block[:4096]):
-                raise SpecError(f"{self.where}: is a binary file", "name a text log")
+            if block[:2] in _UTF16:
+                self._recode = getincrementaldecoder("utf-16")("replace")
+            elif is_binary(block[:4096]):
+                raise SpecError(f"{self.where}: is a binary file", "name a text log, a trace or a snapshot")
+        if self._recode is not None:
+            block = self._recode.decode(block).encode(errors="replace")
         *whole, last = _BREAKS.split(self.rest + block)
         self.rest = last[: MAX_LINE_BYTES + 1]
         return [self._counted(line) for line in whole]
@@ -271,4 +277,6 @@ def source_of(path: str, say: Callable[[str], None] = lambda text: None) -> Line
 
 
 def _packed(where: str) -> SpecError:
-    return SpecError(f"{where}: is packed, and a packed file does not grow by lines", "plan observe without --follow")
+    return SpecError(
+        f"{where}: is packed, and a packed file does not grow by lines", "unpack it, or leave --follow out"
+    )

@@ -26,11 +26,7 @@ _ROWS = (
 """Rows of formats, and whose records they are for."""
 _BY_WORD = grouped((row.holds, at) for at, (_, row) in enumerate(_ROWS))
 """Places of rows by the word that their lines hold: a search for each of them is faster than one pattern of all."""
-_OF_TRAINERS = {
-    word: kept
-    for word, places in _BY_WORD.items()
-    if (kept := [at for at in places if any(GRAMMARS[index].trainer for index in _ROWS[at][0])])
-}
+_OF_TRAINERS = grouped((row.holds, at) for at, (owners, row) in enumerate(_ROWS) if GRAMMARS[owners[-1]].trainer)
 """The same without the lines of people's own loops."""
 _RANKS = {grammar.name: grammar.rank for grammar in GRAMMARS}
 _MOST_RANK = 1
@@ -163,9 +159,8 @@ def observe(
         raise SpecError("plan observe: no file", "name a training log")
     read = [_read_file(path, advance) for path in paths]
     best = max(range(len(read)), key=lambda index: len(read[index][0].numbers))
-    grammar = read[best][0].grammar
     record = joined([record for record, _ in read], best)
-    return described(record, trainer_of(grammar), tuple(source for _, source in read), said or {})
+    return described(record, trainer_of(record.grammar), tuple(source for _, source in read), said or {})
 
 
 def _read_file(path: str, advance: Callable[[], None]) -> tuple[RunRecord, SourceFile]:
@@ -228,7 +223,7 @@ class TableColumns:
             hits = {name: hit for name, short in plain.items() if (hit := pattern.fullmatch(short)) is not None}
             units = {name: next(filter(None, hit.groups()), None) for name, hit in hits.items()}
             if units:
-                name = next((name for name, unit in units.items() if unit), next(iter(units)))
+                name = max(units, key=lambda name: bool(units[name]))
                 self.found[quantity] = (name, units[name])
         if "tokens_of_step" in self.found and "mem" in names:  # NeMo Automodel's, of torch's peak in GiB
             self.found["max_allocated_bytes"] = ("mem", "gib")
@@ -254,12 +249,14 @@ class TableColumns:
 
     def values(self, row: Fields) -> dict[str, float]:
         """The numbers of a row by quantity, times in seconds."""
-        return {
-            quantity: _moment(str(row.get(name)))
-            if quantity == "moment"
-            else number(row.get(name)) * COLUMNS["units"].get(unit or "", 1.0)
-            for quantity, (name, unit) in self.found.items()
-        }
+        found = dict[str, float]()
+        for quantity, (name, unit) in self.found.items():
+            text = str(row.get(name))
+            if quantity == "moment" or (quantity == "seconds" and math.isfinite(moment(text))):
+                found["moment"] = _moment(text)
+            else:
+                found[quantity] = number(text) * COLUMNS["units"].get(unit or "", 1.0)
+        return found
 
 
 def recognises(first: bytes) -> bool:

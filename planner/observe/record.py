@@ -20,7 +20,12 @@ from planner.specs.base import Named
 from planner.specs.units import GB, GIB, KIB, MIB
 
 _ISO = re.compile(r"(\d{4})-?(\d\d)-?(\d\d)[ T](\d\d):(\d\d):(\d\d)(?:[.,](\d{1,6}))?")
-_AMERICAN = re.compile(r"(\d\d)/(\d\d)/(\d{4}) (\d\d):(\d\d):(\d\d)")
+_AMERICAN = re.compile(r"(\d\d)/(\d\d)/(\d{4})(?= \d\d:)")
+_CLOCK = re.compile(
+    r"(?!.{0,40}(?i:eta|elapsed|remain|left))[^|%<]{0,40}?(?<![\d:.])(\d\d:\d\d:\d\d)(?:[.,](\d{1,6}))?(?![\d:])"
+)
+"""A clock near the begin of a line that has no date, or one without its year."""
+_DAY_S = 86_400.0
 _FLOAT = re.compile(r"[-+]?(?:\d{1,30}(?:\.\d{0,30})?|\.\d{1,30})(?:[eE][-+]?\d{1,3})?")
 UNITS = {"": 1.0, "s": 1.0, "ms": 1e-3, "MB": 1e6, "GB": GB, "KiB": KIB, "MiB": MIB, "GiB": GIB}
 """Sizes of the units that the table of formats names."""
@@ -46,14 +51,10 @@ def whole(said: object) -> int | None:
 
 def moment(text: str) -> float:
     """The first date and time in a text as seconds since 1970, taken as UTC; not a number where there is none."""
-    fraction = None
-    if (match := _ISO.search(text)) is not None:
-        *parts, fraction = match.groups()
-    elif (match := _AMERICAN.search(text)) is not None:
-        month, day, year, *clock = match.groups()
-        parts = [year, month, day, *clock]
-    else:
+    match = _ISO.search(text) or _ISO.search(_AMERICAN.sub(r"\3-\1-\2", text))
+    if match is None:
         return math.nan
+    *parts, fraction = match.groups()
     try:
         at_s = datetime.fromisoformat("{}-{}-{}T{}:{}:{}+00:00".format(*parts)).timestamp()
     except (ValueError, OverflowError):
@@ -232,6 +233,8 @@ class RunRecord:
     def _fall_back(self, number: int, covers: int) -> None:
         lost = len(self.numbers)
         begin = number - (covers or self.covers[-1])
+        if self.numbers[-1] >= int(self.facts.get("num_steps_asked", MOST)) - 1:  # it ended: another run follows
+            begin = self.numbers[-1]
         while lost > (self.backs[-1].row if self.backs else 0) and self.numbers[lost - 1] > begin:
             lost -= 1
         self.backs.append(FallBack(len(self.numbers), self.numbers[-1], (lost, len(self.numbers))))
@@ -275,6 +278,16 @@ class RunRecord:
             for back in self.backs
             if back.row > row
         ]
+
+    def moment(self, text: str) -> float:
+        """The moment that a line says; a clock without a date passes midnight where it falls back by half a day."""
+        at_s = moment(text)
+        if math.isfinite(at_s) or self.last_s > 365 * _DAY_S or (clock := _CLOCK.match(text)) is None:
+            return at_s
+        at_s = moment(f"1970-01-02 {clock[1]}.{clock[2] or 0}")
+        while any(at_s < known_s - _DAY_S / 2 for known_s in (self.last_s, self.anchor[1])):
+            at_s += _DAY_S
+        return at_s
 
     def time(self, at_s: float) -> None:
         """Note a moment that the log has."""
@@ -438,8 +451,7 @@ def _append(base: RunRecord, later: RunRecord) -> None:
         for low_s, high_s in zip(*pairs, strict=True):
             base.timer(name, low_s, high_s)
     for name, values in later.printed.items():
-        for value in values:
-            base.prints(name, value)
+        base.printed.setdefault(name, array("d")).extend(values)
     base.time(later.first_s)
     base.time(later.last_s)
     base.notes |= later.notes

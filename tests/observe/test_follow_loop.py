@@ -329,7 +329,7 @@ def test_what_does_not_grow_by_lines_is_refused(tmp_path: Path, name: str, data:
 
 
 def test_a_line_without_an_end_takes_no_memory() -> None:
-    lines = NewLines()
+    lines = NewLines("long.log")
     for _ in range(40):
         assert lines.of(b"x" * MAX_LINE_BYTES) == []
     assert lines.of(b"\nnext\n") == [b"x" * MAX_LINE_BYTES, b"next"]

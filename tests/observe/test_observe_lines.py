@@ -62,6 +62,8 @@ def test_endless_lines_are_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
 
 def test_gzip_is_unpacked(tmp_path: Path) -> None:
     assert observe([str(packed(tmp_path, LOG))]).num_steps == 20
+    (wide := tmp_path / "windows.log").write_text(LOG, encoding="utf-16")
+    assert observe([str(wide)]).num_steps == 20
 
 
 def test_a_damaged_gzip_gives_what_came_before(tmp_path: Path) -> None:
@@ -96,7 +98,7 @@ def test_files_that_are_none(tmp_path: Path) -> None:
         pytest.param(b"\x89PNG\r\n\x1a\n" + bytes(5000), id="image"),
         pytest.param(random.Random(0).randbytes(50_000), id="noise"),
         pytest.param(b"PK\x03\x04" + bytes(100), id="zip"), pytest.param(b"hello\nworld\n", id="other text"),
-        pytest.param(b"\xff\xfe" + LOG.encode("utf-16-le"), id="utf-16"),
+        pytest.param(LOG.encode("utf-16-le"), id="utf-16 that does not say so"),
         pytest.param(b"\n" * 5000, id="blank lines"), pytest.param(b"[" * 100_000, id="brackets"),
         pytest.param(b'{"a":' * 20_000, id="nesting"),
     ],
