@@ -297,8 +297,8 @@ def export_warnings(pricing: Pricing) -> tuple[str, ...]:
         for rule in export_rules_for(runtime)
         if not rule.holds(model, training, Shape())
     )
-    if hardware.architecture in BEFORE_FLASH and model.moe and runtime.family in _OF_MEGATRON:
-        refused += (f"plan export refuses experts on {hardware.name}: --moe-grouped-gemm needs Ampere or newer",)
+    if hardware.architecture in BEFORE_FLASH and model.moe and runtime.name == "bridge":
+        refused += (f"plan export refuses experts on {hardware.name}: their products in groups need Ampere or newer",)
     warnings: tuple[str, ...] = ()
     if training.dtype == "bf16" != hardware.usual_dtype:
         warnings = (f"{hardware.name} has no bf16: priced at the rate of fp16, which --dtype fp16 asks for",)

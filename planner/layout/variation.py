@@ -43,7 +43,7 @@ from planner.specs.training import AdapterSpec, DocumentLength, Recompute
 from planner.trainers.generations import imbalance_of, with_likely
 from planner.trainers.load import likely_of, switches_of
 from planner.trainers.rules.facts import is_tuning
-from planner.trainers.rules.recipe import Setting, broken_recipe_rules, has_effect, rules_for
+from planner.trainers.rules.recipe import Setting, broken_recipe_rules, has_effect, rules_for, takes
 from planner.trainers.spec import RuntimeSpec
 from planner.trainers.stated import consent_of, own_runtime, switched
 from planner.trainers.switches import EP_OVERLAP, SWITCHES, Value, read_recipe, written
@@ -293,13 +293,13 @@ def other_values(
 
 def switch_variants(candidate: Candidate) -> Iterator[tuple[str, Value, Candidate]]:
     """The same layout with each other value of each switch that acts on it, as far as no consent is needed and no rule
-    of recipes is broken."""
+    is broken."""
     runtime = candidate.pricing.runtime
     for name, now in recipe_of(candidate).items():
         for value in switches_of(runtime)[name]:
             if value not in (now, *SWITCHES[name].consent):
                 other = under(candidate, switched(runtime, {name: value}))
-                if not any(broken_recipe_rules(setting_of(other))):
+                if takes(setting_of(other)):
                     yield name, value, other
 
 
@@ -361,7 +361,7 @@ def _assumptions(candidate: Candidate, trainer: RuntimeSpec) -> Iterator[tuple[s
     saving = {name: SWITCHES[name].value_of(pricing.runtime) for name in switches_of(trainer)}
     saving = {name: value for name, value in saving.items() if SWITCHES[name].only_saves_memory}
     default = switched(trainer, saving).for_schedules(SCHEDULES[candidate.schedule].splits_backward)
-    if not any(broken_recipe_rules(replace(setting_of(candidate), runtime=default))):
+    if takes(replace(setting_of(candidate), runtime=default)):
         yield DEFAULT_SWITCHES, replace(pricing, runtime=default)
 
 

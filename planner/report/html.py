@@ -9,7 +9,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from planner.report.format import LEAST_SHARE, MEMORY, gibibytes, large, percent, seconds
-from planner.report.rows import MFU, STAGE_HEADS, chunks
+from planner.report.rows import STAGE_HEADS, chunks, mfu_name
 
 _ENVIRONMENT = Environment(
     loader=PackageLoader("planner", "."), undefined=StrictUndefined, autoescape=True, trim_blocks=True,
@@ -17,7 +17,7 @@ _ENVIRONMENT = Environment(
 )  # fmt: skip
 _ENVIRONMENT.filters["gibibytes"] = gibibytes
 _ENVIRONMENT.globals |= {
-    "chunks": chunks, "large": large, "least_share": LEAST_SHARE, "memory_items": MEMORY, "mfu_name": MFU,
+    "chunks": chunks, "large": large, "least_share": LEAST_SHARE, "memory_items": MEMORY, "mfu_name": mfu_name,
     "percent": percent, "seconds": seconds, "stage_heads": STAGE_HEADS,
 }  # fmt: skip
 

@@ -36,10 +36,6 @@ Unit = Literal[
 ]
 
 
-MFU = "MFU of bf16"
-"""The name of a step's FLOP/s over the GPU's peak, which is that of bf16 whatever products compute in."""
-
-
 @record
 class Figure:
     """A key figure and how it is written."""
@@ -352,6 +348,11 @@ def sustained_figure(layout: PricedLayout) -> Figure | None:
     return Figure("sustained over months", "s", seconds(found.step_s), ends)
 
 
+def mfu_name(plan: Plan) -> str:
+    """The name of a step's FLOP/s over a peak: that of bf16 whatever products compute in, or fp16 where it has none."""
+    return f"MFU of {plan.cluster.hardware.usual_dtype}"
+
+
 def quoted_figures(plan: Plan) -> tuple[Figure, Figure, Figure, Figure]:
     """The step, its tokens a second and its MFU, which every report quotes, and its interval."""
     step = plan.step
@@ -359,7 +360,7 @@ def quoted_figures(plan: Plan) -> tuple[Figure, Figure, Figure, Figure]:
     return (
         Figure("step", "s", seconds(step.step_s)),
         Figure("tokens/s", "tokens/s", f"{step.tokens_per_s:,.0f}"),
-        Figure(MFU, "fraction", percent(step.mfu)),
+        Figure(mfu_name(plan), "fraction", percent(step.mfu)),
         Figure("80% interval", "s", span(*interval_s, like_s=step.step_s)),
     )
 

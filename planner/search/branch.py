@@ -31,7 +31,7 @@ from planner.search.chunks import (
     recomputing_first,
     splits_of,
 )
-from planner.search.enumerate import Rejections, scalar
+from planner.search.enumerate import Rejections, no_schedule, scalar
 from planner.search.frontier import (
     Frontier,
     Key,
@@ -173,9 +173,7 @@ class Branch:
             first = priced[0]
             shape, pricing = scalar(first.shape, int(np.argmin(opened))), first.pricing
             shape = replace(shape, vpp=min(self.limits.vpp or (1,)))
-            chunks = "" if self.limits.vpp is None else f", vpp {', '.join(map(str, self.limits.vpp))}"
-            where = f"pp {shape.pp}{chunks} with {shape.num_microbatches} micro-batches"
-            reason, says = "no_schedule", f"no schedule runs {where}"
+            reason, says = "no_schedule", no_schedule(shape, pricing.model, self.limits, pricing.runtime)
             setting = Setting(pricing.model, pricing.cluster, pricing.training, pricing.runtime, shape)
             if (rule := next(broken_recipe_rules(setting), None)) is not None:
                 reason, says = "recipe", str(rule)

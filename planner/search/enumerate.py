@@ -84,6 +84,20 @@ def schedules_tried(limits: SearchLimits, runtime: RuntimeSpec) -> tuple[str, ..
     return ("none", *(n for n in dict.fromkeys(wanted) if n in runtime.schedules and n in SCHEDULES and n != "none"))
 
 
+def no_schedule(shape: Shape, model: ModelSpec, limits: SearchLimits, runtime: RuntimeSpec) -> str:
+    """A sentence on why no schedule that may be used runs this shape."""
+    pp, steps = int(shape.pp), int(shape.num_microbatches)
+    for vpp in limits.vpp or (1,):
+        for name in reversed(schedules_tried(limits, runtime)):
+            error = violation(name, pp, vpp, steps)
+            if error is not None and name != "none":
+                return error.message
+            if error is None and vpp > 1:
+                layers = model.num_hidden_layers
+                return f"{layers} layers cannot be cut into pp {pp} · vpp {vpp} = {pp * vpp} chunks of like size"
+    return f"no schedule runs pp {pp} with {steps} micro-batches"
+
+
 def by_runtime(limits: SearchLimits, runtime: RuntimeSpec) -> list[tuple[RuntimeSpec, SearchLimits]]:
     """The runtimes that price the schedules to be tried, each with limits that name its schedules.
 

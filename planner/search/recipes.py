@@ -9,7 +9,7 @@ refuse, and what consent would buy.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
 
@@ -22,7 +22,7 @@ from planner.physics.stage_memory import fits_host
 from planner.record import record
 from planner.search.case import Case, Deadline
 from planner.trainers.load import has_dtype, switches_of
-from planner.trainers.rules.recipe import Setting, broken_recipe_rules
+from planner.trainers.rules.recipe import Setting, broken_recipe_rules, takes
 from planner.trainers.spec import RuntimeSpec
 from planner.trainers.stated import (
     NARROW_DTYPES,
@@ -252,9 +252,8 @@ _ONLY_FASTER = ("bf16_gradients", "bf16_moments")
 
 def _takes(candidate: Candidate, runtime: RuntimeSpec) -> bool:
     """True if no rule refuses the runtime's recipe on the candidate's layout, and the host has memory for its part."""
-    if any(broken_recipe_rules(replace(setting_of(candidate), runtime=runtime))):
-        return False
-    return bool(fits_host(replace(candidate.pricing, runtime=runtime), candidate.shape))
+    fits = fits_host(replace(candidate.pricing, runtime=runtime), candidate.shape)
+    return takes(replace(setting_of(candidate), runtime=runtime)) and bool(fits)
 
 
 def _is_allowed(name: str, value: Value, case: Case) -> bool:
@@ -279,20 +278,25 @@ LEAST_OFFER = 1e-3
 """Least gain, as a share of the step, that is worth an offer."""
 
 
-def with_recipe(layout: PricedLayout, best: Candidate, recipes: Recipes) -> PricedLayout:
-    """The layout with all that is said of its recipe; every price is of this layout, with nothing planned again."""
+Again = Callable[[Case, RuntimeSpec], Candidate | None]
+"""Finds the best layout of a case under a runtime; None where nothing fits, or time is up."""
+
+
+def with_recipe(layout: PricedLayout, best: Candidate, recipes: Recipes, again: Again) -> PricedLayout:
+    """The layout with all that is said of its recipe; prices are of this layout, or of one that is planned `again` for
+    a gain without which this one does not fit."""
     plain = best.named
     offers = sorted(_offers(plain, recipes), key=lambda offer: offer.step_s)
     return layout.model_copy(
         update={
-            "recipe_gains": tuple(_gains(plain, recipes)),
+            "recipe_gains": tuple(_gains(plain, recipes, again)),
             "offers": tuple(offers),
             "recipe_refused": tuple(_refusals(plain, recipes)),
         }
     )
 
 
-def _gains(best: Candidate, recipes: Recipes) -> Iterator[RecipeGain]:
+def _gains(best: Candidate, recipes: Recipes, again: Again) -> Iterator[RecipeGain]:
     """The worth of each switch that is not at its plainest value; none where another switch needs it."""
     for name, value in recipe_of(best).items():
         plainest = SWITCHES[name].plainest
@@ -301,9 +305,9 @@ def _gains(best: Candidate, recipes: Recipes) -> Iterator[RecipeGain]:
         without = recipes.moved(best, _with_dependents(best, name, plainest))
         if without is None:
             continue
-        yield RecipeGain(
-            switch=name, value=value, without_step_s=without.step_s, replanned=False, source=SWITCHES[name].source
-        )
+        other = None if without.fits else again(recipes.case.limited(top=1), without.pricing.runtime)
+        without_s, source = (other or without).step_s, SWITCHES[name].source
+        yield RecipeGain(switch=name, value=value, without_step_s=without_s, replanned=other is not None, source=source)
 
 
 def _with_dependents(best: Candidate, name: str, value: Value) -> Recipe:

@@ -139,7 +139,7 @@ def search_within_risk(case: Case, deadline: Deadline | None = None, news: News 
     layouts = [_priced(candidate, best, totals) for candidate in (best, *others)]
     warnings = host_warnings(best.pricing, best.shape) + export_warnings(best.pricing)
     layouts[0] = layouts[0].model_copy(update={"warnings": warnings})
-    layouts[0] = with_recipe(layouts[0], best, recipes)
+    layouts[0] = with_recipe(layouts[0], best, recipes, lambda less, runtime: _best_of(less, runtime, deadline))
     fastest_s = layouts[0].step.step_s if best is fastest else fastest.step_s
     report = certificate(rounds, recipes, fastest_s, time.monotonic() - started)
     rejections = rounds[0].branch.rejections
@@ -307,17 +307,21 @@ def batch_offer(found: Plan, case: Case, deadline: Deadline) -> BatchOffer | Non
     training = case.training
     nearby = FAR_FRACTION if found.parallelism.num_gpus_spare else NEAR_FRACTION
     other = liked_batch(training.global_batch_size, case.cluster.num_gpus, nearby)
-    if other is None or other == training.global_batch_size or deadline.passed:
+    if other is None or other == training.global_batch_size:
         return None
     again = case.with_batch(other)
-    try:
-        best = find_layouts(again, [found.runtime_spec], deadline).best
-    except (Infeasible, SolverError):
-        return None
-    tokens_per_s = again.training.tokens_per_step / best.step_s
-    if tokens_per_s <= (1 + LEAST_BATCH_GAIN) * found.step.tokens_per_s:
+    best = _best_of(again, found.runtime_spec, deadline)
+    tokens_per_s = again.training.tokens_per_step / best.step_s if best is not None else 0.0
+    if best is None or tokens_per_s <= (1 + LEAST_BATCH_GAIN) * found.step.tokens_per_s:
         return None
     return BatchOffer(global_batch_size=other, step_s=best.step_s, tokens_per_s=tokens_per_s)
+
+
+def _best_of(case: Case, runtime: RuntimeSpec, deadline: Deadline) -> Candidate | None:
+    """The best layout of a case under a runtime; None where nothing fits, or time is up."""
+    with suppress(Infeasible, SolverError):
+        return None if deadline.passed else find_layouts(case, [runtime], deadline).best
+    return None
 
 
 def risk_offer(best: Candidate, recipes: Recipes, deadline: Deadline) -> RiskOffer | None:

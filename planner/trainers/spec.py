@@ -136,8 +136,9 @@ class RuntimeSpec(Host, Limits, Overlaps, FineTuning, Memory, Kernels, Generatio
         if architecture == "blackwell":
             update |= {"fp8_copies": 1, "attention_kernel": self.blackwell_attention or self.attention_kernel}
         if architecture in BEFORE_FLASH and self.attention_kernel == "fastest" and not self.runs_transformers:
-            # Transformer Engine falls back to scores in memory
-            update["flash_attention"] = False
+            # Transformer Engine falls back to scores in memory, and experts one by one are recomputed whole
+            modules = tuple(name for name in self.selective_recompute_modules if name != "moe_act")
+            update |= {"flash_attention": False, "selective_recompute_modules": modules}
         if dtype not in ("bf16", "fp16") and self.narrow_parameters:
             update["master_remainders"] = False
         return self.model_copy(update=update) if update else self

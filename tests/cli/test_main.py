@@ -264,6 +264,8 @@ def test_a_gpu_without_bf16_computes_in_fp16_unless_asked(name: str, capsys: pyt
     assert main(job) == 0
     plan = json.loads(capsys.readouterr().out)
     assert (plan["training"]["dtype"], plan["best"]["warnings"]) == ("fp16", [])
+    assert main([*job[:-1], "--finetune", "--runtime", "megatron"]) == 0
+    assert "MFU of fp16" in capsys.readouterr().out
 
 
 def test_regret_names_what_was_ranked_first_and_what_was_fastest(capsys: Any, monkeypatch: Any) -> None:

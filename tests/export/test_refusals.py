@@ -170,7 +170,7 @@ def test_a_plan_that_a_target_cannot_express_is_refused_by_name(
         TRAINERS[target].write(plan)
     assert caught.value.exit_code == 2
     assert set(reasons) <= {reason.name for reason in caught.value.reasons}
-    assert any("--moe-grouped-gemm" in warning for warning in plan.warnings) is (reasons == ["grouped_experts"])
+    assert any("products in groups" in warning for warning in plan.warnings) is (reasons == ["grouped_experts"])
 
 
 ROOT = Path(str(plan_options.__file__)).parents[1]

@@ -35,7 +35,7 @@ from planner.specs.cluster import ClusterSpec
 from planner.specs.registry import load_hardware, load_model
 from planner.specs.training import Parallelism, SearchLimits, TrainingSpec
 from planner.trainers.load import load_runtime, switches_of
-from planner.trainers.rules.recipe import Setting, broken_recipe_rules
+from planner.trainers.rules.recipe import Setting, broken_recipe_rules, takes
 from planner.trainers.switches import SWITCHES, Value
 
 TABLES = beside(__file__)
@@ -108,10 +108,8 @@ def test_what_is_chosen_is_legal_and_takes_nothing_without_consent(
         sizes = ("tp", "cp", "ep", "etp", "pp", "vpp", "dp", "micro_batch_size", "num_microbatches", "zero_stage")
         shape = Shape.of(**{name: getattr(chosen, name) for name in sizes}, shard_size=chosen.shard_size)
         modules = chosen.recompute_modules
-        setting = Setting(
-            problem.model, problem.cluster, problem.training, runtime, shape, chosen.recompute, modules
-        )  # fmt: skip
-        assert [rule.says for rule in broken_recipe_rules(setting)] == []
+        job = problem.model, problem.cluster, problem.training
+        assert takes(Setting(*job, runtime, shape, chosen.recompute, modules))
         for name in switches_of(runtime):
             value = SWITCHES[name].value_of(runtime)
             own = SWITCHES[name].value_of(problem.runtime)
@@ -209,6 +207,16 @@ def test_every_gain_is_of_the_same_layout_without_the_switch() -> None:
         assert gain.value == answer.best.recipe[gain.switch]
         # switches that gain nothing went back to the trainer's own value, or never were at another
         assert gain.without_step_s >= answer.step.step_s * (1 - 1e-9)
+
+
+def test_a_gain_without_which_the_layout_does_not_fit_is_what_pinning_it_off_costs() -> None:
+    cluster = ClusterSpec(hardware=load_hardware("h100"), num_gpus=128)
+    job = load_model("deepseek-v2-lite"), cluster, TrainingSpec(seq_length=4096, global_batch_size=4608)
+    limits = SearchLimits(), SearchLimits(switches={"compile": False})
+    found, without = (plan(*job, limits=each, runtime="torchtitan") for each in limits)
+    (gain,) = found.best.recipe_gains
+    assert gain.replanned
+    assert gain.without_step_s == pytest.approx(without.step.step_s, rel=0.005)
 
 
 @pytest.mark.parametrize(("hardware", "allow"), [("p5", ()), ("p5", ("dispatcher",)), ("h100", ())])
@@ -350,3 +358,12 @@ def test_a_simpler_layout_keeps_to_the_rules_of_its_recipe() -> None:
     found = standing(candidate, [], case, runtime).candidates[0]
     assert int(found.shape.vpp) > 1
     assert not any(broken_recipe_rules(setting_of(found)))
+
+
+@pytest.mark.parametrize(("cp", "is_legal"), [(2, True), (8, False)])
+def test_a_switch_moves_where_its_layouts_are_legal(cp: int, is_legal: bool) -> None:
+    """All-to-all exchanges of context parallelism need as many heads as ranks, of which Mixtral has 8 of keys."""
+    case = case_of(toy_problem(model=load_model("mixtral-8x7b"), cluster=toy_cluster(2 * cp), switches=None))
+    layout = Parallelism(tp=2, cp=cp, ep=2, etp=1, micro_batch_size=1)
+    candidate, _ = priced_as_given(case.model, case.cluster, case.training, layout, load_runtime("megatron"))
+    assert (Recipes.of(case).moved(candidate, {"cp_comm_type": "a2a"}) is not None) is is_legal

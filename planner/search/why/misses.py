@@ -23,7 +23,7 @@ from planner.physics.cost import CostTable
 from planner.physics.layers import model_totals
 from planner.physics.pricing import Pricing
 from planner.record import record
-from planner.schedule.orders import SCHEDULES, violation
+from planner.schedule.orders import SCHEDULES
 from planner.search.bounds import exceeds_all_ranks, layer_bytes
 from planner.search.case import Case
 from planner.search.chain import best_split
@@ -31,9 +31,9 @@ from planner.search.enumerate import (
     Rejections,
     check_expressible,
     enumerate_shapes,
+    no_schedule,
     scalar,
     schedule_options,
-    schedules_tried,
 )
 from planner.search.frontier import nodes_of
 from planner.search.ilp.node import RecomputeChoice, splits_tried
@@ -125,7 +125,7 @@ def refusal(case: Case) -> BrokenRule | None:
         return BrokenRule(reason, says or rejections.examples[reason], rejections)
     if any(schedule_options(shape, case.model, case.limits, case.runtime) for shape in _scalars(shapes)):
         return None
-    says = _no_schedule(case, next(_scalars(shapes)))
+    says = no_schedule(next(_scalars(shapes)), case.model, case.limits, case.runtime)
     rejections.add("no_schedule", np.size(shapes.tp), says)
     return BrokenRule("no_schedule", says, rejections)
 
@@ -142,20 +142,6 @@ def _no_data_parallel(case: Case) -> str:
     if sizes and min(sizes) > case.cluster.num_gpus:
         return f"dp {min(sizes)} needs more than {case.cluster.num_gpus} GPUs"
     return ""
-
-
-def _no_schedule(case: Case, shape: Shape) -> str:
-    """A sentence on why no schedule that may be used runs this shape."""
-    pp, steps = int(shape.pp), int(shape.num_microbatches)
-    for vpp in case.limits.vpp or (1,):
-        for name in reversed(schedules_tried(case.limits, case.runtime)):
-            error = violation(name, pp, vpp, steps)
-            if error is not None and name != "none":
-                return error.message
-            if error is None and vpp > 1:
-                layers = case.model.num_hidden_layers
-                return f"{layers} layers cannot be cut into pp {pp} · vpp {vpp} = {pp * vpp} chunks of like size"
-    return f"no schedule runs pp {pp} with {steps} micro-batches"
 
 
 MOST_STATE_BYTES = 24

@@ -17,7 +17,7 @@ from planner.specs.model import ModelSpec
 from planner.specs.problems import check_names
 from planner.specs.training import Recompute, TrainingSpec
 from planner.trainers.load import RUNTIMES, load_runtime, switches_of
-from planner.trainers.rules.rule_rows import SIZES, Rule, rule_names, rule_table, rules_of, value_at
+from planner.trainers.rules.rule_rows import SIZES, Rule, first_broken, rule_names, rule_table, rules_of, value_at
 from planner.trainers.spec import RuntimeSpec
 from planner.trainers.switches import SWITCHES, Value
 
@@ -128,6 +128,12 @@ def rules_for(runtime: RuntimeSpec) -> tuple[Rule, ...]:
     names = runtime.rules or _trainer_of(runtime).rules
     check_names(f"runtime {runtime.name}", "rules", names, rule_names("layout"))
     return rules_of("layer_kinds", "runtime", *(f"layout {name}" for name in names), runtime=runtime)
+
+
+def takes(setting: Setting) -> bool:
+    """True where no rule of recipes, or of its runtime's layouts, refuses a setting with a shape."""
+    job = setting.model, setting.training, setting.shape or Shape()
+    return not any(broken_recipe_rules(setting)) and first_broken(rules_for(setting.runtime), *job) is None
 
 
 def export_rules_for(runtime: RuntimeSpec) -> tuple[Rule, ...]:
