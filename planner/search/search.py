@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from itertools import groupby
 
 from planner.answer import BatchOffer, Plan, PricedLayout, RiskOffer, Searched, SearchReport
 from planner.errors import Infeasible, SolverError
@@ -164,8 +165,8 @@ def _ranked(rounds: list[FoundLayouts], best: Candidate, recipes: Recipes, deadl
     most = recipes.case.limits.top
     ranked = sorted(known.values(), key=lambda other: other.step_s)[: max(most, RANKED) + 1]
     others = sorted((_with_recipe_of(best, other, recipes) for other in ranked), key=lambda other: other.step_s)
-    unlike = {f"{other.step_s:.9g}": other for other in reversed(others)}
-    near = [other for other in reversed(unlike.values()) if other.step_s < best.step_s * (1 + REPLAN_GAIN)][:CONTENDERS]
+    unlike = [next(alike) for _, alike in groupby(others, key=lambda other: f"{other.step_s:.9g}")]
+    near = [other for other in unlike if other.step_s < best.step_s * (1 + REPLAN_GAIN)][:CONTENDERS]
     if len(rounds[0].pricings) == 1:  # with one bundle, recipes are too much alike for that
         near = [other for other in near if other.step_s < best.step_s * (1 - LEAST_GAIN)]
     fastest = min((recipes.refined(other, deadline) for other in near), key=lambda o: o.step_s, default=best)

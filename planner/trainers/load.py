@@ -162,10 +162,14 @@ def load_runtime(name_or_path: str | Path) -> RuntimeSpec:
     return _of_version(runtime, _file(path), version) if version else runtime
 
 
+def _shipped_names(runtime: RuntimeSpec) -> list[str]:
+    """Names of a trainer's own file and of its family's, as far as they ship."""
+    return [name for name in (runtime.name, runtime.family) if name in RUNTIMES]
+
+
 def switches_of(runtime: RuntimeSpec) -> Switches:
     """The switches that a trainer has, with the values that a search may choose; none for a trainer of one's own."""
-    names = [name for name in (runtime.name, runtime.family) if name in RUNTIMES]
-    return next((has for name in names if (has := _shipped_switches(name, runtime.version))), {})
+    return next((has for name in _shipped_names(runtime) if (has := _shipped_switches(name, runtime.version))), {})
 
 
 def coefficients(shipped: RuntimeSpec, runtime: RuntimeSpec) -> Fields:
@@ -183,8 +187,7 @@ def likely_of(runtime: RuntimeSpec, architecture: str) -> tuple[Likely, ...]:
 
 def checkpoint_of(runtime: RuntimeSpec, zero_stage: int) -> Checkpoint:
     """The checkpoint that jobs of a trainer write under a ZeRO stage."""
-    names = [name for name in (runtime.name, runtime.family) if name in RUNTIMES]
-    rows = (row for name in names for row in _shipped_file(name).checkpoints)
+    rows = (row for name in _shipped_names(runtime) for row in _shipped_file(name).checkpoints)
     return next((row for row in rows if zero_stage in row.zero_stages), UNKNOWN)
 
 
