@@ -151,7 +151,7 @@ class NewLines:
         self.where, self.rest, self._begun = where, b"", False
         self._tally = tally or Tally()
         self._recode: IncrementalDecoder | None = None
-        """Of a file in UTF-16, as Windows' shells write one."""
+        """The decoder of a file in UTF-16, as shells of Windows write one."""
 
     def of(self, block: bytes) -> list[bytes]:
         """The lines that this block ends, without their ends and cut to the longest that is read; SpecError where the
