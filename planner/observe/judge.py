@@ -216,13 +216,18 @@ _AXES = ("tp", "cp", "pp", "vpp", "ep", "micro_batch_size")
 
 
 def differences(observation: Observation, plan: Plan) -> Texts:
-    """The numbers of the job and of the layout that the log states and that the plan has otherwise, in words."""
+    """The numbers of the job and of the layout that the log states and that the plan has otherwise, in words.
+
+    Tokens of a step differ by a factor of two at least: logs count those of padding or not.
+    """
     facts = observation.facts
-    layout = plan.parallelism
+    layout, planned = plan.parallelism, plan.training.tokens_per_step
+    tokens = round((observation.tokens_per_s or 0.0) * (observation.step_s or 0.0))
     pairs = {
         "GPUs": (facts.num_gpus, plan.cluster.num_gpus),
         "global batch size": (facts.global_batch_size, plan.training.global_batch_size),
         "sequence length": (facts.seq_length, plan.training.seq_length),
+        "tokens of a step": (None if tokens == 0 or planned / 2 < tokens < 2 * planned else tokens, planned),
         "rank of adapters": (facts.lora_rank, plan.training.adapters.rank if plan.training.adapters else 0),
     }
     stated = facts.run.get("parallelism") or {}

@@ -195,6 +195,12 @@ def test_a_log_of_another_job_gets_no_verdict(priced: Plan, facts: dict[str, Any
     assert says in answer.says
 
 
+def test_a_step_of_a_third_of_the_tokens_is_another_job(priced: Plan) -> None:
+    rate = priced.step.tokens_per_s
+    tokens = [judged(observed(priced, 1.0, tokens_per_s=rate * share), priced, "plan.json") for share in (1 / 3, 0.6)]
+    assert [("tokens of a step" in one.says, one.verdict) for one in tokens] == [(True, None), (False, "expected")]
+
+
 def test_a_log_of_the_same_job_gets_one(priced: Plan) -> None:
     layout = priced.parallelism
     facts = JobFacts(
