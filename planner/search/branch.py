@@ -344,7 +344,9 @@ class Branch:
             bound_s, objective_s = bound_s if number else solution.bound_s + tail_s, solution.objective_s
             if candidate is not None and candidate.fits:
                 self.keep(candidate)
-        decided = objective_s + tail_s <= bound_s * (1 + NOISE) or is_deep(node.pricing.model, int(node.shape.pp))
+        # a program whose objective is below the cutoff rules nothing out
+        step_s = objective_s + tail_s
+        decided = step_s < max(bound_s * (1 + NOISE), self.cutoff_s) or is_deep(node.pricing.model, int(node.shape.pp))
         if decided or self.slack is not None or bound_s >= self.cutoff_s:
             return bound_s
         return max(bound_s, self._solve_program(choice, layout))

@@ -113,9 +113,8 @@ def _best_count(node: Node) -> Solution | None:
     Every rank holds so many layers. Larger numbers are tried until they are slower even with boundless memory.
     """
     best, numbers = Solution((), (), np.inf, np.inf, ()), range(node.num_layers // node.pp + 1)
-    if isinstance(_rows_of(node, 0, node.cutoff_s), _Line):  # where fewer leave too little memory, they are passed over
-        numbers = numbers[bisect_left(numbers, True, key=lambda number: _Line.of(node, number).has_room) :]
-    for number in numbers:
+    # those that leave too little memory are passed over
+    for number in numbers[bisect_left(numbers, True, key=lambda number: _Line.of(node, number).has_room) :]:
         most_s = min(node.cutoff_s, best.bound_s)
         rows = _rows_of(node, number, most_s)
         if rows is None:

@@ -112,11 +112,11 @@ def find_layouts(
     if known is not None:
         bar = Bar(known.step_s / (1 + limits.gap_fraction), lambda kernels: _least_work_s(tried, kernels))
     legal_shapes, rejections = enumerate_shapes(case, bar)
-    num_shapes = len(np.atleast_1d(legal_shapes.tp))
+    num_shapes = np.size(legal_shapes.tp)
     if not num_shapes and known is None:
         raise NothingLegal(rejections, case)
     all_priced = _promising(tried, legal_shapes, bar) if num_shapes else []
-    fitting = np.flatnonzero(np.any(list(map(fits, all_priced)), axis=0)) if all_priced else np.zeros(0, dtype=np.int64)
+    fitting = np.flatnonzero(np.any(list(map(fits, all_priced)), axis=0)) if all_priced else np.zeros(0, int)
     if all_priced:
         count_misfits(case, all_priced[0], fitting, rejections)
     taken = [_on_their_hosts(shapes.take(fitting)) for shapes in all_priced if len(fitting)]
@@ -151,13 +151,18 @@ def _no_layout(case: Case, branch: Branch) -> Exception:
 
 
 def _pricings(case: Case, runtimes: Sequence[RuntimeSpec]) -> list[tuple[Pricing, SearchLimits]]:
-    """The prices under each runtime that may recompute as the user allows, with limits that name its schedules."""
-    return [
-        (pricing_of(case.model, case.cluster, case.training, priced_as, case.limits), tried)
+    """The prices under each runtime that may recompute as the user allows, with limits that name its schedules.
+
+    Runtimes that mean the same for the job are priced once.
+    """
+    priced = {
+        (pricing.runtime, tried.schedule): (pricing, tried)
         for runtime in runtimes
         for priced_as, tried in by_runtime(case.limits, runtime)
         if recompute_choices(case.model, priced_as, case.limits)
-    ]
+        for pricing in [pricing_of(case.model, case.cluster, case.training, priced_as, case.limits)]
+    }
+    return list(priced.values())
 
 
 def _least_work_s(tried: Sequence[tuple[Pricing, SearchLimits]], kernels: Shape) -> FloatArray:

@@ -471,8 +471,7 @@ def _is_no_dearer(shapes: PricedShapes, others: PricedShapes) -> BoolArray:
         for quantity in _PRICES:
             no_dearer = no_dearer & (getattr(part, quantity) <= getattr(against, quantity) * (1 + TINY))
     has_room: BoolArray = np.asarray(table.usable_bytes >= other.usable_bytes * (1 - TINY))
-    hidden_s, other_s = (priced.table.hidden_s for priced in (shapes, others))
-    has_less: BoolArray = np.asarray(hidden_s <= other_s * (1 + TINY))
+    has_less: BoolArray = np.asarray(table.hidden_s <= other.hidden_s * (1 + TINY))
     return no_dearer & has_room & has_less
 
 
