@@ -98,11 +98,19 @@ def search(case: Case, news: News | None = None) -> Plan:
             return search_within_risk(case, deadline, news)
         except NothingFits as error:
             nothing = error
-    for safer in safer_first(case):
-        try:
-            return with_warning(search_within_risk(safer, deadline), safer, case)
-        except Infeasible as error:
-            nothing = error if isinstance(error, NothingFits) else nothing
+    for alike in safer_first(case):
+        found: list[tuple[Plan, Case]] = []
+        for safer in alike:
+            try:
+                found.append((search_within_risk(safer, deadline), safer))
+            except (Infeasible, SolverError) as error:
+                if isinstance(error, SolverError) and not found:
+                    raise
+                nothing = error if isinstance(error, NothingFits) else nothing
+            if found and deadline.passed:
+                break
+        if found:
+            return with_warning(*min(found, key=lambda each: each[0].best.step.step_s), case)
     raise nothing
 
 
