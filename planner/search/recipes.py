@@ -194,9 +194,9 @@ class Recipes:
             if best.step_s >= candidate.step_s * (1 - LEAST_GAIN):
                 break
             candidate = best
-        return self._plainest(candidate)
+        return self.plainest(candidate)
 
-    def _plainest(self, candidate: Candidate) -> Candidate:
+    def plainest(self, candidate: Candidate) -> Candidate:
         """The candidate with each free switch at the trainer's own value that gains nothing, or may cost, at another.
 
         It may cost where it gains less than `least_gain`.

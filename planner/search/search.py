@@ -172,7 +172,10 @@ def _ranked(rounds: list[FoundLayouts], best: Candidate, recipes: Recipes, deadl
                 known[key] = other
     most = recipes.case.limits.top
     ranked = sorted(known.values(), key=lambda other: other.step_s)[: max(most, RANKED) + 1]
-    others = sorted((_with_recipe_of(best, other, recipes) for other in ranked), key=lambda other: other.step_s)
+    moved = (_with_recipe_of(best, other, recipes) for other in ranked)
+    # the best has no switch that may cost
+    fair = (recipes.plainest(other) if other.step_s < best.step_s else other for other in moved)
+    others = sorted(fair, key=lambda other: other.step_s)
     unlike = [next(alike) for _, alike in groupby(others, key=lambda other: f"{other.step_s:.9g}")]
     near = [other for other in unlike if other.step_s < best.step_s * (1 + REPLAN_GAIN)][:CONTENDERS]
     if len(rounds[0].pricings) == 1:  # with one bundle, recipes are too much alike for that
