@@ -146,12 +146,12 @@ def free_bytes(shapes: PricedShapes, modes: Sequence[Recompute], num_ranks: int)
 
 
 def cheapest(parts: Sequence[PartCost]) -> PartCost:
-    """A layer that costs no more than any of `parts`, in any respect that the bounds look at."""
+    """A layer that takes no more seconds than any of `parts`, and no more bytes beside its static ones."""
 
     def least(quantity: str) -> Number:
         return reduce(np.minimum, [np.asarray(getattr(part, quantity)) for part in parts])
 
-    names = ("live_bytes", "transient_bytes", "parameters", "expert_parameters")
+    names = ("live_bytes", "transient_bytes")
     return PartCost(forward_s=least("total_s"), **{name: least(name) for name in names})
 
 
@@ -382,14 +382,13 @@ def busiest_rank_s(
     busiest = np.maximum(shapes.work_s(base) / shapes.shape.pp, beside_s.max(axis=1))
     counts = shapes.pricing.kind_counts
     layers, least = shapes.table.layers, RARE * model.num_hidden_layers
-    held: dict[PartName, tuple[PartCost, PartCost, int]] = {
-        kind: (layers[kind, base], layers[kind, FULL], count) for kind, count in counts.items() if count >= least
-    }
+    static = {kind: shapes.static_bytes(kind, layers[kind, base]) for kind in counts}
+    held = [(static[kind], layers[kind, base], layers[kind, FULL], n) for kind, n in counts.items() if n >= least]
     if len(counts) > 1:
         plain, full = (cheapest([layers[kind, mode] for kind in model.kinds]) for mode in (base, FULL))
-        held["least"] = plain, full, model.num_hidden_layers
-    for name, layer in held.items():
-        busiest = _holding_bound_s(shapes, name, layer, may_recompute, orders.in_flight, beside_s, busiest)
+        held.append((np.min([*static.values()], axis=0), plain, full, model.num_hidden_layers))
+    for layer in held:
+        busiest = _holding_bound_s(shapes, layer, may_recompute, orders.in_flight, beside_s, busiest)
     return np.asarray(busiest)
 
 
@@ -411,22 +410,21 @@ def _trip_s(shapes: PricedShapes, base: Recompute, orders: Orders) -> FloatArray
 
 def _holding_bound_s(
     shapes: PricedShapes,
-    name: PartName,
-    layer: tuple[PartCost, PartCost, int],
+    layer: tuple[FloatArray, PartCost, PartCost, int],
     may_recompute: bool,
     in_flight: FloatArray,
     beside_s: FloatArray,
     least_s: FloatArray,
 ) -> FloatArray:
-    """Least seconds of a micro-batch on the busiest rank for layer[2] layers; `least_s` or more.
+    """Least seconds of a micro-batch on the busiest rank for layer[3] layers; `least_s` or more.
 
-    A layer costs layer[0], or layer[1] if it is recomputed whole. Ranks (columns) hold `in_flight` micro-batches;
-    `beside_s` of a micro-batch's seconds are spent on no layer.
+    A layer has layer[0] static bytes and costs layer[1], or layer[2] if it is recomputed whole. Ranks (columns) hold
+    `in_flight` micro-batches; `beside_s` of a micro-batch's seconds are spent on no layer.
     """
-    plain, full, count = layer
+    static_bytes, plain, full, count = layer
     seconds = shapes.part(plain, "total_s")[:, None]
     again = np.maximum(shapes.part(full, "total_s")[:, None] - seconds, 1e-12)
-    static, live = shapes.static_bytes(name, plain)[:, None], shapes.part(plain, "live_bytes")[:, None]
+    static, live = static_bytes[:, None], shapes.part(plain, "live_bytes")[:, None]
     saved = np.maximum(live - shapes.part(full, "live_bytes")[:, None], 1.0)
     free = shapes.free_bytes(plain, in_flight.shape[1])
     roomy = np.floor(free / (static + in_flight * live))

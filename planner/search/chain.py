@@ -113,8 +113,8 @@ def _best_count(node: Node) -> Solution | None:
     Every rank holds so many layers. Larger numbers are tried until they are slower even with boundless memory.
     """
     best, numbers = Solution((), (), np.inf, np.inf, ()), range(node.num_layers // node.pp + 1)
-    # those that leave too little memory are passed over
-    for number in numbers[bisect_left(numbers, True, key=lambda number: _Line.of(node, number).has_room) :]:
+    # those too small for all layers to have memory are passed over; the larger ones have more
+    for number in numbers[bisect_left(numbers, node.num_layers, key=lambda each: _Line.of(node, each).room.sum()) :]:
         most_s = min(node.cutoff_s, best.bound_s)
         rows = _rows_of(node, number, most_s)
         if rows is None:
@@ -266,7 +266,7 @@ class _Line:
     @classmethod
     def of(cls, node: Node, number: int) -> _Line:
         rank, first, count = np.ogrid[: node.pp, :2, max(number, 1) : max(number, 1) + 2]
-        rows = _Rows.of(node, rank, first, first + count, number)
+        rows = _Rows.of(node, rank, first, np.minimum(first + count, node.num_layers), number)
         parts = []
         for each in (rows.row_s, *rows.ends_s):
             s = np.stack(np.broadcast_arrays(*each))

@@ -182,8 +182,8 @@ _OF_REFERENCE = ("reference_parameters", "reference_expert_parameters", "referen
 """Fields that are counted where forwards run without a gradient."""
 
 
-PartName = LayerKind | Literal["embedding", "head", "mtp", "all", "least"]
-"""A part of the model, all of it together, or a layer no dearer than any."""
+PartName = LayerKind | Literal["embedding", "head", "mtp", "all"]
+"""A part of the model, or all of it together."""
 
 
 @record(slots=False)

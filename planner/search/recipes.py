@@ -105,8 +105,9 @@ class Recipes:
         pinned, has = pinned_by(self.case), switches_of(self.case.runtime)
         # what a version of the trainer lacks is left out of a bundle, what lacks consent is no bundle
         known = [bundle for bundle in BUNDLES if all(name in has for name in _WITHOUT_WHICH & bundle.keys())]
-        # nor is a dispatcher that nobody is known to gain from on the network
-        tried = {**has, "dispatcher": self.free.get("dispatcher", ())}
+        # nor is a dispatcher that the GPUs do not run, or that nobody is known to gain from on the network
+        dispatchers = self.free.get("dispatcher", ())
+        tried = {**has, "dispatcher": [v for v in dispatchers if self._legal([switched(self.base, {"dispatcher": v})])]}
         own = [{n: v for n, v in bundle.items() if n not in pinned and v in tried.get(n, ())} for bundle in known]
         bundles = [bundle for bundle in own if all(v in self.free.get(name, ()) for name, v in bundle.items())]
         runtimes = [switched(self.base, consented | dict(bundle)) for bundle in bundles]
@@ -193,9 +194,9 @@ class Recipes:
             if best.step_s >= candidate.step_s * (1 - LEAST_GAIN):
                 break
             candidate = best
-        return self._plainest(candidate)
+        return self.plainest(candidate)
 
-    def _plainest(self, candidate: Candidate) -> Candidate:
+    def plainest(self, candidate: Candidate) -> Candidate:
         """The candidate with each free switch at the trainer's own value that gains nothing, or may cost, at another.
 
         It may cost where it gains less than `least_gain`.

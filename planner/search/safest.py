@@ -6,7 +6,7 @@ the fastest, the one comes first that loses least where an assumption fails and 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from itertools import product
@@ -30,23 +30,22 @@ from planner.trainers.spec import RuntimeSpec
 from planner.trainers.switches import SWITCHES, written
 
 
-def safer_first(case: Case) -> Iterator[Case]:
-    """Cases to search where no layout fits within the risk: with switches that save memory, then the safest layouts,
-    then all that fit.
+def safer_first(case: Case) -> Iterator[Iterable[Case]]:
+    """Cases to search where no layout fits within the risk, those alike of which the fastest counts: with switches that
+    save memory, then for the safest layouts, then for all that fit.
 
     The layout that needs least memory, among the shapes that promise it, says how much can be left free.
     """
     capacity_bytes = case.cluster.hardware.memory_bytes
-    for saving in saving_memory(case):
-        if 0 < least_state_bytes(saving) <= capacity_bytes:  # 0 where the host has no room for its part
-            yield saving
+    # 0 where the host has no room for its part
+    yield (saving for saving in saving_memory(case) if 0 < least_state_bytes(saving) <= capacity_bytes)
     if case.limits.memory_headroom_gib is not None or least_state_bytes(case) > capacity_bytes:
         return
     miss = nearest_miss(case)
     if miss is not None and miss.shortfall_bytes < case.headroom_bytes:
         free_gib = gib(case.headroom_bytes - miss.shortfall_bytes)
-        yield case.limited(memory_headroom_gib=free_gib * (1 - 1e-9))
-    yield case.filling
+        yield [case.limited(memory_headroom_gib=free_gib * (1 - 1e-9))]
+    yield [case.filling]
 
 
 def saving_memory(case: Case) -> Iterator[Case]:

@@ -98,11 +98,19 @@ def search(case: Case, news: News | None = None) -> Plan:
             return search_within_risk(case, deadline, news)
         except NothingFits as error:
             nothing = error
-    for safer in safer_first(case):
-        try:
-            return with_warning(search_within_risk(safer, deadline), safer, case)
-        except Infeasible as error:
-            nothing = error if isinstance(error, NothingFits) else nothing
+    for alike in safer_first(case):
+        found: list[tuple[Plan, Case]] = []
+        for safer in alike:
+            try:
+                found.append((search_within_risk(safer, deadline), safer))
+            except (Infeasible, SolverError) as error:
+                if isinstance(error, SolverError) and not found:
+                    raise
+                nothing = error if isinstance(error, NothingFits) else nothing
+            if found and deadline.passed:
+                break
+        if found:
+            return with_warning(*min(found, key=lambda each: each[0].best.step.step_s), case)
     raise nothing
 
 
@@ -164,7 +172,10 @@ def _ranked(rounds: list[FoundLayouts], best: Candidate, recipes: Recipes, deadl
                 known[key] = other
     most = recipes.case.limits.top
     ranked = sorted(known.values(), key=lambda other: other.step_s)[: max(most, RANKED) + 1]
-    others = sorted((_with_recipe_of(best, other, recipes) for other in ranked), key=lambda other: other.step_s)
+    moved = (_with_recipe_of(best, other, recipes) for other in ranked)
+    # the best has no switch that may cost
+    fair = (recipes.plainest(other) if other.step_s < best.step_s else other for other in moved)
+    others = sorted(fair, key=lambda other: other.step_s)
     unlike = [next(alike) for _, alike in groupby(others, key=lambda other: f"{other.step_s:.9g}")]
     near = [other for other in unlike if other.step_s < best.step_s * (1 + REPLAN_GAIN)][:CONTENDERS]
     if len(rounds[0].pricings) == 1:  # with one bundle, recipes are too much alike for that

@@ -46,7 +46,8 @@ from planner.shape import RANK_ORDERS, Shape
 from planner.specs.cluster import ClusterSpec, parse_tiers
 from planner.specs.model import ModelSpec
 from planner.specs.registry import load_hardware, load_model
-from planner.specs.training import SearchLimits, TrainingSpec
+from planner.specs.training import AdapterSpec, SearchLimits, TrainingSpec
+from planner.specs.units import GIB
 from planner.trainers.load import RUNTIMES, has_dtype, load_runtime
 
 MODELS: dict[str, dict[str, Any]] = {
@@ -356,6 +357,20 @@ def test_bounds_are_those_of_before() -> None:
     assert now.keys() == PINNED.keys()
     changed = [name for name, values in now.items() if values != pytest.approx(PINNED[name], rel=1e-9)]
     assert not changed, f"{len(changed)} bounds changed, such as {changed[0]}"
+
+
+@pytest.mark.parametrize("design", ["experts", "every second slides"])
+@pytest.mark.parametrize("adapters", [None, AdapterSpec()], ids=["all weights", "adapters"])
+def test_a_layout_is_found_where_just_its_memory_is_there(design: str, adapters: AdapterSpec | None) -> None:
+    """The layer no dearer than any had the frozen weights of adapters as trained ones."""
+    steps_s, memory_gib = [], 80.0
+    for _ in range(2):
+        job = toy_model(**MODELS[design]), toy_cluster(4, memory_gib=memory_gib), toy_training(16, adapters=adapters)
+        problem = toy_problem(*job, memory_headroom_gib=0.0, gap_fraction=0.0, recompute=("none",), top=1)
+        answer = plan(*job, limits=problem.limits, runtime=problem.runtime)
+        memory_gib = answer.best.worst_stage.memory.total_bytes / GIB * (1 + 1e-6)
+        steps_s.append(answer.step.step_s)
+    assert steps_s[1] == pytest.approx(steps_s[0], rel=1e-9)
 
 
 MOST = {

@@ -13,7 +13,7 @@ from itertools import pairwise, product
 import numpy as np
 import pytest
 from solver_nodes import DENSE, random_node, random_part, recomputed_whole, recurring_node
-from toys import NO_LIMIT_S, case_of, legal_counts, toy_cluster, toy_model, toy_problem, toy_training
+from toys import NO_LIMIT_S, case_of, legal_counts, solved, toy_cluster, toy_model, toy_problem, toy_training
 
 from planner.layout.candidate import Candidate, Split
 from planner.schedule.orders import placement
@@ -86,6 +86,15 @@ def test_the_closed_form_of_one_kind_has_the_optimum_of_the_integer_program(has_
             assert line.objective_s == pytest.approx(best_s, rel=1e-4)
             assert line.bound_s == pytest.approx(best_s, rel=1e-4)
     assert 30 < held < 60
+
+
+@pytest.mark.parametrize(("layers", "pp", "memory_gib"), [(2, 2, 3.4), (12, 3, 5.0)])
+def test_the_number_of_recomputed_layers_is_the_best_of_all(layers: int, pp: int, memory_gib: float) -> None:
+    """A rank may have room for one layer that is recomputed, and for no two: larger numbers then fit no better."""
+    limits = {"pp": (pp,), "tp": (1,), "vpp": (1,), "recompute": ("none", "full"), "gap_fraction": 0.0, "top": 1}
+    cluster = toy_cluster(pp, memory_gib=memory_gib)
+    problem = toy_problem(toy_model(layers), cluster, toy_training(8), memory_headroom_gib=0.0, **limits)
+    assert solved(problem).step.step_s == pytest.approx(problem.best_step_s(), rel=1e-6)
 
 
 def test_a_cutoff_leaves_no_split_and_the_same_bound() -> None:
