@@ -238,25 +238,22 @@ def enumerate_shapes(case: Case, bar: Bar | None = None) -> tuple[Shape, Rejecti
         promising = bar.passes(np.where(dp > 0, least_s[rows] * cluster.num_gpus / ranks, 0.0))
         rows, dp = rows[promising], dp[promising]
     grid = {name: column[rows] for name, column in grid.items()}
-    legal = dp > 0
-    _reject(grid, ~legal, rejections, case)
-    dp = np.maximum(dp, 1)
+    _reject(grid, dp == 0, rejections, case)
     pricing = Pricing(model=model, cluster=cluster, training=training, runtime=runtime)
+    grid, dp = {name: column[dp > 0] for name, column in grid.items()}, dp[dp > 0]
     rows, shard_size = _shard_groups(grid, dp, pricing, limits)
-    legal, dp = legal[rows], dp[rows]
-    shape = _shape({name: column[rows] for name, column in grid.items()}, dp, shard_size, case)
+    shape = _shape({name: column[rows] for name, column in grid.items()}, dp[rows], shard_size, case)
     orders: tuple[str, ...] = limits.rank_order or runtime.rank_orders
     if OWN not in orders:
-        shape = replace(shape, dp_outermost=np.ones_like(dp))
+        shape = replace(shape, dp_outermost=np.ones_like(shape.dp))
     rules = (*_own_rules(case), *rules_for(runtime), host_rule(pricing))
     for rule in rules:
-        holds = np.broadcast_to(rule.holds(model, training, shape), legal.shape)
-        broken = legal & ~holds
-        if broken.any():
-            first = int(np.argmax(broken))
-            rejections.add(rule.reason, int(broken.sum()), rule.message(model, training, scalar(shape, first)))
-        legal &= holds
-    if legal.any():
+        holds = np.broadcast_to(rule.holds(model, training, shape), np.shape(shape.tp))
+        if not holds.all():
+            first = scalar(shape, int(np.argmin(holds)))
+            rejections.add(rule.reason, int((~holds).sum()), rule.message(model, training, first))
+            shape = shape.take(holds)
+    if np.size(shape.tp):
         rejections.leave_unasked(limits)
 
     def is_legal(other: Shape) -> Any:
@@ -264,7 +261,7 @@ def enumerate_shapes(case: Case, bar: Bar | None = None) -> tuple[Shape, Rejecti
             [np.broadcast_to(rule.holds(model, training, other), np.shape(other.tp)) for rule in rules], axis=0
         )
 
-    return _with_rank_orders(shape.take(legal), cluster, orders, is_legal), rejections
+    return _with_rank_orders(shape, cluster, orders, is_legal), rejections
 
 
 def _with_rank_orders(
@@ -376,17 +373,20 @@ def _data_parallel(grid: Grid, case: Case) -> tuple[IntArray, IntArray]:
     """
     leasts = {SCHEDULES[name].min_microbatches_per_rank for name in case.limits.schedule or () if name in SCHEDULES}
     asked = [(0, False), (1, False), *((least, True) for least in sorted(leasts | {1}) if least)]
-    sizes = np.stack([_largest(grid, case, least, even) for least, even in asked])
+    most = [case.cluster.num_gpus // (grid["tp"] * grid["cp"] * grid["pp"])]
+    for least, even in asked:  # what suits the later suits those before
+        most.append(_largest(grid, case, most[-1], least, even))
+    sizes = np.stack(most[1:])
     new = [np.all(sizes[:k] != sizes[k], axis=0) & ((sizes[k] > 0) | (k == 0)) for k in range(len(asked))]
     which, rows = np.nonzero(new)
     return rows, sizes[which, rows]
 
 
-def _largest(grid: Grid, case: Case, least: int, even: bool) -> IntArray:
-    """The largest dp of each row that leaves `least`·pp micro-batches or more, with `even` a multiple of pp; else 0."""
+def _largest(grid: Grid, case: Case, most: IntArray, least: int, even: bool) -> IntArray:
+    """The largest dp up to `most` of each row that leaves `least`·pp micro-batches or more, with `even` a multiple of
+    pp; else 0."""
     num_gpus, global_batch, dps = case.cluster.num_gpus, case.training.global_batch_size, case.limits.dp
-    room = num_gpus // (grid["tp"] * grid["cp"] * grid["pp"])
-    dp = np.zeros_like(room)
+    dp = np.zeros_like(most)
     slots = grid["tp"] * grid["cp"]
     experts = grid["ep"] * grid["etp"]
     for batch in distinct(grid["micro_batch_size"]):
@@ -396,7 +396,7 @@ def _largest(grid: Grid, case: Case, least: int, even: bool) -> IntArray:
         sizes = np.array([0] + [d for d in divisors(microbatches, num_gpus) if dps is None or d in dps])
         steps = microbatches // np.maximum(sizes, 1)
         rows = np.flatnonzero(grid["micro_batch_size"] == batch)
-        index = np.searchsorted(sizes, room[rows], side="right") - 1
+        index = np.searchsorted(sizes, most[rows], side="right") - 1
         # step down to a size that suits the schedule and fits the expert grid; the size 0 suits none and ends the loop
         open_rows = np.arange(len(rows))
         while len(open_rows):

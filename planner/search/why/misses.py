@@ -35,7 +35,7 @@ from planner.search.enumerate import (
     scalar,
     schedule_options,
 )
-from planner.search.frontier import nodes_of
+from planner.search.frontier import blocks_of, nodes_of
 from planner.search.ilp.node import RecomputeChoice, splits_tried
 from planner.search.priced_shapes import PricedShapes, fits, priced_shapes
 from planner.shape import FloatArray, IntArray, Shape
@@ -249,13 +249,20 @@ def least_lack_bytes(case: Case) -> float:
 
 
 def _with_room(case: Case, shapes: PricedShapes) -> PricedShapes:
-    """The shapes whose ranks have room for the layers together under some schedule, without chunks if that is open."""
-    shapes = shapes.take(np.flatnonzero(fits(shapes)))
+    """The first shapes, as many as are split, whose ranks have room for the layers together under some schedule.
+
+    It has no chunks if that is open.
+    """
     limits = case.limits.model_copy(update={"vpp": case.limits.vpp or (1,)})
-    modes, rows = modes_allowed(case), set[int]()
-    for index, nodes in nodes_of(replace(shapes, limits=limits)):
-        rows.update(index[~exceeds_all_ranks(nodes.shapes, modes, nodes.orders)].tolist())
-    return shapes.take(np.array(sorted(rows), dtype=np.int64))
+    modes, pps, rows = modes_allowed(case), np.asarray(shapes.shape.pp), list[int]()
+    for block in blocks_of(np.flatnonzero(fits(shapes)), pps):
+        own = set[int]()
+        for index, nodes in nodes_of(replace(shapes.take(block), limits=limits)):
+            own.update(block[index[~exceeds_all_ranks(nodes.shapes, modes, nodes.orders)]].tolist())
+        rows += [row for row in block.tolist() if row in own]
+        if np.count_nonzero(pps[rows] > 1) >= SPLIT:
+            break
+    return shapes.take(np.array(rows, dtype=np.int64))
 
 
 def _split_by_room(case: Case, shapes: PricedShapes) -> Iterator[Candidate]:
@@ -306,6 +313,8 @@ def _smallest(case: Case) -> PricedShapes | None:
 
     First come those that probably need least memory.
     """
+    if not case.runtime.has_model_parallel:
+        case = case.limited(**{axis: getattr(case.limits, axis) or (1,) for axis in ("tp", "cp", "pp", "ep")})
     legal_shapes, _ = enumerate_shapes(_of_least_batch(case))
     if not np.size(legal_shapes.tp) and len(case.limits.micro_batch_size or ()) > 1:
         legal_shapes, _ = enumerate_shapes(case)

@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from itertools import chain
+from functools import cache
+from itertools import chain, pairwise
 from math import inf, log
 from typing import Any
 
@@ -65,10 +66,9 @@ class Trials:
         if self.deadline.passed:
             self.cut_short = True
             return None
-        smallest = case if case.limits.micro_batch_size else case.limited(micro_batch_size=(1,))
         for runtime in (case.runtime, *Recipes.of(case).dividing()):
             with suppress(SpecError):
-                candidate = fitting_candidate(replace(smallest, runtime=runtime))
+                candidate = fitting_candidate(replace(case, runtime=runtime))
                 if candidate is not None:
                     chosen = parallelism_of(candidate)
                     return {axis: getattr(chosen, axis) for axis in (*_SIZES, "recompute", "schedule")}
@@ -212,13 +212,13 @@ def fewest_gpus(num_gpus: int, node_size: int, enough: Callable[[int], bool], gu
     """
     if num_gpus < node_size and guess < node_size and enough(node_size):
         return least_that(max(num_gpus, guess), node_size, enough)
+    enough_nodes = cache(lambda num_nodes: enough(num_nodes * node_size))
     low = max(num_gpus // node_size, num_gpus < node_size, guess // node_size)
-    more = max(low // 4, 1)
-    for _ in range(DOUBLINGS):
-        if enough((low + more) * node_size):
-            return node_size * least_that(low, low + more, lambda num_nodes: enough(num_nodes * node_size))
-        low, more = low + more, 2 * more
-    return None
+    tried = [low + max(low // 4, 1) * (2**doubled - 1) for doubled in range(DOUBLINGS + 1)]
+    if not enough_nodes(tried[1]) and not enough_nodes(tried[-1]):  # the most, before all between
+        return None
+    too_few, sufficient = next(pair for pair in pairwise(tried) if enough_nodes(pair[1]))
+    return node_size * least_that(too_few, sufficient, enough_nodes)
 
 
 def least_that(too_few: int, sufficient: int, enough: Callable[[int], bool]) -> int:
