@@ -304,8 +304,9 @@ def refused_by_states(case: Case) -> NothingFits | None:
 
 
 def _of_least_batch(case: Case) -> Case:
-    """The case with the smallest micro-batch that may be."""
-    return case.limited(micro_batch_size=(min(case.limits.micro_batch_size or (1,)),))
+    """The case with the smallest micro-batch that may be: both answers of a pair where the objective has them."""
+    least = case.limits.micro_batch_size or (case.training.objective.row.num_sequences,)
+    return case.limited(micro_batch_size=(min(least),))
 
 
 def _smallest(case: Case) -> PricedShapes | None:

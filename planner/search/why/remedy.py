@@ -215,7 +215,7 @@ def fewest_gpus(num_gpus: int, node_size: int, enough: Callable[[int], bool], gu
     enough_nodes = cache(lambda num_nodes: enough(num_nodes * node_size))
     low = max(num_gpus // node_size, num_gpus < node_size, guess // node_size)
     tried = [low + max(low // 4, 1) * (2**doubled - 1) for doubled in range(DOUBLINGS + 1)]
-    if not enough_nodes(tried[1]) and not enough_nodes(tried[-1]):  # the most, before all between
+    if not any(map(enough_nodes, (*tried[1:5], tried[-1]))):  # the most, before those between
         return None
     too_few, sufficient = next(pair for pair in pairwise(tried) if enough_nodes(pair[1]))
     return node_size * least_that(too_few, sufficient, enough_nodes)

@@ -66,7 +66,7 @@ def within_risk(candidate: Candidate, case: Case) -> Candidate:
 def room_of(best: Candidate) -> Room:
     """The largest micro-batch and sequence beside the layout's own switches and sharding."""
     positions = best.pricing.model.max_position_embeddings
-    pair = 2 if best.pricing.training.objective.has_pairs else 1
+    pair = best.pricing.training.objective.row.num_sequences
     most = MOST_STEPS if positions is None else positions // SEQUENCE_STEP
 
     def batch(mode: Recompute | None) -> int:
@@ -145,13 +145,13 @@ def catalogue(runtime: RuntimeSpec) -> tuple[tuple[int, ModelSpec], ...]:
 
 def _largest(case: Case, method: Method, bits: int | None, sizes: tuple[tuple[int, ModelSpec], ...]) -> LargestModel:
     """The first of the models that fits one sequence at a time on each GPU, with every layer recomputed."""
-    gpus, runtime = case.cluster.num_gpus, case.runtime
+    gpus, runtime, pair = case.cluster.num_gpus, case.runtime, case.training.objective.row.num_sequences
     given = case.training.adapters or AdapterSpec()
     adapters = None if bits is None else given.model_copy(update={"base_bits": bits})
     of_job = (
         case.free()
-        .trained(adapters=adapters, global_batch_size=gpus)
-        .limited(recompute=("full",), micro_batch_size=(1,), tp=(1,), pp=(1,), cp=(1,), ep=(1,), dp=(gpus,))
+        .trained(adapters=adapters, global_batch_size=gpus * pair)
+        .limited(recompute=("full",), micro_batch_size=(pair,), tp=(1,), pp=(1,), cp=(1,), ep=(1,), dp=(gpus,))
     )
     states = runtime.weight_bytes + runtime.gradient_bytes + runtime.optimizer_bytes
     least_bytes = states if bits is None else PACKED_BYTES[bits]
