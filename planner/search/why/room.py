@@ -131,20 +131,18 @@ def _excess_bytes(best: Candidate, mode: Recompute | None, shape: dict[str, int]
 
 def largest_models(case: Case) -> tuple[LargestModel, ...]:
     """The largest model of the catalogue that fits the case's GPUs in each way to train it."""
-    sizes = catalogue(case.runtime)
-    return tuple(_largest(case, method, bits, sizes) for method, bits in _METHODS)
+    return tuple(_largest(case, method, bits) for method, bits in _METHODS)
 
 
 @cache
 def catalogue(runtime: RuntimeSpec) -> tuple[tuple[int, ModelSpec], ...]:
     """All models that ship with the planner and their numbers of parameters, the largest first."""
-    models = [load_model(name) for name in model_names()]
-    sizes = [(model_totals(model, runtime, 1).num_parameters, model) for model in models]
+    sizes = [(model_totals(model, runtime, 1).num_parameters, model) for model in map(load_model, model_names())]
     return tuple(sorted(sizes, key=lambda pair: -pair[0]))
 
 
-def _largest(case: Case, method: Method, bits: int | None, sizes: tuple[tuple[int, ModelSpec], ...]) -> LargestModel:
-    """The first of the models that fits one sequence at a time on each GPU, with every layer recomputed."""
+def _largest(case: Case, method: Method, bits: int | None) -> LargestModel:
+    """The first of all models that fits a sequence, or a pair, at a time on each GPU, with every layer recomputed."""
     gpus, runtime, pair = case.cluster.num_gpus, case.runtime, case.training.objective.row.num_sequences
     given = case.training.adapters or AdapterSpec()
     adapters = None if bits is None else given.model_copy(update={"base_bits": bits})
@@ -155,7 +153,7 @@ def _largest(case: Case, method: Method, bits: int | None, sizes: tuple[tuple[in
     )
     states = runtime.weight_bytes + runtime.gradient_bytes + runtime.optimizer_bytes
     least_bytes = states if bits is None else PACKED_BYTES[bits]
-    for num_parameters, model in sizes:
+    for num_parameters, model in catalogue(runtime):
         if num_parameters * least_bytes < case.cluster.hardware.memory_bytes * gpus:
             with suppress(SpecError):
                 if least_lack_bytes(replace(of_job, model=model)) <= 0:
