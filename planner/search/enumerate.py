@@ -21,7 +21,6 @@ from planner.schedule.orders import SCHEDULES, violation
 from planner.search.case import Case
 from planner.search.chunks import chunk_lengths
 from planner.shape import RANK_ORDERS, SIZES, BoolArray, FloatArray, IntArray, Shape, distinct, divisors
-from planner.specs.cluster import ClusterSpec
 from planner.specs.model import ModelSpec
 from planner.specs.problems import closest, nearest
 from planner.specs.training import SearchLimits, TrainingSpec
@@ -79,8 +78,8 @@ def schedules_tried(limits: SearchLimits, runtime: RuntimeSpec) -> tuple[str, ..
     wanted = limits.schedule or DEFAULT_SCHEDULES
     if "auto" in wanted:
         # a compiled layer's backward does not come apart (RuntimeSpec.for_schedules)
-        measured_against = (kind for kind in SCHEDULES.values() if kind.is_measured_against)
-        wanted = (*wanted, *(k.name for k in measured_against if not (runtime.compiled and k.splits_backward)))
+        apart = (kind for kind in SCHEDULES.values() if not (runtime.compiled and kind.splits_backward))
+        wanted = (*wanted, *(kind.name for kind in apart if kind.is_measured_against))
     return ("none", *(n for n in dict.fromkeys(wanted) if n in runtime.schedules and n in SCHEDULES and n != "none"))
 
 
@@ -108,11 +107,8 @@ def by_runtime(limits: SearchLimits, runtime: RuntimeSpec) -> list[tuple[Runtime
     if uncompiled is runtime or not split:
         return [(runtime, limits)]
     unsplit = tuple(name for name in named if name not in split)
-    parts = (
-        (priced_as, limits.model_copy(update={"schedule": names}))
-        for priced_as, names in ((runtime, unsplit), (uncompiled, split))
-    )
-    return [(priced_as, part) for priced_as, part in parts if part.schedule]
+    parts = ((runtime, unsplit), (uncompiled, split))
+    return [(priced_as, limits.model_copy(update={"schedule": names})) for priced_as, names in parts if names]
 
 
 def check_expressible(limits: SearchLimits, runtime: RuntimeSpec) -> None:
@@ -131,10 +127,9 @@ def check_expressible(limits: SearchLimits, runtime: RuntimeSpec) -> None:
 
 def _nearest(name: str, runtime: RuntimeSpec) -> str:
     """The trainer's schedules that are spelt most like it, else a trainer that has one that is."""
-    others = ((other, kind) for other in map(load_runtime, RUNTIMES) for kind in closest(name, other.schedules))
-    trainer, kind = next(others, (None, ""))
-    elsewhere = "" if trainer is None else f"; --runtime {trainer.name} has {kind}"
-    return nearest(name, runtime.schedules) or elsewhere
+    others = ((other.name, kind) for other in map(load_runtime, RUNTIMES) for kind in closest(name, other.schedules))
+    elsewhere = (f"; --runtime {trainer} has {kind}" for trainer, kind in others)
+    return nearest(name, runtime.schedules) or next(elsewhere, "")
 
 
 def cuts_evenly(num_layers: int, num_stages: int, empty_ends: bool) -> bool:
@@ -237,39 +232,34 @@ def enumerate_shapes(case: Case, bar: Bar | None = None) -> tuple[Shape, Rejecti
         ranks = np.maximum(dp, 1) * (grid["tp"] * grid["cp"] * grid["pp"])[rows]
         promising = bar.passes(np.where(dp > 0, least_s[rows] * cluster.num_gpus / ranks, 0.0))
         rows, dp = rows[promising], dp[promising]
-    grid = {name: column[rows] for name, column in grid.items()}
-    legal = dp > 0
-    _reject(grid, ~legal, rejections, case)
-    dp = np.maximum(dp, 1)
+    grid = _rows(grid, rows)
+    _reject(grid, dp == 0, rejections, case)
     pricing = Pricing(model=model, cluster=cluster, training=training, runtime=runtime)
+    grid, dp = _rows(grid, dp > 0), dp[dp > 0]
     rows, shard_size = _shard_groups(grid, dp, pricing, limits)
-    legal, dp = legal[rows], dp[rows]
-    shape = _shape({name: column[rows] for name, column in grid.items()}, dp, shard_size, case)
+    shape = _shape(_rows(grid, rows), dp[rows], shard_size, case)
     orders: tuple[str, ...] = limits.rank_order or runtime.rank_orders
     if OWN not in orders:
-        shape = replace(shape, dp_outermost=np.ones_like(dp))
+        shape = replace(shape, dp_outermost=np.ones_like(shape.dp))
     rules = (*_own_rules(case), *rules_for(runtime), host_rule(pricing))
-    for rule in rules:
-        holds = np.broadcast_to(rule.holds(model, training, shape), legal.shape)
-        broken = legal & ~holds
-        if broken.any():
-            first = int(np.argmax(broken))
-            rejections.add(rule.reason, int(broken.sum()), rule.message(model, training, scalar(shape, first)))
-        legal &= holds
-    if legal.any():
+    shape = _obeying(rules, shape, case, rejections)
+    if np.size(shape.tp):
         rejections.leave_unasked(limits)
-
-    def is_legal(other: Shape) -> Any:
-        return np.all(
-            [np.broadcast_to(rule.holds(model, training, other), np.shape(other.tp)) for rule in rules], axis=0
-        )
-
-    return _with_rank_orders(shape.take(legal), cluster, orders, is_legal), rejections
+    return _with_rank_orders(shape, case, orders, rules), rejections
 
 
-def _with_rank_orders(
-    shape: Shape, cluster: ClusterSpec, orders: tuple[str, ...], is_legal: Callable[[Shape], Any]
-) -> Shape:
+def _obeying(rules: Sequence[Rule], shape: Shape, case: Case, rejections: Rejections) -> Shape:
+    """The shapes that break no rule; the others are counted under the first that each breaks."""
+    for rule in rules:
+        holds = np.broadcast_to(rule.holds(case.model, case.training, shape), np.shape(shape.tp))
+        if not holds.all():
+            first = scalar(shape, int(np.argmin(holds)))
+            rejections.add(rule.reason, int((~holds).sum()), rule.message(case.model, case.training, first))
+            shape = shape.take(holds)
+    return shape
+
+
+def _with_rank_orders(shape: Shape, case: Case, orders: tuple[str, ...], rules: Sequence[Rule]) -> Shape:
     """The shapes (arrays) in each of the `orders` that may be the faster one.
 
     Data parallelism outermost brings stages closer together and replicas further apart. It is left out where no tier
@@ -277,12 +267,12 @@ def _with_rank_orders(
     """
     if DP_OUTERMOST not in orders or OWN not in orders or not np.size(shape.tp):
         return shape
-    sizes = [tier.num_gpus for tier in cluster.tiers[:-1] if tier.num_gpus is not None]
+    sizes = [tier.num_gpus for tier in case.cluster.tiers[:-1] if tier.num_gpus is not None]
     within, whole = np.asarray(shape.tp * shape.cp), np.asarray(shape.num_ranks)
     differs = (np.asarray(shape.pp) > 1) & (np.asarray(shape.dp) > 1)
     differs &= np.sum([(within < size) & (size < whole) for size in sizes], axis=0) > 0
     other = replace(shape, dp_outermost=np.ones_like(shape.tp)).take(differs)
-    other = other.take(np.broadcast_to(is_legal(other), np.shape(other.tp)))
+    other = _obeying(rules, other, case, Rejections())
     columns = {
         name: np.concatenate([np.broadcast_to(getattr(part, name), np.shape(part.tp)) for part in (shape, other)])
         for name in SIZES
@@ -293,8 +283,7 @@ def _with_rank_orders(
 def scalar(shape: Shape, index: int) -> Shape:
     """One shape of many, as Python numbers."""
     row = shape.take(index)
-    numbers = {name: getattr(row, name) for name in SIZES}
-    return Shape(**{k: v.item() if isinstance(v, np.generic) else v for k, v in numbers.items()})
+    return Shape(**{name: int(getattr(row, name)) for name in SIZES})
 
 
 def num_rows(case: Case) -> int:
@@ -363,6 +352,10 @@ def _grid(case: Case, rejections: Rejections, bar: Bar | None) -> tuple[Grid, Fl
     return columns, least_s[chosen[0], chosen[2]]
 
 
+def _rows(grid: Grid, index: Any) -> Grid:
+    return {name: column[index] for name, column in grid.items()}
+
+
 def _useful_zero_stages(runtime: RuntimeSpec) -> list[int]:
     """ZeRO stages worth trying: not 0 if 1 can be had with the same bytes per parameter, since it needs more memory."""
     return [stage for stage in runtime.zero_stages if stage > 0 or 1 not in runtime.zero_stages or runtime.sharding]
@@ -376,17 +369,19 @@ def _data_parallel(grid: Grid, case: Case) -> tuple[IntArray, IntArray]:
     """
     leasts = {SCHEDULES[name].min_microbatches_per_rank for name in case.limits.schedule or () if name in SCHEDULES}
     asked = [(0, False), (1, False), *((least, True) for least in sorted(leasts | {1}) if least)]
-    sizes = np.stack([_largest(grid, case, least, even) for least, even in asked])
-    new = [np.all(sizes[:k] != sizes[k], axis=0) & ((sizes[k] > 0) | (k == 0)) for k in range(len(asked))]
-    which, rows = np.nonzero(new)
+    most = [case.cluster.num_gpus // (grid["tp"] * grid["cp"] * grid["pp"])]
+    for least, even in asked:  # what suits the later suits those before
+        most.append(_largest(grid, case, most[-1], least, even))
+    sizes = np.stack(most[1:])
+    which, rows = np.nonzero((np.diff(sizes, axis=0, prepend=-1) != 0) & ((sizes > 0) | (sizes[0] == 0)))
     return rows, sizes[which, rows]
 
 
-def _largest(grid: Grid, case: Case, least: int, even: bool) -> IntArray:
-    """The largest dp of each row that leaves `least`·pp micro-batches or more, with `even` a multiple of pp; else 0."""
+def _largest(grid: Grid, case: Case, most: IntArray, least: int, even: bool) -> IntArray:
+    """The largest dp up to `most` of each row that leaves `least`·pp micro-batches or more, with `even` a multiple of
+    pp; else 0."""
     num_gpus, global_batch, dps = case.cluster.num_gpus, case.training.global_batch_size, case.limits.dp
-    room = num_gpus // (grid["tp"] * grid["cp"] * grid["pp"])
-    dp = np.zeros_like(room)
+    dp = np.zeros_like(most)
     slots = grid["tp"] * grid["cp"]
     experts = grid["ep"] * grid["etp"]
     for batch in distinct(grid["micro_batch_size"]):
@@ -396,7 +391,7 @@ def _largest(grid: Grid, case: Case, least: int, even: bool) -> IntArray:
         sizes = np.array([0] + [d for d in divisors(microbatches, num_gpus) if dps is None or d in dps])
         steps = microbatches // np.maximum(sizes, 1)
         rows = np.flatnonzero(grid["micro_batch_size"] == batch)
-        index = np.searchsorted(sizes, room[rows], side="right") - 1
+        index = np.searchsorted(sizes, most[rows], side="right") - 1
         # step down to a size that suits the schedule and fits the expert grid; the size 0 suits none and ends the loop
         open_rows = np.arange(len(rows))
         while len(open_rows):
@@ -425,8 +420,9 @@ def _shard_groups(grid: Grid, dp: IntArray, pricing: Pricing, limits: SearchLimi
         groups += [(every_row[pinned], np.full(int(pinned.sum()), size)) for size in sorted(set(limits.shard_size))]
     size = 2 ** np.floor(np.log2(np.maximum(pricing.cluster.nvlink_domain_size // grid["tp"], 1))).astype(np.int64)
     alone = np.flatnonzero(grouped & (zero_stage == 1) & (size < all_ranks))
-    columns = {name: column[alone] for name, column in grid.items()}
-    of_all = Shape(**columns, dp=dp[alone], shard_size=all_ranks[alone], seq_length=pricing.training.seq_length)
+    of_all = Shape(
+        **_rows(grid, alone), dp=dp[alone], shard_size=all_ranks[alone], seq_length=pricing.training.seq_length
+    )
     grouped[zero_stage == 1] = False
     grouped[alone] = groups_pay(pricing, of_all, replace(of_all, shard_size=size[alone]))
     while (smaller := grouped & (size < all_ranks)).any():

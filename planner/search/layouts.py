@@ -289,9 +289,9 @@ def _quickest(case: Case, runtimes: Sequence[RuntimeSpec]) -> list[RuntimeSpec]:
 
 
 def _light(case: Case) -> dict[str, Any]:
-    """The smallest micro-batch that the user allows and the batch divides into."""
-    batch = case.training.global_batch_size
-    sizes = [size for size in case.limits.micro_batch_size or (1,) if batch % size == 0]
+    """The smallest micro-batch that the user and the objective allow and the batch divides into."""
+    batch, least = case.training.global_batch_size, case.training.objective.row.num_sequences
+    sizes = [size for size in case.limits.micro_batch_size or (least,) if batch % size == 0]
     return {"micro_batch_size": (min(sizes),)} if sizes else {}
 
 

@@ -7,7 +7,7 @@ arithmetic of bytes: no seconds are priced.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from math import inf, prod
 from operator import attrgetter
@@ -35,7 +35,7 @@ from planner.search.enumerate import (
     scalar,
     schedule_options,
 )
-from planner.search.frontier import nodes_of
+from planner.search.frontier import blocks_of, nodes_of
 from planner.search.ilp.node import RecomputeChoice, splits_tried
 from planner.search.priced_shapes import PricedShapes, fits, priced_shapes
 from planner.shape import FloatArray, IntArray, Shape
@@ -123,15 +123,12 @@ def refusal(case: Case) -> BrokenRule | None:
         reason = last_reason(rejections)
         says = _too_many_ranks(case) or (_no_data_parallel(case) if reason == "no_data_parallel_size" else "")
         return BrokenRule(reason, says or rejections.examples[reason], rejections)
-    if any(schedule_options(shape, case.model, case.limits, case.runtime) for shape in _scalars(shapes)):
+    every = (scalar(shapes, index) for index in range(np.size(shapes.tp)))
+    if any(schedule_options(shape, case.model, case.limits, case.runtime) for shape in every):
         return None
-    says = no_schedule(next(_scalars(shapes)), case.model, case.limits, case.runtime)
+    says = no_schedule(scalar(shapes, 0), case.model, case.limits, case.runtime)
     rejections.add("no_schedule", np.size(shapes.tp), says)
     return BrokenRule("no_schedule", says, rejections)
-
-
-def _scalars(shapes: Shape) -> Iterator[Shape]:
-    return (scalar(shapes, index) for index in range(np.size(shapes.tp)))
 
 
 def _no_data_parallel(case: Case) -> str:
@@ -220,8 +217,11 @@ def nearest_miss(case: Case) -> Miss | None:
 
     Layers are split as trainers split them by default, since such a layout can be written in one command line.
     """
-    misses = (Miss(*pair) for pair in _candidates(case, _smallest(case)) if not pair[1].fits)
-    return min(misses, key=lambda miss: miss.shortfall_bytes, default=None)
+    return _nearest(pair for pair in _candidates(case, _smallest(case)) if not pair[1].fits)
+
+
+def _nearest(layouts: Iterable[tuple[Parallelism, Candidate]]) -> Miss | None:
+    return min((Miss(*layout) for layout in layouts), key=attrgetter("shortfall_bytes"), default=None)
 
 
 def fitting_candidate(case: Case) -> Candidate | None:
@@ -249,13 +249,20 @@ def least_lack_bytes(case: Case) -> float:
 
 
 def _with_room(case: Case, shapes: PricedShapes) -> PricedShapes:
-    """The shapes whose ranks have room for the layers together under some schedule, without chunks if that is open."""
-    shapes = shapes.take(np.flatnonzero(fits(shapes)))
+    """The first shapes, as many as are split, whose ranks have room for the layers together under some schedule.
+
+    It has no chunks if that is open.
+    """
     limits = case.limits.model_copy(update={"vpp": case.limits.vpp or (1,)})
-    modes, rows = modes_allowed(case), set[int]()
-    for index, nodes in nodes_of(replace(shapes, limits=limits)):
-        rows.update(index[~exceeds_all_ranks(nodes.shapes, modes, nodes.orders)].tolist())
-    return shapes.take(np.array(sorted(rows), dtype=np.int64))
+    modes, pps, rows = modes_allowed(case), np.asarray(shapes.shape.pp), list[int]()
+    for block in blocks_of(np.flatnonzero(fits(shapes)), pps):
+        roomy = np.zeros(len(block), dtype=bool)
+        for index, nodes in nodes_of(replace(shapes.take(block), limits=limits)):
+            roomy[index[~exceeds_all_ranks(nodes.shapes, modes, nodes.orders)]] = True
+        rows += block[roomy].tolist()
+        if np.count_nonzero(pps[rows] > 1) >= SPLIT:
+            break
+    return shapes.take(np.array(rows, dtype=np.int64))
 
 
 def _split_by_room(case: Case, shapes: PricedShapes) -> Iterator[Candidate]:
@@ -297,8 +304,9 @@ def refused_by_states(case: Case) -> NothingFits | None:
 
 
 def _of_least_batch(case: Case) -> Case:
-    """The case with the smallest micro-batch that may be."""
-    return case.limited(micro_batch_size=(min(case.limits.micro_batch_size or (1,)),))
+    """The case with the smallest micro-batch that may be: both answers of a pair where the objective has them."""
+    least = case.limits.micro_batch_size or (case.training.objective.row.num_sequences,)
+    return case.limited(micro_batch_size=(min(least),))
 
 
 def _smallest(case: Case) -> PricedShapes | None:
@@ -306,6 +314,8 @@ def _smallest(case: Case) -> PricedShapes | None:
 
     First come those that probably need least memory.
     """
+    if not case.runtime.has_model_parallel:
+        case = case.limited(**{axis: getattr(case.limits, axis) or (1,) for axis in ("tp", "cp", "pp", "ep")})
     legal_shapes, _ = enumerate_shapes(_of_least_batch(case))
     if not np.size(legal_shapes.tp) and len(case.limits.micro_batch_size or ()) > 1:
         legal_shapes, _ = enumerate_shapes(case)
@@ -328,8 +338,7 @@ def count_misfits(case: Case, shapes: PricedShapes, may_fit: Sequence[int] | Int
     if not len(misfits):
         return
     worst = misfits[[np.argmax(_estimate_bytes(shapes.take(misfits), modes_allowed(case)))]]
-    misses = (Miss(layout, candidate) for layout, candidate in candidates_of(case, shapes.shape.take(worst)))
-    least = min(misses, key=lambda miss: miss.shortfall_bytes, default=None)
+    least = _nearest(candidates_of(case, shapes.shape.take(worst)))
     rejections.add(DOES_NOT_FIT, len(misfits), "the ranks have no room for the layers" if least is None else str(least))
 
 

@@ -10,12 +10,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from itertools import chain
+from functools import cache
+from itertools import chain, pairwise
 from math import inf, log
 from typing import Any
 
 from planner.answer import MOST_GPUS
 from planner.errors import Infeasible, SpecError
+from planner.layout.candidate import Candidate
 from planner.layout.price import parallelism_of
 from planner.layout.variation import Variation
 from planner.schedule.orders import SCHEDULES
@@ -45,8 +47,9 @@ DOUBLINGS = 10
 """Number of times that the nodes more than there are, a quarter at first, are doubled to find enough of them."""
 _UNTRIED, _UNTRIED_PINNED = "add GPUs", "add GPUs, or free a pinned axis"
 _NONE = "use GPUs with more memory, a shorter sequence or a smaller model"
-_SIZES = ("micro_batch_size", "pp", "tp", "cp", "ep", "etp", "dp", "vpp", "zero_stage", "shard_size")
-_AXES = ("recompute", *_SIZES, "schedule")
+_AXES = (
+    "recompute", "micro_batch_size", "pp", "tp", "cp", "ep", "etp", "dp", "vpp", "zero_stage", "shard_size", "schedule",
+)  # fmt: skip
 """Pins in the order in which they are freed."""
 _LIFTED_BY_GPUS = (DOES_NOT_FIT, "more_ranks_than_gpus")
 
@@ -60,18 +63,16 @@ class Trials:
     cut_short: bool = False
     """True if there was no time for some trial."""
 
-    def fitting(self, case: Case) -> dict[str, Any] | None:
-        """The axes of some layout of the case that fits; None if none was found."""
+    def fitting(self, case: Case) -> Candidate | None:
+        """Some layout of the case that fits; None if none was found."""
         if self.deadline.passed:
             self.cut_short = True
             return None
-        smallest = case if case.limits.micro_batch_size else case.limited(micro_batch_size=(1,))
         for runtime in (case.runtime, *Recipes.of(case).dividing()):
             with suppress(SpecError):
-                candidate = fitting_candidate(replace(smallest, runtime=runtime))
+                candidate = fitting_candidate(replace(case, runtime=runtime))
                 if candidate is not None:
-                    chosen = parallelism_of(candidate)
-                    return {axis: getattr(chosen, axis) for axis in (*_SIZES, "recompute", "schedule")}
+                    return candidate
         return None
 
 
@@ -154,8 +155,9 @@ def _other_value(case: Case, axis: str, trials: Trials) -> Iterator[Variation]:
     if free is None:
         return
     values = _values(case, axis)[:VALUES_TRIED]
-    if free[axis] not in (*values, *case.pins[axis], "none"):
-        values.append(free[axis])
+    chosen = getattr(parallelism_of(free), axis)
+    if chosen not in (*values, *case.pins[axis], "none"):
+        values.append(chosen)
     option = f"--{axis.replace('_', '-')}"
     for value in values:
         says = f"do not pin {option[2:]}: a layout fits with {option} {value}"
@@ -174,8 +176,9 @@ def _values(case: Case, axis: str) -> list[Any]:
         case "recompute":
             return [mode for mode in ("selective", "full", "none") if mode not in pinned]
         case "schedule":
-            known = [name for name in (*DEFAULT_SCHEDULES, *case.runtime.schedules) if name in case.runtime.schedules]
-            return [name for name in dict.fromkeys(known) if name in SCHEDULES and name not in (*pinned, "none")]
+            known, none = case.runtime.schedules, (*pinned, "none")
+            tried = dict.fromkeys((*DEFAULT_SCHEDULES, *known))
+            return [name for name in tried if name in known and name in SCHEDULES and name not in none]
         case "vpp":
             others = set(range(1, case.model.num_hidden_layers + 1))
         case _:
@@ -212,13 +215,13 @@ def fewest_gpus(num_gpus: int, node_size: int, enough: Callable[[int], bool], gu
     """
     if num_gpus < node_size and guess < node_size and enough(node_size):
         return least_that(max(num_gpus, guess), node_size, enough)
+    enough_nodes = cache(lambda num_nodes: enough(num_nodes * node_size))
     low = max(num_gpus // node_size, num_gpus < node_size, guess // node_size)
-    more = max(low // 4, 1)
-    for _ in range(DOUBLINGS):
-        if enough((low + more) * node_size):
-            return node_size * least_that(low, low + more, lambda num_nodes: enough(num_nodes * node_size))
-        low, more = low + more, 2 * more
-    return None
+    tried = [low + max(low // 4, 1) * (2**doubled - 1) for doubled in range(DOUBLINGS + 1)]
+    if not any(map(enough_nodes, (*tried[1:5], tried[-1]))):  # the most, before those between
+        return None
+    too_few, sufficient = next(pair for pair in pairwise(tried) if enough_nodes(pair[1]))
+    return node_size * least_that(too_few, sufficient, enough_nodes)
 
 
 def least_that(too_few: int, sufficient: int, enough: Callable[[int], bool]) -> int:
@@ -317,9 +320,8 @@ def _few_more_gpus(way: Way, lacks_bytes: float) -> Iterator[Way]:
     """The fewest GPUs of a small job that are enough."""
     beside, says, case = way
     for num_gpus in range(case.cluster.num_gpus + 1, MOST_GPUS + 1):
-        batch = case.training.global_batch_size
         other = case.on_gpus(num_gpus)
-        if batch % num_gpus == 0 and _lacks_bytes(other) <= 0:
+        if case.training.global_batch_size % num_gpus == 0 and _lacks_bytes(other) <= 0:
             yield (*beside, "--gpus", str(num_gpus)), f"{says}, take {num_gpus} GPUs", other
             return
 
@@ -332,15 +334,11 @@ def _other_card(way: Way, lacks_bytes: float) -> Iterator[Way]:
     larger = [
         card
         for card in map(load_hardware, hardware_names())
-        if card.memory_gib > now.memory_gib and card.is_amd == now.is_amd
+        if card.memory_gib > now.memory_gib and card.is_amd == now.is_amd and card.memory_bytes >= least_bytes
     ]
     for card in sorted(larger, key=lambda card: (card.memory_gib, card.name)):
-        if card.peak_flops(case.training.dtype) is None or card.memory_bytes < least_bytes:
-            continue
-        try:
+        with suppress(SpecError, ValueError):
             other = replace(case, cluster=ClusterSpec(hardware=card, num_gpus=case.cluster.num_gpus))
-        except (SpecError, ValueError):
-            continue
-        if _lacks_bytes(other) <= 0:
-            yield (*beside, "--hardware", card.name), f"{says}, take another card", other
-            return
+            if card.peak_flops(case.training.dtype) is not None and _lacks_bytes(other) <= 0:
+                yield (*beside, "--hardware", card.name), f"{says}, take another card", other
+                return

@@ -66,7 +66,7 @@ def within_risk(candidate: Candidate, case: Case) -> Candidate:
 def room_of(best: Candidate) -> Room:
     """The largest micro-batch and sequence beside the layout's own switches and sharding."""
     positions = best.pricing.model.max_position_embeddings
-    pair = 2 if best.pricing.training.objective.has_pairs else 1
+    pair = best.pricing.training.objective.row.num_sequences
     most = MOST_STEPS if positions is None else positions // SEQUENCE_STEP
 
     def batch(mode: Recompute | None) -> int:
@@ -131,31 +131,29 @@ def _excess_bytes(best: Candidate, mode: Recompute | None, shape: dict[str, int]
 
 def largest_models(case: Case) -> tuple[LargestModel, ...]:
     """The largest model of the catalogue that fits the case's GPUs in each way to train it."""
-    sizes = catalogue(case.runtime)
-    return tuple(_largest(case, method, bits, sizes) for method, bits in _METHODS)
+    return tuple(_largest(case, method, bits) for method, bits in _METHODS)
 
 
 @cache
 def catalogue(runtime: RuntimeSpec) -> tuple[tuple[int, ModelSpec], ...]:
     """All models that ship with the planner and their numbers of parameters, the largest first."""
-    models = [load_model(name) for name in model_names()]
-    sizes = [(model_totals(model, runtime, 1).num_parameters, model) for model in models]
+    sizes = [(model_totals(model, runtime, 1).num_parameters, model) for model in map(load_model, model_names())]
     return tuple(sorted(sizes, key=lambda pair: -pair[0]))
 
 
-def _largest(case: Case, method: Method, bits: int | None, sizes: tuple[tuple[int, ModelSpec], ...]) -> LargestModel:
-    """The first of the models that fits one sequence at a time on each GPU, with every layer recomputed."""
-    gpus, runtime = case.cluster.num_gpus, case.runtime
+def _largest(case: Case, method: Method, bits: int | None) -> LargestModel:
+    """The first of all models that fits a sequence, or a pair, at a time on each GPU, with every layer recomputed."""
+    gpus, runtime, pair = case.cluster.num_gpus, case.runtime, case.training.objective.row.num_sequences
     given = case.training.adapters or AdapterSpec()
     adapters = None if bits is None else given.model_copy(update={"base_bits": bits})
     of_job = (
         case.free()
-        .trained(adapters=adapters, global_batch_size=gpus)
-        .limited(recompute=("full",), micro_batch_size=(1,), tp=(1,), pp=(1,), cp=(1,), ep=(1,), dp=(gpus,))
+        .trained(adapters=adapters, global_batch_size=gpus * pair)
+        .limited(recompute=("full",), micro_batch_size=(pair,), tp=(1,), pp=(1,), cp=(1,), ep=(1,), dp=(gpus,))
     )
     states = runtime.weight_bytes + runtime.gradient_bytes + runtime.optimizer_bytes
     least_bytes = states if bits is None else PACKED_BYTES[bits]
-    for num_parameters, model in sizes:
+    for num_parameters, model in catalogue(runtime):
         if num_parameters * least_bytes < case.cluster.hardware.memory_bytes * gpus:
             with suppress(SpecError):
                 if least_lack_bytes(replace(of_job, model=model)) <= 0:

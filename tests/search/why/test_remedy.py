@@ -39,7 +39,7 @@ from planner.search.why.misses import (
 from planner.search.why.remedy import Trials, fewest_gpus, first_remedy, with_remedy
 from planner.specs.cluster import ClusterSpec
 from planner.specs.registry import load_hardware, load_model
-from planner.specs.training import Parallelism, Recompute, SearchLimits, TrainingSpec
+from planner.specs.training import ObjectiveSpec, Parallelism, Recompute, SearchLimits, TrainingSpec
 from planner.specs.units import GIB
 from planner.trainers.load import RUNTIMES, load_runtime
 
@@ -79,14 +79,15 @@ def missing_gib(error: Infeasible) -> float:
 
 
 @pytest.mark.thorough(3)
-@pytest.mark.parametrize("memory_gib", [0.25, 0.5, 0.9])
-def test_the_nearest_miss_is_named_in_gib(memory_gib: float) -> None:
-    error = refusal(model=toy_model(12), cluster=toy_cluster(4, memory_gib=memory_gib))
+@pytest.mark.parametrize(("memory_gib", "objective"), [(0.5, "dpo"), (0.25, "lm"), (0.5, "lm"), (0.9, "lm")])
+def test_the_nearest_miss_is_named_in_gib(memory_gib: float, objective: str) -> None:
+    training = toy_training(objective=ObjectiveSpec(name=objective))
+    error = refusal(model=toy_model(12), cluster=toy_cluster(4, memory_gib=memory_gib), training=training)
     assert f"nothing fits in {memory_gib:g} GiB of 4 × toy-gpu" in error.message
     assert error.rejections["does_not_fit"] > 0
     # with so much more, it does
     enough = memory_gib + 1.25 * missing_gib(error) + 0.1
-    assert solved(filling(toy_model(12), toy_cluster(4, memory_gib=enough), top=1)).fits
+    assert solved(filling(toy_model(12), toy_cluster(4, memory_gib=enough), training, top=1)).fits
 
 
 @pytest.mark.thorough(2)
