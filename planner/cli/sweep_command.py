@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from planner.decide.sweep import Goal, Sweep, Trial
 
 _log = logging.getLogger(__name__)
-_FITS = "plan --model 8b --gpus 16 -o plan.json searches for one that fits"
 AUTO = "auto"
 MOST_GPUS = 131_072
 """The most GPUs that `--gpus auto` looks at."""
@@ -267,7 +266,9 @@ def next_command(
     saving.check()
     read = read_plan(plan)
     if not read.fits:
-        raise Infeasible(f"{plan}: its layout does not fit, and no run of it is worth proposing", _FITS)
+        job = f"--model {read.model.name} --gpus {read.cluster.num_gpus} --hardware {read.cluster.hardware.name}"
+        problem = f"{plan}: its layout does not fit, and no run of it is worth proposing"
+        raise Infeasible(problem, f"plan {job} -o plan.json searches for one that fits")
     known = [] if no_history else list(_kept(read, history))
     known = _once([*_observed(read, measured), *known])
     choices = choices_of(read)
