@@ -253,7 +253,7 @@ class ImportedRun:
         if (run.get("num_gpus") or 0) % ranks and "num_gpus" not in added:
             raise LayoutError(
                 f"{self.source}: it starts {run['num_gpus']} GPUs, which tp·cp·pp ({ranks}) does not divide",
-                f"add --gpus N, a multiple of {ranks}",
+                f"add --gpus {-run['num_gpus'] // ranks * -ranks}, or another multiple of {ranks}",
             )
         if run.get("global_batch_size") is None and run.get("num_gpus") and self.microbatches_per_rank:
             dp = layout.get("dp") or max(1, run["num_gpus"] // ranks)
