@@ -207,7 +207,8 @@ def _numbers_of(option: str, part: str, between: Callable[[int, int], list[int]]
     first, last, step = whole[0], whole[1], match[3]
     if not 0 < first <= last or (step is not None and int(step) < 1):
         raise SpecError(
-            f"{option}: {part[:60]!r} is an empty range", f"write the smaller number first: {option} 256..4096"
+            f"{option}: {part[:60]!r} is an empty range",
+            f"write the smaller number first, from 1 on, and a step of at least 1: {option} 256..4096:256",
         )
     if step is None:
         return between(first, last)

@@ -371,7 +371,7 @@ class ImportedRun:
 
     def _model(self, sizes: Fields, vocab_size: int | None) -> Fields:
         """The model's fields with the user's vocabulary, and the name of the published model that has them."""
-        model = {**sizes, "vocab_size": vocab_size or sizes.get("vocab_size")}
+        model = {**sizes, "vocab_size": sizes.get("vocab_size") if vocab_size is None else vocab_size}
         if model["vocab_size"] is None:
             raise SpecError(f"{self.source}: vocab_size is not in the configuration", "add --vocab-size N")
         return model | {"name": published_name(model) or model.get("name", "model")}
