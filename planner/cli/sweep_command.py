@@ -204,17 +204,17 @@ def _numbers_of(option: str, part: str, between: Callable[[int, int], list[int]]
                 f"{option}: {part[:60]!r} is no whole number and no range", f"write {option} 256,512 or 256..4096"
             )
         return whole
-    first, last, step = whole[0], whole[1], match[3]
-    if not 0 < first <= last or (step is not None and int(step) < 1):
+    first, last, step = whole
+    if not 0 < first <= last or step < 1:
         raise SpecError(
             f"{option}: {part[:60]!r} is an empty range",
             f"write the smaller number first, from 1 on, and a step of at least 1: {option} 256..4096:256",
         )
-    if step is None:
+    if match[3] is None:
         return between(first, last)
-    if (last - first) // int(step) >= MOST_STEPS:
+    if (last - first) // step >= MOST_STEPS:
         raise SpecError(f"{option}: {part[:60]!r} has more than {MOST_STEPS:,} points", "a longer step, or a list")
-    return list(range(first, last + 1, int(step)))
+    return list(range(first, last + 1, step))
 
 
 def by_nodes(node_size: int) -> Callable[[int, int], list[int]]:
