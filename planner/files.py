@@ -36,6 +36,7 @@ _HINTS = {
     errno.EDQUOT: "free some space: the quota is used up",
     errno.EFBIG: "allow larger files (ulimit -f), or name a file on another file system",
 }
+_ELSEWHERE = "name a file in a folder that you may write to"
 _EXCHANGE = 2
 """RENAME_EXCHANGE of Linux's renameat2: two names change places at once."""
 _HERE = -100
@@ -77,6 +78,9 @@ def refuse_to_overwrite(path: str | Path | None, force: bool = False) -> None:
     folder = os.path.dirname(os.path.realpath(path))
     if not os.path.isdir(folder):
         raise SpecError(f"{path}: there is no folder {folder}", "create it, or name another file")
+    is_device = os.path.exists(path) and not os.path.isfile(path)
+    if not is_device and not os.access(folder, os.W_OK):
+        raise _refused(path, PermissionError(errno.EACCES, os.strerror(errno.EACCES)), _ELSEWHERE)
 
 
 def write_text(path: str | Path, text: str, force: bool = False) -> None:
@@ -104,7 +108,7 @@ def write_bytes(path: str | Path, data: bytes, force: bool = False) -> None:
     except FileExistsError:  # made since: by another writer
         raise _exists(path) from None
     except OSError as error:
-        raise _refused(path, error, "name a file in a folder that you may write to") from None
+        raise _refused(path, error, _ELSEWHERE) from None
 
 
 def write_folder(folder: Path, files: Sequence[FolderFile], force: bool = False) -> list[Path]:

@@ -222,9 +222,9 @@ def with_alternative(plan: Plan, number: int | None) -> Plan:
     if number is None:
         return plan
     if not 1 <= number <= len(plan.alternatives):
-        raise SpecError(
-            f"--alternative {number}: the plan has {len(plan.alternatives)}", "plan … --top N keeps more of them"
-        )
+        count = len(plan.alternatives)
+        hint = f"1 to {count}" if count else "leave it out: a plan made with --top 5 has others"
+        raise SpecError(f"--alternative {number}: the plan has {count}", hint)
     chosen = plan.alternatives[number - 1]
     best = chosen.model_copy(update={"runtime_spec": None})
     return plan.model_copy(update={"best": best, "runtime_spec": chosen.runtime_spec or plan.runtime_spec})

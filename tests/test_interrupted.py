@@ -385,6 +385,11 @@ def test_a_folder_that_may_not_be_written_to_is_named(tmp_path: Path, monkeypatc
         write_folder(tmp_path / "run", folder_files(NEW))
     assert caught.value.hint
     assert not os.listdir(tmp_path)
+    # root may write everywhere, so that the system is asked for its answer alone
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    with pytest.raises(PlannerError, match="a: cannot be written: Permission denied"):
+        refuse_to_overwrite(tmp_path / "a")
+    refuse_to_overwrite(os.devnull)
 
 
 def test_a_new_file_has_the_permissions_of_any_new_file(tmp_path: Path) -> None:

@@ -249,14 +249,15 @@ def priced(asked: LayoutOptions) -> tuple[Job, Job, Plan]:
 def _switches(asked: SearchOptions | LayoutOptions, job: Job, describes: bool = False) -> Any:
     """The switches of --switch, --optimizer and --assume together, or `default`; None where none states any."""
     stated = {} if asked.switch is None else stated_switches(asked.switch, job.runtime_spec, describes=describes)
-    others = [("--assume", job.assumed), ("--optimizer", read_optimizer(asked, job.runtime_spec))]
-    for option_name, more in others:
-        if more and stated == DEFAULT:
-            raise SpecError(f"--switch default and {option_name}: both state switches", "state them in one of the two")
-        for name in more:
-            if name in stated:
-                raise SpecError(f"--switch and {option_name}: {name}: given twice", "keep one of them")
-        stated = {**stated, **more} if more and isinstance(stated, dict) else stated
+    if stated == DEFAULT:
+        if job.assumed or asked.optimizer is not None:
+            other = "--assume" if job.assumed else "--optimizer"
+            raise SpecError(f"--switch default and {other}: both state switches", "leave --switch out")
+        return stated
+    for other, more in (("--assume", job.assumed), ("--optimizer", read_optimizer(asked, job.runtime_spec))):
+        for name in stated.keys() & more:
+            raise SpecError(f"--switch and {other}: {name}: given twice", "keep one of them")
+        stated = {**stated, **more}
     return stated or None
 
 

@@ -33,11 +33,6 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 MAX_LINE_BYTES = 2**20
 OWN_CHOICE_LIMIT_S = 10.0
-OF_THE_JOB = (
-    "model", "hardware", "gpus_per_node", "tier", "seq_length", "batch_tokens", "dtype", "runtime", "assume",
-    "calibration", "no_history", "allow",
-)  # fmt: skip
-"""Options that the running job has answered: another answer would be another job."""
 SUMMARY = "phases.json"
 
 
@@ -188,6 +183,8 @@ def replan_command(asked: SearchOptions, path: str, keep: str | None, saving: Sa
 
 def _check_running(asked: SearchOptions, path: str) -> None:
     """Raise SpecError for an option that the running job answers, and without a number of GPUs."""
+    from planner.decide.job import OF_THE_JOB
+
     for name in OF_THE_JOB:
         if getattr(asked, name) not in (None, False):
             option = "--" + name.replace("_", "-")

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from planner.decide.sweep import Goal, Sweep, Trial
 
 _log = logging.getLogger(__name__)
-_FITS = "plan --model 8b --gpus 16 -o plan.json searches for one that fits"
 AUTO = "auto"
 MOST_GPUS = 131_072
 """The most GPUs that `--gpus auto` looks at."""
@@ -205,16 +204,17 @@ def _numbers_of(option: str, part: str, between: Callable[[int, int], list[int]]
                 f"{option}: {part[:60]!r} is no whole number and no range", f"write {option} 256,512 or 256..4096"
             )
         return whole
-    first, last, step = whole[0], whole[1], match[3]
-    if not 0 < first <= last or (step is not None and int(step) < 1):
+    first, last, step = whole
+    if not 0 < first <= last or step < 1:
         raise SpecError(
-            f"{option}: {part[:60]!r} is an empty range", f"write the smaller number first: {option} 256..4096"
+            f"{option}: {part[:60]!r} is an empty range",
+            f"write the smaller number first, from 1 on, and a step of at least 1: {option} 256..4096:256",
         )
-    if step is None:
+    if match[3] is None:
         return between(first, last)
-    if (last - first) // int(step) >= MOST_STEPS:
+    if (last - first) // step >= MOST_STEPS:
         raise SpecError(f"{option}: {part[:60]!r} has more than {MOST_STEPS:,} points", "a longer step, or a list")
-    return list(range(first, last + 1, int(step)))
+    return list(range(first, last + 1, step))
 
 
 def by_nodes(node_size: int) -> Callable[[int, int], list[int]]:
@@ -267,7 +267,9 @@ def next_command(
     saving.check()
     read = read_plan(plan)
     if not read.fits:
-        raise Infeasible(f"{plan}: its layout does not fit, and no run of it is worth proposing", _FITS)
+        job = f"--model {read.model.name} --gpus {read.cluster.num_gpus} --hardware {read.cluster.hardware.name}"
+        problem = f"{plan}: its layout does not fit, and no run of it is worth proposing"
+        raise Infeasible(problem, f"plan {job} -o plan.json searches for one that fits")
     known = [] if no_history else list(_kept(read, history))
     known = _once([*_observed(read, measured), *known])
     choices = choices_of(read)

@@ -31,6 +31,11 @@ Kind = Literal["split", "reshard", "wait", "stay"]
 the old GPUs, once they are back. `stay`: the old layout, where GPUs were added."""
 ORDER: tuple[Kind, ...] = ("stay", "split", "reshard", "wait")
 """The order in which they are shown."""
+OF_THE_JOB = (
+    "model", "hardware", "gpus_per_node", "tier", "seq_length", "batch_tokens", "dtype", "runtime", "assume",
+    "calibration", "no_history", "allow",
+)  # fmt: skip
+"""Options that the running job has answered: another answer would be another job."""
 Loads = Literal["as_is", "resave", "convert", "ready"]
 """The way to the checkpoint: as its files are; written again by a job that keeps its axes; converted by a tool; only
 where it was saved in the other format."""

@@ -14,7 +14,7 @@ from itertools import islice
 from typing import Any
 
 from planner.answer import Plan
-from planner.decide.job import ORDER, Closed, Kind, Loads, ResumedJob, way_to_load
+from planner.decide.job import OF_THE_JOB, ORDER, Closed, Kind, Loads, ResumedJob, way_to_load
 from planner.decide.phases import plan_of, refused
 from planner.errors import Infeasible, SolverError
 from planner.layout.candidate import Candidate
@@ -312,6 +312,8 @@ class Ways:
         option = (told.remedy or {}).get("options", ["", ""])
         axis = option[0].removeprefix("--").replace("-", "_")
         hint = f"leave {axis} out of --keep: a layout fits with {' '.join(option)}" if axis in job.keep else told.hint
+        if any(f"--{name.replace('_', '-')} " in hint for name in OF_THE_JOB):
+            hint = "give more GPUs, leave out what is pinned, or plan the job anew, without --from"
         return Infeasible(
             f"{says}: {told.message}", hint, told.rejections, nearest=told.nearest, remedy=told.remedy
         )  # fmt: skip

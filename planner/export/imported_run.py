@@ -253,7 +253,7 @@ class ImportedRun:
         if (run.get("num_gpus") or 0) % ranks and "num_gpus" not in added:
             raise LayoutError(
                 f"{self.source}: it starts {run['num_gpus']} GPUs, which tp·cp·pp ({ranks}) does not divide",
-                f"add --gpus N, a multiple of {ranks}",
+                f"add --gpus {-run['num_gpus'] // ranks * -ranks}, or another multiple of {ranks}",
             )
         if run.get("global_batch_size") is None and run.get("num_gpus") and self.microbatches_per_rank:
             dp = layout.get("dp") or max(1, run["num_gpus"] // ranks)
@@ -371,7 +371,7 @@ class ImportedRun:
 
     def _model(self, sizes: Fields, vocab_size: int | None) -> Fields:
         """The model's fields with the user's vocabulary, and the name of the published model that has them."""
-        model = {**sizes, "vocab_size": vocab_size or sizes.get("vocab_size")}
+        model = {**sizes, "vocab_size": sizes.get("vocab_size") if vocab_size is None else vocab_size}
         if model["vocab_size"] is None:
             raise SpecError(f"{self.source}: vocab_size is not in the configuration", "add --vocab-size N")
         return model | {"name": published_name(model) or model.get("name", "model")}

@@ -145,13 +145,18 @@ def settings_of(config: ConfigFile, calls: re.Pattern[str] | None = None) -> Key
         return KeyedSettings(data if isinstance(data, dict) else {}, Script())
     if has_line(text, r"^\s*(import|from) \w") and not re.match(r"#!(?!.*python)", text):
         return _of_python(text, calls)
-    if has_line(text, r"^[\"']?[A-Za-z_]\w*[\"']?:(\s|$)") and not has_line(text, r"^\s*--\w"):
+    if has_line(text, r"^[\"']?[A-Za-z_]\w*[\"']?:(\s|$)") and not has_line(text, rf"{_SHELL}|^\s*--\w"):
         return KeyedSettings(mapping_of(text), Script())
     return _of_script(config, calls)
 
 
+_SHELL = r"\A#!|^\w.*<<-?\s*['\"]?\w"
+
+
 def mapping_of(text: str) -> Settings:
     """The mapping that a YAML text holds."""
+    if has_line(text, _SHELL):
+        raise SpecError("is a script around the settings", "give the file of settings that it writes")
     data = yaml_of(text, "give the configuration's file")
     if not isinstance(data, dict):
         raise SpecError("the file holds no settings", "give the configuration's file")

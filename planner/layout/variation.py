@@ -249,12 +249,12 @@ def told_assumptions(candidate: Candidate, with_switches: bool = False) -> tuple
     With `with_switches`, the switches of a run that someone described are among them, each changed by itself. An order
     that was made to measure is judged as the named schedule that it started from.
     """
-    plain = candidate.named
+    plain, pricing = candidate.named, candidate.pricing
     effects: list[tuple[float, str, str]] = []
-    assumptions = [*other_assumptions(candidate.pricing, beside_switches=True)]
-    if with_switches and candidate.pricing.model.moe is None and not candidate.pricing.runtime.cuda_graphs:
-        # the one value that needs another switch's beside it
-        assumptions.append(_without_host(candidate.pricing))
+    assumptions = [*other_assumptions(pricing, beside_switches=True)]
+    has_graphs = "cuda_graph" in switches_of(pricing.runtime) and not pricing.runtime.cuda_graphs
+    if with_switches and has_graphs and pricing.model.moe is None:
+        assumptions.append(_without_host(pricing))  # the one value that needs another switch's beside it
     for other in assumptions:
         changed = plain.priced_as(other.of(plain.pricing))
         effects.append((changed.step_s / plain.step_s - 1, other.says, " ".join(other.options)))

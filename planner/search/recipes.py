@@ -111,7 +111,9 @@ class Recipes:
         own = [{n: v for n, v in bundle.items() if n not in pinned and v in tried.get(n, ())} for bundle in known]
         bundles = [bundle for bundle in own if all(v in self.free.get(name, ()) for name, v in bundle.items())]
         runtimes = [switched(self.base, consented | dict(bundle)) for bundle in bundles]
-        return list(dict.fromkeys(self._legal(runtimes))) or [self.base]
+        one_changed = (switched(self.base, {name: value}) for name, values in self.free.items() for value in values)
+        # where values set by hand exclude the trainer's own, one of these gives way
+        return list(dict.fromkeys(self._legal(runtimes))) or self._legal([*one_changed])[:1] or [self.base]
 
     def dividing(self) -> list[RuntimeSpec]:
         """Those of the starts that divide the states in another way than the trainer's own, or hold less of them."""

@@ -36,7 +36,7 @@ def _slow_family(name: str) -> str:
 
 
 SlowFamily = Annotated[str, AfterValidator(_slow_family)]
-Share = Annotated[float, Field(ge=1e-6, le=1.2, allow_inf_nan=False)]
+Share = Annotated[float, Field(ge=1e-6, le=1.2, allow_inf_nan=False, strict=True)]
 """Achieved share of a data-sheet rate; a boost clock above the nominal one can carry it a little above 1."""
 
 
@@ -247,7 +247,7 @@ class LinkTier(Spec):
     """Microseconds that a message of no bytes takes over one link."""
     efficiency_fraction: Achieved = 0.8
     """Share of gb_per_s that large collectives reach."""
-    oversubscription: Annotated[float, Field(ge=1, le=1000)] = 1.0
+    oversubscription: Annotated[float, Field(ge=1, le=1000, strict=True)] = 1.0
     """Uplink contention: bandwidth per GPU is divided by this."""
     link_gb_per_s: Rate | None = None
     """Rate of the link between two GPUs where no switch joins them: among n GPUs each has n − 1 such links."""

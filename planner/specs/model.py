@@ -183,7 +183,7 @@ class ModelSpec(Spec):
     """Stretching of the rotary frequencies; null for none."""
     no_rope_layer_interval: PositiveInt | None = None
     """Every n-th layer has no rotary positions (SmolLM3, Llama 4); null: all have them."""
-    partial_rotary_factor: float = Field(default=1.0, gt=0, le=1, allow_inf_nan=False)
+    partial_rotary_factor: float = Field(default=1.0, gt=0, le=1, allow_inf_nan=False, strict=True)
     """Share of every head that is rotated; no size and no price depends on it either."""
     max_position_embeddings: PositiveInt | None = None
     """Rows of a learned position table; without meaning for the others."""

@@ -67,7 +67,7 @@ def read_lengths(given: Any, where: str) -> Any:
     """A stated distribution as a list of lengths and shares; lists are left as they are. SpecError naming `where`."""
     if not isinstance(given, dict):
         if not isinstance(given, list):
-            raise SpecError(f"{where}: is {kind_of(given)}, no distribution", f"give {_FORMS}")
+            raise SpecError(f"{where}: {given!r:.60} is {kind_of(given)}, no distribution", f"give {_FORMS}")
         return given
     if not given or not all(isinstance(key, str) and _PERCENTILE.fullmatch(key) for key in given):
         if {"mean", "sigma"} & given.keys():

@@ -393,7 +393,7 @@ def read_saved(path: str | Path) -> tuple[dict[str, Any], str]:
 
 def parse_mapping(text: str, where: str, limits: InputLimits = JSON) -> dict[str, Any]:
     """The mapping that `text` holds, as JSON where it looks like it and else as YAML; the limits are those of JSON."""
-    if where.endswith(".json"):
+    if where.endswith(".json") and text.strip():
         data = parse_json(text, where, limits=limits)
     elif text.lstrip().startswith("{"):
         try:

@@ -112,7 +112,7 @@ class ObjectiveSpec(Spec):
     gradient (reinforcement learning); 0: there is none."""
     scored_alone: bool = False
     """The optimizer's states are on the host while log-probabilities are computed, and answers generated."""
-    rollout_fraction: Annotated[float, Field(ge=0, le=1)] = 0.0
+    rollout_fraction: Fraction = 0.0
     """Share of a GPU's memory that generation takes between updates, beside what is trained."""
     rollout_stays: bool = False
     """Generation keeps its share during updates too: its engine does not sleep."""

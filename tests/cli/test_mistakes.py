@@ -19,6 +19,9 @@ ROWS = [
 ]
 FILES = {
     "other.json": '{"name": 1}',
+    "empty.json": "",
+    "run.sh": "torchrun pretrain_gpt.py --num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64",
+    "around.sh": "cat > a.yaml <<EOF\ndistributed_type: FSDP\nEOF\naccelerate launch --config_file a.yaml train.py",
     "a.log": "".join(f" iteration {n:8d}/  500 | elapsed time per iteration (ms): 9000.0 |\n" for n in range(1, 6)),
     "order.csv": to_torch_csv(build_schedule("1f1b", 2, 1, 2)),
     "phases.yaml": "phases: [{name: short, tokens: 100B, seq_length: 4096, global_batch_size: 128}]",

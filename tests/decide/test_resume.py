@@ -21,6 +21,7 @@ from planner.search.rebalance import rebalance
 from planner.shape import NEAR_FRACTION
 from planner.specs.cluster import ClusterSpec
 from planner.specs.training import OperationsSpec, Parallelism, SearchLimits, TrainingSpec
+from planner.trainers.load import load_runtime
 
 TABLES = beside(__file__)
 
@@ -212,6 +213,10 @@ def test_more_gpus_are_used_where_that_pays(small: Plan) -> None:
 def test_an_infeasible_job_names_the_fewest_gpus(small: Plan) -> None:
     with refused("no way to go on with 1 GPUs", "it fits on ", error=Infeasible):
         replanned(small, 1)
+    offloaded = load_runtime("megatron").model_copy(update={"optimizer_offload_fraction": 1.0})
+    # --assume host_memory_gib would be another job
+    with refused("no legal layout: the host's part", "give more GPUs", error=Infeasible):
+        replanned(priced_plan("70b", 16, runtime=offloaded, tp=4, pp=4), 1)
 
 
 @pytest.mark.thorough(2)

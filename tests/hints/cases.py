@@ -13,6 +13,7 @@ CASES = (
     Case("cli/inputs.py", "--batching packed", _1B + "--batching loose"),
     Case("cli/inputs.py", "add --examples 50k", _1B + "--epochs 2"),
     Case("cli/inputs.py", "leave --tokens out", _1B + "--examples 5k --tokens 1B"),
+    Case("cli/inputs.py", "leave --switch out", _1B + "--optimizer adamw --switch default"),
     Case("cli/inputs.py", "leave --{dated} out", "-m 1b -g 8 --tokens 1T --days 3"),
     Case("cli/options.py", "write {row.name} 30", _1B + "--examples 5k --epochs 0", option="--epochs"),
     Case("specs/phases.py", "{where} 400:2048", _1B + "--batching padded --example-lengths foo"),

@@ -195,6 +195,12 @@ def test_switches_that_a_runtime_has_by_hand_stay() -> None:
     assert solved(problem).runtime_spec.ep_overlap_fraction == 0.3
 
 
+def test_what_goes_only_with_a_switch_that_is_off_by_hand_gives_way() -> None:
+    by_hand = load_runtime("megatron").model_copy(update={"gradient_overlap_fraction": 0.0})
+    chosen = solved(toy_problem(**SLOW, runtime=by_hand, tp=(1,), pp=(2,), ep=(4,), top=1)).runtime_spec
+    assert (chosen.gradient_overlap_fraction, chosen.parameter_overlap_fraction) == (0.0, 0.0)
+
+
 def test_the_answer_is_priced_as_every_other_layout_is() -> None:
     """What `plan` says of its choice, `evaluate` says of the same layout under the same runtime."""
     answer = of_job("qwen3-30b", "h100", 16)

@@ -40,7 +40,7 @@ def _with(path: Sequence[str | int], value: float) -> dict[str, Any]:
 
 @pytest.mark.parametrize("path", list(_numbers(H100)), ids=lambda path: ".".join(map(str, path)))
 def test_no_number_of_a_profile_is_without_end(path: tuple[str | int, ...]) -> None:
-    for value in (1e300, float("inf"), float("nan"), -1.0):
+    for value in (1e300, float("inf"), float("nan"), -1.0, True):
         with refused(str(next(part for part in reversed(path) if isinstance(part, str)))):
             checked(HardwareSpec, _with(path, value), "x.yaml")
 

@@ -385,7 +385,7 @@ def _read(program: Program, answer: Checked) -> Solution:
     )
 
 
-WIDTH = 120
+WIDTH = 80
 _SIGNS = {-1: "≤", 0: "=", 1: "≥"}
 
 _GROUPS: dict[Group, str] = {
@@ -415,24 +415,24 @@ def describe(node: Node) -> str:
     sections = [
         ("shape", list(_shape(node))),
         ("variables", _variables(program)),
-        ("minimise the seconds of a step", [f"  {_sum(program.problem.objective.items())}"]),
+        ("minimise the seconds of a step", [_sum(program.problem.objective.items())]),
     ]
     for group, title in _GROUPS.items():
         rows = [_row(row) for row in program.rows if program.groups[row.name] == group]
-        sections.append((title, rows or ["  no rows"]))
-    return "\n\n".join("\n".join((title, *lines)) for title, lines in sections) + "\n"
+        sections.append((title, rows or ["no rows"]))
+    return "\n\n".join("\n".join((_wrapped(title, 0), *map(_wrapped, lines))) for title, lines in sections) + "\n"
 
 
 def _shape(node: Node) -> Iterator[str]:
     """Lines with the numbers of the node that several rows share."""
-    yield _wrapped(f"{node.num_layers} layers: {_layers(node)}")
+    yield f"{node.num_layers} layers: {_layers(node)}"
     stages = "1 stage" if node.vpp == 1 else f"{node.vpp} virtual stages"
-    yield f"  {node.pp} ranks with {stages} each, {node.num_microbatches} micro-batches"
-    yield f"  rows of time hold for {_BOUNDS[node.bound]}; a transfer takes {_number(float(node.p2p_s))} s"
-    yield f"  recompute mode of a layer: {' or '.join(node.modes)}"
+    yield f"{node.pp} ranks with {stages} each, {node.num_microbatches} micro-batches"
+    yield f"rows of time hold for {_BOUNDS[node.bound]}; a transfer takes {_number(float(node.p2p_s))} s"
+    yield f"recompute mode of a layer: {' or '.join(node.modes)}"
     in_flight = ", ".join(map(_number, node.in_flight))
-    yield f"  a rank can use {_number(float(node.usable_bytes) / GIB)} GiB"
-    yield _wrapped(f"micro-batches in flight where a rank holds most, ranks 0 … {node.pp - 1}: {in_flight}")
+    yield f"a rank can use {_number(float(node.usable_bytes) / GIB)} GiB"
+    yield f"micro-batches in flight where a rank holds most, ranks 0 … {node.pp - 1}: {in_flight}"
 
 
 def _layers(node: Node) -> str:
@@ -448,7 +448,7 @@ def _variables(program: Formulation) -> list[str]:
     """Name, range and meaning of every variable, in columns."""
     cells = [(variable.name, _range(variable), program.meanings[variable.name]) for variable in program.variables]
     name_width, range_width = (max(len(cell[column]) for cell in cells) for column in (0, 1))
-    return [f"  {name:<{name_width}}  {limits:<{range_width}}  {meaning}" for name, limits, meaning in cells]
+    return [f"{name:<{name_width}}  {limits:<{range_width}}  {meaning}" for name, limits, meaning in cells]
 
 
 def _range(variable: Variable) -> str:
@@ -469,13 +469,14 @@ def _row(row: Row) -> str:
         line = f"{variable.name} = {_sum([(other, -c) for other, c in others], -row.constant)}"
     else:
         line = f"{_sum(row.items())} {_SIGNS[row.sense]} {_number(-row.constant)}"
-    return _wrapped(f"{row.name}: {line}")
+    return f"{row.name}: {line}"
 
 
-def _wrapped(line: str) -> str:
-    """A line of a section; if it is too long, the lines after the first are indented further."""
+def _wrapped(line: str, indent: int = 2) -> str:
+    """A title or a line of a section; if it is too long, the lines after the first are indented further."""
+    first, later = " " * indent, " " * (indent + 4)
     return textwrap.fill(
-        line, WIDTH, initial_indent="  ", subsequent_indent="      ", break_long_words=False, break_on_hyphens=False
+        line, WIDTH, initial_indent=first, subsequent_indent=later, break_long_words=False, break_on_hyphens=False
     )
 
 

@@ -47,7 +47,7 @@ _MORE_MICROBATCHES = "pin a smaller pp, dp or micro-batch-size, or raise the glo
 _LESS_OFFLOADED = (
     "offload less, or say how much the hosts have: add --assume host_memory_gib=512, where that is a GPU's share of it"
 )
-_NO_CP = "use cp 1, or another --runtime (torchtitan takes any attention)"
+_NO_CP = "use cp 1, or --runtime torchtitan, which takes any attention"
 _HINTS = {
     "attention_sinks_with_cp": _NO_CP,
     "cp_not_expressible": _NO_CP,

@@ -18,6 +18,7 @@ def test_the_program_is_that_of_the_best_layout() -> None:
     text = program_text(answer)
     assert f"{answer.parallelism.pp} ranks with 1 stage each" in text
     assert f"{answer.parallelism.num_microbatches} micro-batches" in text
+    assert max(map(len, text.splitlines())) <= 80
     for rank in range(4):
         assert f"\n  memory_{rank}:" in text
         assert f"\n  time_{rank}_0:" in text

@@ -244,8 +244,8 @@ _FEW = {"runtime": "torchtitan", "pp": (4,), "training": toy_training(4), "micro
     [
         *TABLES["the_hint_is_of_the_rule_and_following_it_helps_1"],
         ({"model": _LEARNED}, "shorten the sequence", {"training": toy_training(8, 1024)}),
-        ({"model": _SINKS, "cp": (2,)}, "cp 1, or another --runtime (torchtitan", {"runtime": "torchtitan"}),
-        ({"model": _SINKS, "cp": (2,)}, "cp 1, or another --runtime (torchtitan", {"cp": (1,)}),
+        ({"model": _SINKS, "cp": (2,)}, "cp 1, or --runtime torchtitan", {"runtime": "torchtitan"}),
+        ({"model": _SINKS, "cp": (2,)}, "cp 1, or --runtime torchtitan", {"cp": (1,)}),
         ({**_FEW, "dp": (2,)}, "pin a smaller pp, dp", {"dp": (1,)}),
         ({"tp": (8,), "cp": (2,)}, "more GPUs", {"cluster": toy_cluster(16), "tp_across_nodes": True}),
     ],
