@@ -291,7 +291,7 @@ _SAYS_NOTHING = re.compile(
     r"|mtp_hybrid|num_expert_group|n_shared_experts|zero_expert|index_share|index_topk_freq|^qk_head_dim|moe_layer_freq|block_dim"
     r"|attn_output_gate|expert_(parallel|capacity)|^(moe_|shared_|moe_shared_expert_)?intermediate_size$|^num_(hidden_layers|experts)$|^moe_k$|^head_dim"
     r"|group_norm_size|kda_|granularity|router_enable|^(use_)?sliding_window$|^no_rope_layer_interval$|^first_k_dense_replace$|^max_window_layers|attention_chunk|temperature|original_|tie_encoder|keep_last|generation|dtype"
-    r"|_kernels$|_overlap$|^mtp_layers_block|num_hash_layers|_conv_states$|^indexer_kv|output_gate_type|^[lr]m_head$|^spatial_merge"
+    r"|_kernels$|_overlap$|^mtp_layers_block|num_hash_layers|block_group|limited_groups|_conv_states$|^indexer_kv|output_gate_type|^[lr]m_head$|^spatial_merge"
 )
 """Names among them that say nothing of what a layer is."""
 
@@ -405,7 +405,7 @@ def _architecture(config: Config, where: str) -> tuple[Config, Architecture]:
         return _architecture({**tied, **stated, **inner, **named}, where)
     if kind in WRAPPERS and "hidden_size" not in config:
         raise SpecError(f"{where}: text_config: nothing, not a mapping", "give the language model's own config")
-    name = SAME_AS.get(kind, kind)
+    name = SAME_AS.get(kind, WRAPPERS.get(kind, kind))
     key, where_set, other = OTHER.get(name, ("", True, ""))
     name = other if key in config and bool(config[key]) is where_set else name
     if name in ARCHITECTURES:
