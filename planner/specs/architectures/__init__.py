@@ -281,7 +281,7 @@ _DECIDES = re.compile(
     r"hidden_size|intermediate|latent|expert|_rank$|heads?$|layers?$|_dim$|kernel|block_size|gate$|gated?_|_size$|_freq$"
     r"|interval|pattern|mtp|nextn|attn_res|compress|conv_|state_size|shared?_|(?<!un)tied?_|merge|stride"
     r"|window|_expand$|d_(model|state|conv|ssm|rel)$|n_embd|hc_mult|(?<!norm_)(?<!grouped_)topk$|groups$|dense_replace"
-    r"|layer_(end|period|offset)|expert_num$|num_inputs$|sparse_.*config$"
+    r"|layer_(end|period|offset)|qk_(layer)?norm$|_loops$|head_bias$|parallel_(attn|residual)$|(post|sandwich)_norm$|expert_num$|num_inputs$|sparse_.*config$"
 )
 """Names of keys that may say sizes, layers or parts of a model."""
 _SAYS_NOTHING = re.compile(
@@ -371,6 +371,7 @@ def from_config(config: Config, where: str) -> ModelSpec:
             fields |= function(given)
         fields = without_unused_sections(fields) | _vision(whole, fields.get("hidden_size"), where)
         known = {*given.looked_at, *row.defaults, *(key for names in row.keys.values() for key in names)}
+        known |= {prefix + name for name in row.fixed for prefix in ("", "use_")} & stated.keys()
         _tell_unread(stated, known, where)
         if "moe" in fields or not {"num_experts"} & (keys.keys() | fields.keys()):
             # no experts, whatever the keys of a router say
