@@ -229,7 +229,7 @@ def test_a_size_under_another_name_is_named_or_refused(name: str, caplog: pytest
     whole = config(name)
     sizes = {key for key, value in whole.items() if type(value) is int and value > 1 and not _OF_NO_LAYER.search(key)}
     renamed = [whole | {key: ..., f"new_{key}": 2 * whole[key]} for key in sizes]
-    others = {"side_intermediate_size": 64, "num_loop_layers": 2, "num_loops": 4, "lm_head_bias": True, "post_norm": True}
+    others = {"side_intermediate_size": 64, "loop_layers": 2, "num_loops": 4, "lm_head_bias": True, "post_norm": True}
     for changed in (*renamed, *(whole | {key: value} for key, value in others.items())):
         caplog.clear()
         key = [*changed][-1]
