@@ -85,10 +85,11 @@ def test_operators_of_a_model_are_read(name: str, field: str, value: object) -> 
 def test_the_inner_config_of_a_wrapper_decides(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
         large = model_of("mistral-large-3")
-        from_config(ENTRIES["mistral-large-3"]["config"] | {"audio_config": {"d_model": 8}}, "x/config.json")
+        towers: dict[str, Any] = {"audio_config": {"d_model": 8}, "encoder_config": {"num_layers": 16}}
+        from_config(ENTRIES["mistral-large-3"]["config"] | towers, "x/config.json")
     assert large.mla is not None
     assert large.vision is not None
-    assert "x/config.json: audio left out: only the language model is planned" in caplog.text
+    assert "x/config.json: audio and encoder left out: only the language model is planned" in caplog.text
     dense = {"model_type": "mistral3", "text_config": {"num_hidden_layers": 2}, "vision_config": {}}
     assert from_config(dense, "x").mla is None
 

@@ -252,7 +252,7 @@ def warn_of_towers(config: Config, where: str) -> None:
         _log.warning("%s: %s left out: only the language model is planned", where, " and ".join(towers))
 
 
-_TOWERS = re.compile("vi(sion|sual|t_)|audio|talker|code2wav|img_processor|embd_layer")
+_TOWERS = re.compile("vi(sion|sual|t_)|audio|talker|code2wav|encoder|img_processor|embd_layer")
 """Keys of what a multimodal model has beside its language model, and which is not planned."""
 
 
