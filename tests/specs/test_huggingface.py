@@ -225,11 +225,12 @@ def test_any_value_under_any_key_is_read_or_refused(name: str, value: object) ->
 
 @pytest.mark.parametrize("name", ["llama-3.1-8b", "qwen3-30b-a3b", "deepseek-v3", "gemma-3-1b", "gpt-oss-20b"])
 def test_a_size_under_another_name_is_named_or_refused(name: str, caplog: pytest.LogCaptureFixture) -> None:
-    """Each size of a config doubled and renamed, and sizes that no architecture has."""
+    """Each size of a config doubled and renamed, and sizes and switches that no architecture has."""
     whole = config(name)
     sizes = {key for key, value in whole.items() if type(value) is int and value > 1 and not _OF_NO_LAYER.search(key)}
     renamed = [whole | {key: ..., f"new_{key}": 2 * whole[key]} for key in sizes]
-    for changed in (*renamed, whole | {"side_intermediate_size": 64}, whole | {"num_loop_layers": 2}):
+    others = {"side_intermediate_size": 64, "loop_layers": 2, "num_loops": 4, "lm_head_bias": True, "post_norm": True}
+    for changed in (*renamed, *(whole | {key: value} for key, value in others.items())):
         caplog.clear()
         key = [*changed][-1]
         refused = True

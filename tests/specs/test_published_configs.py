@@ -27,7 +27,7 @@ ENTRIES: dict[str, dict[str, Any]] = {
     entry["name"]: entry for entry in json.loads((Path(__file__).parent / "published.json").read_text())
 }
 CONFIGS = Path(__file__).parent / "configs"
-OTHERS = {"ministral", "internlm", "llama4_text", "mimo", "longcat_flash_ngram", "llada_moe"}
+OTHERS = {"ministral", "internlm", "llama4_text", "mimo", "longcat_flash_ngram", "llada_moe", "grok-2"}
 """Read as an architecture that is held against a published config, or by another name than its own."""
 TABLES = yaml.safe_load((Path(__file__).parent / "counts.yaml").read_text())
 DEFAULTS: dict[str, int] = TABLES["defaults"]
@@ -63,10 +63,10 @@ def test_an_absent_key_means_what_transformers_takes_for_it(model_type: str) -> 
 
 def test_every_architecture_is_held_against_a_config() -> None:
     held = {json.loads(path.read_text())["model_type"] for path in CONFIGS.glob("*.json")}
-    held |= {row["config"].get("model_type", "") for row in TABLES["varied"].values()} - {""}
+    held |= {row["config"].get("model_type", "") for row in TABLES["varied"].values()} - {"", "git"}
     for entry in ENTRIES.values():
         held.add(entry["config"].get("text_config", entry["config"])["model_type"])
-    assert {SAME_AS.get(kind, kind) for kind in held} | OTHERS | set(DEFAULTS) == set(ARCHITECTURES)
+    assert {(SAME_AS | WRAPPERS).get(kind, kind) for kind in held} | OTHERS | set(DEFAULTS) == set(ARCHITECTURES)
 
 
 @pytest.mark.parametrize(("name", "kinds"), TABLES["layers"].items())
@@ -85,10 +85,11 @@ def test_operators_of_a_model_are_read(name: str, field: str, value: object) -> 
 def test_the_inner_config_of_a_wrapper_decides(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
         large = model_of("mistral-large-3")
-        from_config(ENTRIES["mistral-large-3"]["config"] | {"audio_config": {"d_model": 8}}, "x/config.json")
+        towers: dict[str, Any] = {"audio_config": {"d_model": 8}, "encoder_config": {"num_layers": 16}}
+        from_config(ENTRIES["mistral-large-3"]["config"] | towers, "x/config.json")
     assert large.mla is not None
     assert large.vision is not None
-    assert "x/config.json: audio left out: only the language model is planned" in caplog.text
+    assert "x/config.json: audio and encoder left out: only the language model is planned" in caplog.text
     dense = {"model_type": "mistral3", "text_config": {"num_hidden_layers": 2}, "vision_config": {}}
     assert from_config(dense, "x").mla is None
 

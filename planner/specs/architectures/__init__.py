@@ -252,7 +252,7 @@ def warn_of_towers(config: Config, where: str) -> None:
         _log.warning("%s: %s left out: only the language model is planned", where, " and ".join(towers))
 
 
-_TOWERS = re.compile("vi(sion|sual|t_)|audio|talker|code2wav|img_processor|embd_layer")
+_TOWERS = re.compile("vi(sion|sual|t_)|audio|talker|code2wav|encoder|img_processor|embd_layer")
 """Keys of what a multimodal model has beside its language model, and which is not planned."""
 
 
@@ -281,7 +281,7 @@ _DECIDES = re.compile(
     r"hidden_size|intermediate|latent|expert|_rank$|heads?$|layers?$|_dim$|kernel|block_size|gate$|gated?_|_size$|_freq$"
     r"|interval|pattern|mtp|nextn|attn_res|compress|conv_|state_size|shared?_|(?<!un)tied?_|merge|stride"
     r"|window|_expand$|d_(model|state|conv|ssm|rel)$|n_embd|hc_mult|(?<!norm_)(?<!grouped_)topk$|groups$|dense_replace"
-    r"|layer_(end|period|offset)|expert_num$|num_inputs$|sparse_.*config$"
+    r"|layer_(end|period|offset)|qk_(layer)?norm$|_loops$|head_bias$|parallel_(attn|residual)$|(post|sandwich)_norm$|expert_num$|num_inputs$|sparse_.*config$"
 )
 """Names of keys that may say sizes, layers or parts of a model."""
 _SAYS_NOTHING = re.compile(
@@ -291,7 +291,7 @@ _SAYS_NOTHING = re.compile(
     r"|mtp_hybrid|num_expert_group|n_shared_experts|zero_expert|index_share|index_topk_freq|^qk_head_dim|moe_layer_freq|block_dim"
     r"|attn_output_gate|expert_(parallel|capacity)|^(moe_|shared_|moe_shared_expert_)?intermediate_size$|^num_(hidden_layers|experts)$|^moe_k$|^head_dim"
     r"|group_norm_size|kda_|granularity|router_enable|^(use_)?sliding_window$|^no_rope_layer_interval$|^first_k_dense_replace$|^max_window_layers|attention_chunk|temperature|original_|tie_encoder|keep_last|generation|dtype"
-    r"|_kernels$|_overlap$|^mtp_layers_block|num_hash_layers|_conv_states$|^indexer_kv|output_gate_type|^[lr]m_head$|^spatial_merge"
+    r"|_kernels$|_overlap$|^mtp_layers_block|num_hash_layers|block_group|limited_groups|_conv_states$|^indexer_kv|output_gate_type|^[lr]m_head$|^spatial_merge"
 )
 """Names among them that say nothing of what a layer is."""
 
@@ -371,6 +371,7 @@ def from_config(config: Config, where: str) -> ModelSpec:
             fields |= function(given)
         fields = without_unused_sections(fields) | _vision(whole, fields.get("hidden_size"), where)
         known = {*given.looked_at, *row.defaults, *(key for names in row.keys.values() for key in names)}
+        known |= {prefix + name for name in row.fixed for prefix in ("", "use_")} & stated.keys()
         _tell_unread(stated, known, where)
         if "moe" in fields or not {"num_experts"} & (keys.keys() | fields.keys()):
             # no experts, whatever the keys of a router say
@@ -405,7 +406,7 @@ def _architecture(config: Config, where: str) -> tuple[Config, Architecture]:
         return _architecture({**tied, **stated, **inner, **named}, where)
     if kind in WRAPPERS and "hidden_size" not in config:
         raise SpecError(f"{where}: text_config: nothing, not a mapping", "give the language model's own config")
-    name = SAME_AS.get(kind, kind)
+    name = SAME_AS.get(kind, WRAPPERS.get(kind, kind))
     key, where_set, other = OTHER.get(name, ("", True, ""))
     name = other if key in config and bool(config[key]) is where_set else name
     if name in ARCHITECTURES:

@@ -162,7 +162,7 @@ def falcon(config: Config) -> Derived:
     heads, stated = config.get("num_attention_heads"), config.get("num_kv_heads")
     kv_heads = stated if new else 1 if config.get("multi_query", True) else heads
     norms = config.get("num_ln_in_parallel_attn") or (2 if new else 1)
-    beside = new or config.get("parallel_attn", True)
+    beside = config.get("parallel_attn", True) or new
     return {
         "num_key_value_heads": kv_heads or heads,
         "intermediate_size": size_of(config, ["ffn_hidden_size", "4*hidden_size"]),

@@ -333,7 +333,10 @@ def nas_blocks(config: Config) -> Derived:
     """
     hidden, heads = whole(config, "hidden_size"), whole(config, "num_attention_heads")
     kinds = list[tuple[str, str, Derived]]()
-    for block in list_in(config, "block_configs"):
+    blocks = list_in(config, "block_configs")
+    if (layers := whole(config, "num_hidden_layers", len(blocks))) != len(blocks):
+        raise InexpressibleError(f"block_configs: {len(blocks)} entries for {layers} layers")
+    for block in blocks:
         attention, mlp = (mapping_in(block, key) if isinstance(block, dict) else {} for key in ("attention", "ffn"))
         mixer, kind = (
             "none" if half.get("no_op") else "linear" if half.get("replace_with_linear") else ""
@@ -348,13 +351,13 @@ def nas_blocks(config: Config) -> Derived:
                 raise InexpressibleError(f"block_configs: ffn_mult: {multiple!r:.60}, expected a number")
             sizes["intermediate_size"] = -(-int(2 * multiple * hidden / 3) // 256) * 256
         kinds.append((mixer or "full", kind or "dense", sizes))
-    layers = [kind for kind in kinds if kind[:2] != ("none", "none")]
-    if not layers:
+    present = [kind for kind in kinds if kind[:2] != ("none", "none")]
+    if not present:
         raise InexpressibleError(f"block_configs: {str(config.get('block_configs'))[:60]}, expected a list of blocks")
     return {
-        "num_hidden_layers": len(layers), "layer_types": lists.shortest([mixer for mixer, _, _ in layers]),
-        "mlp_layer_types": lists.shortest([mlp for _, mlp, _ in layers]),
-        "layer_sizes": tuple(sizes for _, _, sizes in layers),
+        "num_hidden_layers": len(present), "layer_types": lists.shortest([mixer for mixer, _, _ in present]),
+        "mlp_layer_types": lists.shortest([mlp for _, mlp, _ in present]),
+        "layer_sizes": tuple(sizes for _, _, sizes in present),
     }  # fmt: skip
 
 
