@@ -35,6 +35,7 @@ from planner.observe import log_reader as reader
 from planner.observe.formats import Grammar
 from planner.observe.log_reader import observe
 from planner.schedule.orders import SCHEDULES
+from planner.specs.base import grouped
 from planner.specs.registry import load_hardware, load_model
 from planner.trainers import load
 from planner.trainers.rules.recipe import rules_for
@@ -136,12 +137,12 @@ def test_an_exporter_is_a_function_and_a_row(monkeypatch: pytest.MonkeyPatch, tm
 def test_a_log_format_is_a_table_of_lines(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (example,) = re.findall(r"```yaml\n(- name: my-log.*?)```", TEXT, re.DOTALL)
     grammar = Grammar.of(**yaml.safe_load(example)[0])
-    rows = tuple((len(formats.GRAMMARS), row) for row in grammar.rows)
-    needles = re.compile(b"|".join(re.escape(row.holds.encode()) for row in grammar.rows))
+    rows = tuple(((len(formats.GRAMMARS),), row) for row in grammar.rows)
     for module in (reader, formats):
         monkeypatch.setattr(module, "GRAMMARS", (*module.GRAMMARS, grammar))
     monkeypatch.setattr(reader, "_ROWS", (*reader._ROWS, *rows))
-    monkeypatch.setattr(reader, "_NEEDLES", needles)
+    by_word = grouped((row.holds, at) for at, (_, row) in enumerate(reader._ROWS))
+    monkeypatch.setattr(reader, "_BY_WORD", by_word)
     monkeypatch.setitem(reader._RANKS, grammar.name, grammar.rank)
     lines = [f"step {number} took {1.5 + number % 2 / 10} s, peak 61.5 GiB" for number in range(1, 31)]
     log = tmp_path / "train.log"
