@@ -85,7 +85,7 @@ def with_warning(plan: Plan, found_for: Case, case: Case) -> Plan:
     held, saving = case.limits.switches or {}, found_for.limits.switches
     if isinstance(saving, dict) and isinstance(held, dict) and saving != held:
         chosen = ",".join(f"{name}={written(value)}" for name, value in saving.items() if name not in held)
-        says = f"no layout fits without it: --switch {chosen} was chosen"
+        says = f"no layout fits without a switch that saves memory: --switch {chosen}, the fastest found, was chosen"
     elif not exceeds_risk(plan, case):
         return plan
     return plan.model_copy(update={"best": best.model_copy(update={"warnings": (says, *best.warnings)})})
