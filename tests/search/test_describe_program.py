@@ -22,8 +22,8 @@ TERM = re.compile(r"(?P<sign>[+−]?) ?(?:(?P<number>[0-9.e+−]+)(?:·|$))?(?P<
 
 
 def sections(text: str) -> dict[str, list[str]]:
-    """Lines of each section by its title; a row that is wrapped is one line again."""
-    blocks = (block.split("\n") for block in text.replace("\n      ", " ").strip().split("\n\n"))
+    """Lines of each section by its title; a title or a row that is wrapped is one line again."""
+    blocks = (block.split("\n") for block in re.sub(r"\n {4,}", " ", text).strip().split("\n\n"))
     return {title: [line.strip() for line in lines] for title, *lines in blocks}
 
 
