@@ -314,17 +314,18 @@ class Exchanges:
         """
         trained = part.trained_dense_parameters, part.trained_expert_parameters
         gather_s = self.gather_s(*trained, shape)
-        each = memory.gathered_frozen_bytes(part, self.runtime)
         if any_of(part.frozen_parameters):
-            gather_s = gather_s + self._frozen_s(part.frozen_parameters, part.frozen_expert_parameters, shape, each)
+            gather_s = gather_s + self._frozen_s(part, part.frozen_parameters, part.frozen_expert_parameters, shape)
         if self.runtime.plain_forwards:
-            once_s = self._frozen_s(part.reference_parameters, part.reference_expert_parameters, shape, each)
+            once_s = self._frozen_s(part, part.reference_parameters, part.reference_expert_parameters, shape)
             # a step gathers twice, for its forward and its backward, and once for each forward without a gradient
             gather_s = gather_s + self.runtime.plain_forwards / 2 * once_s
         return self.reduce_s(*trained, shape), gather_s
 
-    def _frozen_s(self, parameters: Number, expert: Number, shape: Shape, num_bytes: Number) -> Number:
-        """Seconds to gather frozen weights of `num_bytes` each, `expert` of them of routed experts; 0 below ZeRO-3."""
+    def _frozen_s(self, part: PartCost, parameters: Number, expert: Number, shape: Shape) -> Number:
+        """Seconds to gather weights as wide as a part's frozen ones, `expert` of them of routed experts; 0 below
+        ZeRO-3."""
+        num_bytes = memory.gathered_frozen_bytes(part, self.runtime)
         exchanged_s = self._data_parallel_s(parameters - expert, expert, shape, num_bytes, reduces=False)
         return (exchanged_s + self._copied_s(parameters - expert, expert, shape, num_bytes)) * (shape.zero_stage == 3)
 

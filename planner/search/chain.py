@@ -108,7 +108,7 @@ def is_deep(model: ModelSpec, pp: int) -> bool:
 
 
 def _best_count(node: Node) -> Solution | None:
-    """The best split with one number of recomputed layers for all ranks.
+    """The best split with one number of recomputed layers for all ranks, of layers of one kind: no others have such.
 
     Every rank holds so many layers. Larger numbers are tried until they are slower even with boundless memory.
     """
